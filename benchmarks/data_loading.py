@@ -60,7 +60,7 @@ def open_stream(prefix: str, mmap: bool, workers: int, samples: int) -> MicroBat
     data = GPTDataset(
         indexed, name="train", split="1", bounds=(0, len(indexed)), num_samples=samples, seq_length=SEQ_LENGTH, seed=1
     )
-    return MicroBatchStream(data, MICRO_BATCH, num_workers=workers, prefetch=not mmap, vocab_size=VOCAB_SIZE)
+    return MicroBatchStream(data, MICRO_BATCH, num_workers=workers, vocab_size=VOCAB_SIZE)
 
 
 def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool) -> float:

@@ -35,7 +35,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data import gpt_index, index_helpers, packing
+from megatron.data import gpt_dataset, index_helpers, packing
 from tests.data import numpy_loops
 
 SEQ_LENGTH, SEED, BLOCK = 2048, 1234, 1 << 20
@@ -83,13 +83,14 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
     tokens = int(sizes.sum(dtype=np.int64))
     num_samples = (epochs * tokens - 1) // SEQ_LENGTH
-    request = gpt_index.IndexRequest("p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED)
+    request = gpt_dataset.IndexRequest("p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED)
     random, seconds = np.random.RandomState(SEED), {}
     before = reset_peak()
-    index = timed(seconds, "document index", gpt_index._document_index, request, False, random)
+    index = timed(seconds, "document index", gpt_dataset._document_index, request, False, random)
     rows = timed(seconds, "sample index", index_helpers.build_sample_index, sizes, index, SEQ_LENGTH, num_samples)
     order = timed(
-        seconds, "shuffle index", gpt_index._shuffle_index, num_samples, num_samples, random, gpt_index._UINT32_LIMIT
+        seconds, "shuffle index", gpt_dataset._shuffle_index, num_samples, num_samples, random,
+        gpt_dataset._UINT32_LIMIT,
     )
     arrays = [index, rows, order]
     own = sum(array.nbytes for array in arrays)

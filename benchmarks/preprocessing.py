@@ -47,7 +47,7 @@ from megatron.data.prepare.preprocess import Listeners, Totals, preprocess
 from megatron.data.prepare.sources import read_blocks
 from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizers.fast import byte_letters
+from megatron.data.tokenizer_adapters import byte_letters
 from tools.build_corpus import build_corpus
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.report.metrics import read_metrics
 from tests.helpers.launching import ROOT, TINY, launch

@@ -4,8 +4,8 @@ Example:
 
     python tools/build_corpus.py --output runs/corpus.jsonl
 
-One document per module. Modules whose source is there give it, docstrings included; modules that are compiled into the
-interpreter give their docstrings, read from the module. Nothing else is imported or run.
+One document per module: its source, docstrings included, or the docstrings of a module that is compiled into the
+interpreter. Nothing else is imported or run.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def build_corpus(
 ) -> tuple[int, int]:
     """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on `seed` alone.
 
-    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the prose: docstrings of modules, classes
-    and functions. `stdlib` is the folder to read, by default this Python's. Parts that a Python build lacks are left
-    out. Returns the numbers of documents and of bytes of text. Raises DataError when nothing is found or `output`
-    cannot be written.
+    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the docstrings of modules, classes and
+    functions. `stdlib` is the folder to read, by default this Python's. Parts that a Python build lacks are left out.
+    Returns the number of documents and the bytes of text. Raises DataError if nothing is found or `output` cannot be
+    written.
     """
     folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
     sources = find_modules(folder)
@@ -81,7 +81,7 @@ def build_corpus(
 
 
 def find_modules(folder: Path) -> dict[str, Path | None]:
-    """Dotted name and file of each Python source under `folder`."""
+    """Return the dotted name and the file of each Python source under `folder`."""
     modules: dict[str, Path | None] = {}
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(("config-", ".")))
@@ -94,13 +94,13 @@ def find_modules(folder: Path) -> dict[str, Path | None]:
 
 
 def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None:
-    """The text of one module; None when there is too little or it cannot be read as text."""
+    """Return the text of a module; None if it is too short or cannot be read as text."""
     if path is None:
         text = "\n\n".join(_builtin_docstrings(name))
     else:
         try:
             source = read_bytes(path, _MOST_SOURCE_BYTES, error=DataError)
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # that the source declares
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # declared by the source
             text = io.TextIOWrapper(io.BytesIO(source), encoding).read()
             if docstrings_only:
                 text = "\n\n".join(_source_docstrings(name, text))
@@ -122,7 +122,7 @@ def _source_docstrings(name: str, source: str) -> Iterator[str]:
 
 
 def _builtin_docstrings(name: str) -> Iterator[str]:
-    """Docstrings of a module that is compiled into the interpreter; it has no source that an import would run."""
+    """Return the docstrings of a module that is compiled into the interpreter; importing it runs no source."""
     try:
         module = __import__(name)
     except ImportError:  # some builds list modules that cannot be imported on this system
@@ -136,14 +136,14 @@ def _builtin_docstrings(name: str) -> Iterator[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines with the keys name and text")
     parser.add_argument(
         "--max-megabytes", type=real(), default=20.0, metavar="MB", help="stop before this size (default: 20)"
     )
-    parser.add_argument("--seed", type=whole(0), default=1234, help="decides the order of the modules (default: 1234)")
-    parser.add_argument("--docstrings-only", action="store_true", help="documentation strings instead of whole sources")
+    parser.add_argument("--seed", type=whole(0), default=1234, help="seed of the order of modules (default: 1234)")
+    parser.add_argument("--docstrings-only", action="store_true", help="docstrings instead of whole sources")
     parser.add_argument(
         "--stdlib", metavar="FOLDER", help="read this folder of sources instead of this Python's library"
     )
@@ -152,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 after an error."""
+    """Run and return the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     documents, text_bytes = build_corpus(
         args.output,

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Build all indices that a training run will look for, before it starts: on a login node, without GPUs or a launcher.
+"""Build all indices of a training run before it starts, on a login node, without GPUs or a launcher.
 
     python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
 
-Takes the flags of pretrain_gpt.py, all of them as in the run: the lengths of the indices follow from the batch size,
-the length of the run and its evaluations, and their names from the data paths as they are written.
-`python pretrain_gpt.py --help` lists the flags. Besides:
+Give all flags of pretrain_gpt.py exactly as in the run: the lengths of the indices follow from the batch size, the
+length of the run and its evaluations, and their names from the data paths as written.
+`python pretrain_gpt.py --help` lists the flags. In addition:
 
-    --world-size N   processes of the run; may be left out where --global-batch-size is given
-    --workers N      build the indices of so many data sets at the same time; each takes the memory of one (default: 1)
+    --world-size N   processes of the run; optional with --global-batch-size
+    --workers N      build the indices of N data sets at the same time; each needs memory for one (default: 1)
 
-With --load, a run that resumes is looked at where it stands. An index that is there is kept, and one that another
-process is building is waited for. Ends with code 2 and a message when something is missing.
+With --load, the indices are those of the resumed run. Existing indices are kept; if another process is building one,
+this waits for it. The exit code is 2, with a message, if something is missing.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """(workers, the flags of pretrain_gpt.py). Raises ConfigError."""
+    """Return the workers and the flags of pretrain_gpt.py. Raises ConfigError."""
     parser = Parser(add_help=False)
     parser.add_argument("--workers", type=whole(1, 1024), default=1)
     own, flags = parser.parse_known_args(list(argv))
@@ -38,21 +38,21 @@ def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def read_config(flags: Sequence[str]) -> Config:
-    """The run's configuration. Raises ConfigError, also where the size of its batches is anybody's guess."""
+    """Return the configuration of the run. Raises ConfigError, also if the batch size is unknown."""
     config = parse_args(flags)
     guessed = [name for name in ("world_size", "global_batch_size") if config.origin(name).startswith("derived")]
     if len(guessed) == 2:
         raise ConfigError(
-            "the batch size of the run is not known, and the length of its indices follows from it: give --world-size "
-            "with the number of its processes, or --global-batch-size"
+            "the batch size of the run, which determines the length of its indices, is unknown: give --world-size, the "
+            "number of its processes, or --global-batch-size"
         )
     return config
 
 
 def build(config: Config, workers: int) -> None:
-    """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
+    """Build the indices that the run reads, from its start or from the checkpoint that --load names."""
     from megatron.checkpoint.find import find, open_checkpoint, required
-    from megatron.data.prebuild import prebuild
+    from megatron.data.datasets import prebuild
     from megatron.training.report.reporter import Reporter
     from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
     from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
@@ -79,7 +79,7 @@ def build(config: Config, workers: int) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0

@@ -1,4 +1,4 @@
-"""Show what is in .bin/.idx data sets, and check them.
+"""Describe and check .bin/.idx data sets.
 
 Examples:
 
@@ -6,7 +6,7 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-The index is always checked as a whole, with --validate all tokens, too. Exit code 2 when a data set is damaged.
+The whole index is always checked, with --validate all tokens too. The exit code is 2 if a data set is damaged.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TOKENIZER_FLAGS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
-    parser.add_argument("--validate", action="store_true", help="read all tokens and check them")
-    parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
+    parser.add_argument("--validate", action="store_true", help="read and check all tokens")
+    parser.add_argument("--plot", metavar="FILE", help="plot the lengths of documents; .png, .svg or .pdf")
     group = parser.add_argument_group("samples")
     group.add_argument("--samples", type=whole(0), default=0, metavar="N", help="show the first N documents")
     group.add_argument(
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--sample-tokens", type=whole(), default=128, metavar="N", help="tokens shown of each (default: 128)"
     )
-    group = parser.add_argument_group("tokenizer", "decodes samples; its vocabulary is what ids are checked against")
+    group = parser.add_argument_group("tokenizer", "decodes samples; ids are checked against its vocabulary")
     group.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
     group.add_argument(
         "--tokenizer-model",
@@ -60,19 +60,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=whole(),
         metavar="N",
-        help="entries of the vocabulary when there is no tokenizer; that of NullTokenizer",
+        help="vocabulary size without a tokenizer, or of NullTokenizer",
     )
     group.add_argument("--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer")
-    group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
+    group.add_argument("--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=_FEW, metavar="N", help="ids that TikTokenizer keeps for special tokens"
+        "--tiktoken-num-special-tokens", type=_FEW, metavar="N", help="ids TikTokenizer reserves for special tokens"
     )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
     return parser
 
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer of the flags. Raises ConfigError for flags that make no sense."""
+    """Return the tokenizer of the flags. Raises ConfigError for invalid flags."""
     given = {name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None}
     if args.tokenizer_type is not None:
         return build_tokenizer(args.tokenizer_type, **given)
@@ -83,7 +83,7 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def rows_of(result: Inspection) -> list[tuple[str, str]]:
-    """What is known, as names and values."""
+    """Return the rows of the report, as names and values."""
     rows = [(f"{suffix} file", f"{size:,} bytes") for suffix, size in result.file_bytes.items()]
     index, lengths = result.index, result.lengths
     if index is not None:
@@ -109,7 +109,7 @@ def show(result: Inspection) -> None:
         console, table = Console(), Table(show_header=False)
         for name, value in rows_of(result):
             table.add_row(name, Text(value))
-        console.print(Text(result.prefix, "bold"), soft_wrap=True)  # whole, so that it can be copied
+        console.print(Text(result.prefix, "bold"), soft_wrap=True)  # on one line, so that it can be copied
         console.print(table)
     else:
         print(result.prefix)
@@ -131,7 +131,7 @@ def show(result: Inspection) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 when a data set is damaged or cannot be read."""
+    """Run and return the exit code: 0, or 2 if a data set is damaged or cannot be read."""
     args = build_parser().parse_args(argv)
     results = []
     tokenizer = make_tokenizer(args)
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         show(result)
     if args.plot is not None:
         plot_lengths(results, args.plot)
-        print(f"drawn to {args.plot}")
+        print(f"wrote {args.plot}")
     return 0 if all(result.sound for result in results) else 2
 
 

@@ -5,7 +5,7 @@ Examples:
     python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-The second form takes all data sets of a folder, by name.
+The second form merges all data sets of a folder, sorted by name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: Megatron's flags, and --inputs."""
+    """Return the parser: Megatron's flags, and --inputs."""
     parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", metavar="FOLDER", help="merge all data sets in this folder, in order of their names")
+    source.add_argument("--input", metavar="FOLDER", help="merge all data sets in this folder, sorted by name")
     source.add_argument(
         "--inputs", nargs="+", metavar="PREFIX", help="merge these, in this order; paths without .bin and .idx"
     )
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 after an error in the input."""
+    """Run and return the exit code: 0, or 2 after an error in the input."""
     args = build_parser().parse_args(argv)
     inputs = args.inputs if args.input is None else prefixes_in(args.input)
     with ByteProgress("merged", total_bytes(inputs)) as progress:

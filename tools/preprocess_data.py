@@ -7,7 +7,7 @@ Example:
 
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
 
-A run that was stopped or killed goes on when the same command is given again; until it ends, what is done lies in
+A run that was stopped or killed resumes when the same command is given again. Until it is complete, its files are in
 data/corpus_partial, and files of an earlier run stay as they are.
 """
 
@@ -33,18 +33,18 @@ from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.training.run.process import as_tool
 
 WITHOUT_EFFECT = {
-    "lang": "the rule for sentences knows no languages",
+    "lang": "the rule for sentences does not depend on the language",
     "partitions": "--workers uses all cores for one output",
     "seq_length": "documents are written whole",
-    "trust_remote_code": "no code comes with a tokenizer",
+    "trust_remote_code": "tokenizers never run remote code",
     "find_optimal_num_workers": "each worker is one core: the default is all of them",
     "workers_to_check": "each worker is one core: the default is all of them",
-    "max_documents": "it belongs to --find-optimal-num-workers",
+    "max_documents": "it is for --find-optimal-num-workers",
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: Megatron's flags."""
+    """Return the parser: Megatron's flags."""
     parser = Parser(description=__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
@@ -52,10 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines; .parquet; or plain text, one document per file (.txt); also packed as .gz or .zst. A quoted "
-        "pattern such as 'shards/*.jsonl' stands for its files in the order of their names",
+        help="JSON lines; .parquet; or plain text, one document per file (.txt); also compressed as .gz or .zst. A "
+        "quoted pattern such as 'shards/*.jsonl' stands for its files, sorted by name",
     )
-    group.add_argument("--input-format", choices=FORMATS, default="auto", help="auto: by the file name (default)")
+    group.add_argument("--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)")
     group.add_argument(
         "--json-keys",
         nargs="+",
@@ -67,13 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--on-bad-input",
         choices=ON_BAD_INPUT,
         default="fail",
-        help="a line that is no JSON or not UTF-8, that lacks a key or has something else than text there: stop at the "
-        "first (default), or leave them out, count them and name them in PREFIX_bad_input.txt",
+        help="lines that are not JSON or not UTF-8, without the key or without text there: fail at the first "
+        "(default), or skip, count and list them in PREFIX_bad_input.txt",
     )
     group.add_argument(
-        "--split-sentences", action="store_true", help="one sequence per sentence, cut after . ! ? and at line ends"
+        "--split-sentences", action="store_true", help="one sequence per sentence, split after . ! ? and at line ends"
     )
-    group.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences")
+    group.add_argument("--keep-newlines", action="store_true", help="keep the white space between sentences")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -83,15 +83,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
     )
-    group.add_argument("--vocab-size", type=whole(), metavar="N", help="vocabulary of NullTokenizer")
+    group.add_argument("--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer")
     group.add_argument(
         "--vocab-extra-ids", type=whole(0, MOST_WIDTH), default=0, metavar="N",
         help="extra ids of SentencePieceTokenizer",
     )
-    group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
+    group.add_argument("--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text")
     group.add_argument(
         "--tiktoken-num-special-tokens", type=whole(1, MOST_WIDTH), metavar="N",
-        help="ids that TikTokenizer keeps for special tokens",
+        help="ids that TikTokenizer reserves for special tokens",
     )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
@@ -100,13 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="files are PREFIX_KEY_LEVEL.bin and .idx, level document or sentence",
+        help="the files are PREFIX_KEY_LEVEL.bin and .idx; LEVEL is document or sentence",
     )
     group.add_argument(
-        "--dataset-impl", choices=("mmap",), default="mmap", help="the format written; mmap is the only one"
+        "--dataset-impl", choices=("mmap",), default="mmap", help="output format; mmap is the only one"
     )
     group.add_argument(
-        "--restart", action="store_true", help="throw away what an unfinished run has left in PREFIX_partial"
+        "--restart", action="store_true", help="discard an unfinished run in PREFIX_partial"
     )
     group = parser.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))
@@ -115,8 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(1, 1024),
         default=cores,
         metavar="N",
-        help=f"processes that tokenize, one core each (default: the cores this process may use, here {cores}); with 1 "
-        f"it is this process. The files are the same for any number",
+        help=f"processes that tokenize, one core each (default: the cores available to this process, here {cores}); 1 "
+        f"tokenizes in this process. The output is the same for any number",
     )
     group.add_argument(
         "--log-interval",
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="documents between two progress lines in a log file (default: a line every 10 s)",
     )
-    group = parser.add_argument_group("accepted for scripts that use them, without effect")
+    group = parser.add_argument_group("accepted for existing scripts, without effect")
     group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])
     group.add_argument("--partitions", metavar="N", help=WITHOUT_EFFECT["partitions"])
     group.add_argument("--seq-length", metavar="N", help=WITHOUT_EFFECT["seq_length"])
@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def options_of(args: argparse.Namespace) -> PreprocessOptions:
-    """What the command line asks for."""
+    """Return the options of the command line."""
     tokenizer = {
         name: getattr(args, name)
         for name in (
@@ -155,7 +155,7 @@ def options_of(args: argparse.Namespace) -> PreprocessOptions:
 
 
 class StopSignal:
-    """Remembers the first signal that asks for an end; the second ends the process at once."""
+    """Records the first signal to stop; the second ends the process at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -164,7 +164,7 @@ class StopSignal:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        # What was ignored from the start stays so, as under nohup.
+        # Signals that were ignored from the start, as under nohup, stay ignored.
         before = {number: signal.getsignal(number) for number in self.SIGNALS}
         handled = [number for number in self.SIGNALS if before[number] is not signal.SIG_IGN]
         try:
@@ -183,7 +183,7 @@ class StopSignal:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, 2 after an error in the input, 128 + its number after a signal."""
+    """Run and return the exit code: 0, 2 after an error in the input, 128 + its number after a signal."""
     args = build_parser().parse_args(argv)
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{signal.Signals(stop.received).name}: {error}", file=sys.stderr)
         return 128 + stop.received
     except KeyboardInterrupt:
-        print("stopped at once; the same command goes on after what was saved last", file=sys.stderr)
+        print("stopped at once; the same command resumes after the last save", file=sys.stderr)
         return 128 + signal.SIGINT
     print("\n".join(progress.summary(totals)))
     return 0

@@ -1,4 +1,4 @@
-"""Train a SentencePiece vocabulary on JSON lines or text; encoding with it loses nothing.
+"""Train a lossless SentencePiece vocabulary on JSON lines or text.
 
 Example:
 
@@ -22,29 +22,31 @@ from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or .txt; .gz is unpacked")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, .parquet or .txt; also as .gz or .zst"
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(
-        "--vocab-size", type=whole(1, MOST_WIDTH), default=4096, metavar="N", help="entries (default: 4096)"
+        "--vocab-size", type=whole(1, MOST_WIDTH), default=4096, metavar="N", help="size (default: 4096)"
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="the key that holds the text (default: text)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="the key of the text (default: text)")
     parser.add_argument(
         "--sample-megabytes",
         type=real(),
         default=4.0,
         metavar="MB",
-        help="train on this much of the text, documents drawn at random (default: 4)",
+        help="amount of text to train on, documents drawn at random (default: 4)",
     )
     parser.add_argument("--num-threads", type=whole(1, 1024), default=2, metavar="N", help="threads (default: 2)")
-    parser.add_argument("--seed", type=whole(0), default=1234, help="decides which documents are drawn (default: 1234)")
+    parser.add_argument("--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)")
     return parser
 
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 after an error."""
+    """Run and return the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     size = train_vocabulary(
         args.input,

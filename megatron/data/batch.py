@@ -1,4 +1,4 @@
-"""One micro-batch: input tokens, labels, loss mask, positions and the bounds of its documents."""
+"""Micro-batches: input tokens, labels, loss mask, positions and the bounds of documents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class MicroBatch:
     """`b` samples of `s` tokens. Tensors are on one device; `document_lengths` stays in host memory.
 
     tokens, labels: int64 [b, s]; label j is the token after token j.
-    loss_mask: float32 [b, s]; 0 where a position takes no part in the loss.
+    loss_mask: float32 [b, s]; 0 for positions that are not part of the loss.
     position_ids: int64 [b, s].
-    cu_seqlens: int32 [documents + 1], or None. The b * s positions laid end to end, sample after sample, are cut into
-        documents at these places; the first is 0, the last b * s, and every sample starts a document. Positions of
-        different documents do not attend to each other. None: a sample is one document.
-    first_sample: number, in the order of consumption by the whole job, of the first sample; keys dropout.
-    document_lengths: int64 [documents], the differences of cu_seqlens; None together with it. Attention needs them as
-        numbers, and to ask a device for them would mean to wait for it.
+    cu_seqlens: int32 [documents + 1], or None. Bounds of documents in the b * s positions, sample after sample; the
+        first is 0, the last b * s, and every sample starts a document. Positions of different documents do not attend
+        to each other. None: a sample is one document.
+    first_sample: number of the first sample in the order in which the whole job consumes them; keys dropout.
+    document_lengths: int64 [documents], the differences of cu_seqlens; None together with it. Attention needs them on
+        the host, and reading them from a device would synchronise with it.
     """
 
     tokens: torch.Tensor
@@ -42,19 +42,16 @@ class MicroBatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Positions of the longest document; without documents, those of a sample."""
+        """Return the length of the longest document, or of a sample without documents."""
         return self.tokens.shape[-1] if self.document_lengths is None else int(self.document_lengths.max())
 
     def to(self, device: Any) -> MicroBatch:
-        """The same on `device`; from pinned memory the copy does not wait."""
+        """Return a copy on `device`; from pinned memory the copy is asynchronous."""
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return self._map(move)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Any) -> MicroBatch:
@@ -80,18 +77,18 @@ def make_micro_batch(
     device: Any = "cpu",
     first_sample: int = 0,
 ) -> MicroBatch:
-    """A micro-batch from samples of s + 1 tokens: int64 [b, s + 1].
+    """Make a micro-batch from samples of s + 1 tokens, int64 [b, s + 1].
 
-    A document ends with `eod`. Where eod is the input, `eod_mask_loss` takes the loss out (its label opens another
-    document); after it, `reset_position_ids` starts positions at 0 again and `reset_attention_mask` starts another
+    A document ends with `eod`. `eod_mask_loss` excludes positions from the loss whose input is eod (their label begins
+    another document); after eod, `reset_position_ids` restarts positions at 0 and `reset_attention_mask` starts another
     document for attention.
 
-    segments: for packed samples, the lengths of each sample's pieces, from its first token on; what they leave is
-    padding. Then the pieces are the documents: positions start at 0 in each, attention stays inside, and a position
-    whose label is in another piece or in the padding takes no part in the loss. The two resets have no effect.
+    segments: for packed samples, the lengths of each sample's pieces, from its first token on; the rest is padding. The
+    pieces are the documents: positions start at 0 in each, attention stays within, and a position whose label is in
+    another piece or in the padding is excluded from the loss. The two resets have no effect.
 
-    Raises DataError for pieces that do not fit their sample, and when one of the three options has an effect and eod is
-    not known.
+    Raises DataError for pieces that do not fit their sample, and if one of the three options needs eod and it is
+    unknown.
     """
     if eod is None and (eod_mask_loss or (segments is None and (reset_position_ids or reset_attention_mask))):
         raise DataError(
@@ -128,17 +125,17 @@ def make_micro_batch(
 def _pieces(
     segments: Sequence[npt.NDArray[np.int64]], shape: tuple[int, ...], first_sample: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Of samples [b, s + 1], for tokens 1 ... s of each: which start a piece or the padding, which are no padding."""
+    """Tell which of tokens 1 ... s of samples [b, s + 1] start a piece or the padding, and which are not padding."""
     samples, size = shape
     assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"
-    opens = np.zeros((samples, size + 1), bool)  # one place more: a full sample ends there
+    opens = np.zeros((samples, size + 1), bool)  # one more: a full sample ends there
     filled = np.zeros((samples, 1), np.int64)
     for row, lengths in enumerate(segments):
         ends = np.cumsum(lengths, dtype=np.int64)
         if len(ends) and (np.min(lengths) < 1 or ends[-1] > size):
             raise DataError(
                 f"sample {first_sample + row}: its pieces of {np.asarray(lengths).tolist()[:8]} tokens do not fit a "
-                f"packed sample of {size}: the index of the packing is damaged, remove its files to have it built again"
+                f"packed sample of {size}: the index of the packing is damaged; remove its files to have it built again"
             )
         opens[row, ends] = True
         filled[row] = ends[-1] if len(ends) else 0

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron.data import index_cache
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, OwnDataset, Source
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packing import PackedDataset
-from megatron.data.splits import (
-    SPLIT_NAMES,
-    BlendPart,
-    parse_data_path,
-    read_data_file_list,
-    samples_of_part,
-    split_bounds,
-)
 from megatron.errors import ConfigError, DataError
-from megatron.protocols import MakeDatasets
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.files import DataConfig
 
-# In place of --split in the description of an index over a whole data set (--train-data-path and its siblings), whose
-# documents are others than those of the split that the run may also name.
+SPLIT_NAMES = ("train", "valid", "test")
+# The place of --split in the description of an index over a whole data set (--train-data-path and its siblings): its
+# documents differ from those of the split that the run may also name.
 WHOLE = "whole"
-TRAIN = SPLIT_NAMES.index("train")
+_NAMES = re.compile(r"^(?:Data prefix|Dataset name) (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three data sets; None for one that has no data or that no sample is wanted of."""
+    """The three data sets; None for one without data or without samples."""
 
     train: Source | BlendedDataset | None = None
     valid: Source | BlendedDataset | None = None
     test: Source | BlendedDataset | None = None
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """A data set of a blend and its share, between 0 and 1."""
+
+    weight: float
+    prefix: str
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,104 @@ class SplitPlan:
     split: str
 
 
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Return the shares of train, validation and test, which add up to 1.
+
+    Raises ConfigError for anything but up to three numbers, separated by commas or slashes, with a positive sum.
+
+    >>> parse_split("3,1")
+    (0.75, 0.25, 0.0)
+    """
+    try:
+        shares = [float(part) for part in split.split("," if "," in split else "/")]
+    except ValueError:
+        shares = []
+    total = sum(shares)
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not math.isfinite(total) or total <= 0:
+        raise ConfigError(f"--split {split!r}: expected up to three numbers >= 0 such as '969,30,1', not all zero")
+    shares += [0.0] * (3 - len(shares))
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return the first and past-the-last sequence of train, validation and test, in Megatron's rounding.
+
+    Each cut adds round(share * N); the surplus of the rounding is taken from every cut after the first.
+
+    >>> split_bounds("969, 30, 1", 1000)
+    ((0, 969), (969, 999), (999, 1000))
+    """
+    cuts = [0]
+    for share in parse_split(split):
+        cuts.append(cuts[-1] + round(share * float(num_sequences)))
+    surplus = cuts[-1] - num_sequences
+    train_end, valid_end, test_end = (max(0, cut - surplus) for cut in cuts[1:])
+    return (0, train_end), (train_end, valid_end), (valid_end, test_end)
+
+
+def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[BlendPart, ...]:
+    """Return the blend of one prefix, or of pairs `weight prefix`; weights are scaled to add up to 1.
+
+    A weight of 0 leaves a data set out. Raises ConfigError, which names `flag`, for anything else.
+    """
+    if len(values) == 1:
+        return (BlendPart(1.0, values[0]),)
+    if not values or len(values) % 2:
+        raise ConfigError(
+            f"{flag}: expected one prefix, or pairs 'weight prefix'; got {len(values)} values: {list(values)}"
+        )
+    pairs = []
+    for weight, prefix in zip(values[::2], values[1::2], strict=True):
+        try:
+            pairs.append((float(weight), prefix))
+        except ValueError:
+            raise ConfigError(
+                f"{flag}: {weight!r} before {prefix!r} is not a weight: give pairs 'weight prefix'"
+            ) from None
+    return _normalised(pairs, flag)
+
+
+def read_data_file_list(path: str, flag: str = "--data-file-list") -> tuple[BlendPart, ...]:
+    """Read a blend from a file with lines `weight prefix [corpus]`; empty lines and lines with # are skipped.
+
+    Raises DataError if the file cannot be read and ConfigError, with file and line, for a line of another form.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {flag} cannot be read: {error}") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        try:
+            pairs.append((float(fields[0]), fields[1]))
+        except (ValueError, IndexError):
+            raise ConfigError(f"{path}:{number}: expected 'weight prefix corpus', got {line!r}") from None
+    if not pairs:
+        raise ConfigError(f"{path}: {flag} names no data set")
+    return _normalised(pairs, flag)
+
+
+def _normalised(pairs: Iterable[tuple[float, str]], flag: str) -> tuple[BlendPart, ...]:
+    for weight, prefix in pairs:
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(f"{flag}: weight {weight:g} of {prefix!r}: weights are numbers >= 0")
+    total = sum(weight for weight, _ in pairs)
+    if total <= 0:
+        raise ConfigError(f"{flag}: all weights are 0: give at least one data set a positive weight")
+    return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
+
+
+def samples_of_part(num_samples: int, weight: float) -> int:
+    """Return the samples to prepare of one data set of a blend: half a percent more than its share, as in Megatron."""
+    return math.ceil(num_samples * weight * 1.005)
+
+
 def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, SplitPlan | None]:
-    """What the data flags name for training, validation and test; None where they name nothing.
+    """Return what the data flags name for training, validation and test; None if they name nothing.
 
     Raises ConfigError for contradictory flags and none at all, DataError for a --data-file-list that cannot be read.
     """
@@ -66,7 +168,7 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
         return plan, plan, plan
     if not any(per_split):
         raise ConfigError(
-            "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data to try without"
+            "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data for a trial"
         )
     train, valid, test = (
         SplitPlan(parse_data_path(paths, f"--{name}-data-path"), WHOLE) if paths else None
@@ -76,7 +178,7 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
 
 
 def data_prefixes(config: Config) -> list[str]:
-    """The prefixes of all files that the run reads, training data first, each once. Raises as plan_splits does."""
+    """Return the prefixes of all files that the run reads, training data first. Raises as plan_splits does."""
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
     return list(dict.fromkeys(part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend))
@@ -93,13 +195,13 @@ def build_datasets(
     verify: bool = False,
     workers: int = 1,
 ) -> Datasets:
-    """The data sets of a run, with at least as many samples as asked for; 0 asks for none.
+    """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
-    `locations` says where a copy of a prefix is to be read from (--stage-data-to), `pad_id` fills packed samples,
-    `verify` reads all of an index that is found and compares it with its digest, which one rank of a job does for all.
-    `workers` indices of a blend are built at the same time.
-    Every rank calls this; one builds each index and the others wait for its files. Raises DataError for files that are
-    missing or damaged, and for training without data; ConfigError for contradictory data flags.
+    `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples. `verify` reads all
+    of an index that is found and compares it with its digest; one rank of a job does this for all. `workers` indices
+    of a blend are built at the same time. Of several callers, one builds each index and the others wait for its files.
+    Raises DataError for files that are missing or damaged, and for training without data; ConfigError for
+    contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
@@ -110,25 +212,24 @@ def build_datasets(
     plans = plan_splits(config.data)
     datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
     if train_samples and datasets.train is None:
-        flag = f"--split is {config.data.split!r}" if plans[TRAIN] is not None else "give --train-data-path"
+        flag = f"--split is {config.data.split!r}" if plans[0] is not None else "give --train-data-path"
         raise DataError(f"there is no training data: {flag}")
     return datasets
 
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    """What pieces of one's own make, as a run takes it. Raises DataError where too little is made."""
-    make: MakeDatasets | None = config.pieces.datasets
-    assert make is not None
-    made = list(make(config, *counts))
+    """Return the user's own data sets as a run reads them. Raises DataError if they have too few samples."""
+    assert config.pieces.datasets is not None, "the user gave a function for data sets"
+    made = list(config.pieces.datasets(config, *counts))
     if len(made) != len(SPLIT_NAMES):
-        raise DataError(f"{len(made)} data sets of your own: give {len(SPLIT_NAMES)}, None for one without data")
+        raise DataError(f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one without data")
     found: list[Any] = []
     for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
         short = own is not None and name == "train" and config.data.dataloader_type == "single" and len(own) < count
         if count and name == "train" and (own is None or short):
             raise DataError(
-                f"the data set of your own has {0 if own is None else len(own)} training samples and the run takes "
-                f"{count}: make so many, or give --dataloader-type cyclic"
+                f"your data set has {0 if own is None else len(own)} training samples and the run takes {count}: "
+                f"make as many, or give --dataloader-type cyclic"
             )
         found.append(None if own is None or not count else OwnDataset(own, name, config.model.seq_length))
     return Datasets(*found)
@@ -137,12 +238,12 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
 def _mock(config: Config, name: str, count: int) -> MockDataset | None:
     vocab_size = config.model.vocab_size
     if vocab_size is None:
-        raise ConfigError("--mock-data needs to know the vocabulary: give --vocab-size or a tokenizer")
+        raise ConfigError("--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer")
     return MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed) if count else None
 
 
 class _Builder:
-    """Builds the splits of one run; a pair of files that several splits read is opened once."""
+    """Builds the splits of one run; opens each pair of files once."""
 
     def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool, workers: int) -> None:
         self._data, self._locations, self._pad_id, self._verify = config.data, locations, pad_id, verify
@@ -151,29 +252,39 @@ class _Builder:
         self._opened: dict[str, IndexedDataset] = {}
 
     def build(self, index: int, plan: SplitPlan | None, num_samples: int) -> Source | BlendedDataset | None:
-        """Split number `index` (train, valid, test); None without data or samples.
+        """Return split number `index` (train, valid, test); None without data or samples.
 
-        A data set too small to have a part in this split is left out and the others' weights grow in proportion.
+        A data set too small for this split is left out, and the weights of the others grow in proportion.
         """
         if plan is None or num_samples == 0:
             return None
         parts = []
         for part in plan.blend:
             indexed = self._open(part.prefix)
-            whole = plan.split == WHOLE
-            bounds = (0, len(indexed)) if whole else split_bounds(plan.split, len(indexed))[index]
+            size = len(indexed)
+            bounds = (0, size) if plan.split == WHOLE else split_bounds(plan.split, size)[index]
             if indexed.tokens_between(*bounds):
                 parts.append((part.weight, indexed, bounds))
         if not parts:
             return None
-        if index == TRAIN and self._data.train_data_exact_num_epochs is not None:
-            return self._exact_epochs([indexed for _, indexed, _ in parts], parts[0][2], plan.split, num_samples)
+        if index == 0 and self._data.train_data_exact_num_epochs is not None:
+            num_samples = self._samples_of_exact_epochs(parts, num_samples)
         total = sum(weight for weight, _, _ in parts)
         alone = len(plan.blend) == 1
         wanted = [num_samples if alone else samples_of_part(num_samples, weight / total) for weight, _, _ in parts]
+        make: Callable[..., Source] = partial(
+            PackedDataset if self._data.data_packing == "best-fit" else GPTDataset,
+            name=SPLIT_NAMES[index],
+            split=plan.split,
+            seq_length=self._seq_length,
+            seed=self._seed,
+            pad_id=self._pad_id,
+            data_cache_path=self._data.data_cache_path,
+            verify=self._verify,
+        )
         with ThreadPoolExecutor(self._workers) as pool:
             futures = [
-                pool.submit(self._source, indexed, index, plan.split, bounds, count)
+                pool.submit(make, indexed, bounds=bounds, num_samples=count)
                 for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
             ]
             datasets = [future.result() for future in futures]
@@ -184,22 +295,10 @@ class _Builder:
             datasets, weights, num_samples, data_cache_path=self._data.data_cache_path, verify=self._verify
         )
 
-    def _source(
-        self, indexed: IndexedDataset, index: int, split: str, bounds: tuple[int, int], num_samples: int
-    ) -> Source:
-        options: dict[str, Any] = dict(
-            name=SPLIT_NAMES[index], split=split, bounds=bounds, num_samples=num_samples, seq_length=self._seq_length,
-            seed=self._seed, data_cache_path=self._data.data_cache_path, verify=self._verify,
-        )  # fmt: skip
-        if self._data.data_packing == "best-fit":
-            return PackedDataset(indexed, **options, pad_id=self._pad_id)
-        return GPTDataset(indexed, **options)
-
-    def _exact_epochs(
-        self, parts: Sequence[IndexedDataset], bounds: tuple[int, int], split: str, num_samples: int
-    ) -> Source:
-        """The training split repeated --train-data-exact-num-epochs times and shuffled together, whatever the length
-        of the run."""
+    def _samples_of_exact_epochs(
+        self, parts: Sequence[tuple[float, IndexedDataset, tuple[int, int]]], num_samples: int
+    ) -> int:
+        """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the run."""
         epochs = self._data.train_data_exact_num_epochs
         assert epochs is not None, "the flag was given"
         if len(parts) > 1:
@@ -207,17 +306,47 @@ class _Builder:
                 f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are given: in a blend the "
                 f"weights and the length of the run decide how often each is repeated"
             )
-        tokens = parts[0].tokens_between(*bounds)
-        available = (epochs * tokens - 1) // self._seq_length
+        _, indexed, bounds = parts[0]
+        available = (epochs * indexed.tokens_between(*bounds) - 1) // self._seq_length
         if available < num_samples and self._data.dataloader_type != "cyclic":
             raise ConfigError(
                 f"--train-data-exact-num-epochs {epochs} gives {available} samples of {self._seq_length} tokens, and "
                 f"the run takes {num_samples}: use --train-samples {available} or less, or --dataloader-type cyclic"
             )
-        return self._source(parts[0], TRAIN, split, bounds, available)
+        return available
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
             location = self._locations.get(prefix)
             self._opened[prefix] = IndexedDataset(prefix, mmap=self._data.mmap_bin_files, location=location)
         return self._opened[prefix]
+
+
+def prebuild(
+    config: Config, train_samples: int, valid_samples: int, test_samples: int, *, workers: int = 1,
+    say: Callable[[str], None],
+) -> Datasets:
+    """Call build_datasets and report each index with `say`: found or built, its size and place, and the totals."""
+    start = time.perf_counter()
+    new: dict[str, bool] = {}
+    total_bytes = 0
+
+    def listen(record: logging.LogRecord) -> None:
+        nonlocal total_bytes
+        entry: index_cache.CacheEntry = record.__dict__["entry"]
+        if record.msg.startswith("waiting"):
+            say(record.getMessage())
+        elif record.msg.startswith(("found", "built")) and entry.key not in new:
+            seconds: float | None = record.__dict__.get("seconds")
+            size = sum(entry.part_path(part).stat().st_size for part in entry.parts)
+            new[entry.key], total_bytes = seconds is not None, total_bytes + size
+            kind, names = entry.description.split("\n")[0], _NAMES.findall(entry.description)
+            title = f"{kind} of {len(names)} parts" if "blend" in kind else " ".join([kind, *names])
+            how = "found" if seconds is None else f"built in {seconds:.1f} s"
+            say(f"{title}: {how}, {size / 1e6:.2f} MB, {entry.directory / entry.key}_*")
+
+    with index_cache.heard(listen):
+        datasets = build_datasets(config, train_samples, valid_samples, test_samples, verify=True, workers=workers)
+    seconds = time.perf_counter() - start
+    say(f"{len(new)} indices, {sum(new.values())} of them new, {total_bytes / 1e6:.2f} MB, {seconds:.1f} s")
+    return datasets

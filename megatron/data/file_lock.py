@@ -1,9 +1,9 @@
 """Locks between processes that share a file system, and files that appear complete or not at all.
 
-The lock is the kernel's `flock`, by the `filelock` package: it ends with the process that holds it, however that ends.
-NFS carries it between nodes, Lustre where it is mounted with `-o flock` (with `-o localflock` only within a node). On a
-file system without flock the lock is a file that its holder touches every ten seconds; it is taken over from a holder
-that has ended on this host or has not touched it for LEASE_S.
+The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that holds it, however that
+ends. NFS carries it between nodes, Lustre if mounted with `-o flock` (with `-o localflock` only within a node). On a
+file system without flock the lock is a file that its holder touches every ten seconds; another process takes it over
+if the holder has ended on this host or has not touched it for LEASE_S.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from typing import BinaryIO
 
 import filelock
 
+from megatron.errors import ConfigError
+
+LOCK_NAME = ".in_use"
 LEASE_S = 30.0
 WAIT_S = 180.0  # Lustre notices after about 150 s that a node is gone, and only then frees its locks
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -37,7 +40,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs on this host."""
+        """Tell whether it runs on this host."""
         return self.host == socket.gethostname()
 
     def __str__(self) -> str:
@@ -45,10 +48,10 @@ class Owner:
 
 
 class FileLock:
-    """A lock that one process of all that name the same path can hold. Every method may raise OSError.
+    """A lock that only one process can hold at a time. Every method may raise OSError.
 
-    path     exists while the lock is held; its folder must exist
-    lease_s  seconds without a sign of life after which a holder counts as dead, where there is no flock
+    path     a file that exists while the lock is held; its folder must exist
+    lease_s  seconds without a sign of life after which a holder counts as dead, on file systems without flock
     """
 
     def __init__(self, path: Path, lease_s: float = LEASE_S) -> None:
@@ -56,34 +59,34 @@ class FileLock:
         self._lock: filelock.BaseFileLock | None = None
 
     def acquire(self, wait_s: float = 0.0, poll_s: float = 1.0) -> bool:
-        """Take the lock, looking every `poll_s` seconds for at most `wait_s`; whether it was taken."""
+        """Try every `poll_s` seconds, for at most `wait_s`, to take the lock; return whether it was taken."""
         if self._lock is None:
             self._lock = self._make()
         before = self._last_sign()
         if self._try(wait_s, poll_s):
             return True
-        # filelock leaves the lock of a dead holder alone where two names cannot be exchanged in one step, as on Lustre.
+        # filelock does not take over from a dead holder if two names cannot be exchanged atomically, as on Lustre.
         if self._needs_signs and wait_s > self._lease_s and self._last_sign() == before:
             self.path.unlink(missing_ok=True)
             return self._try(0.0, poll_s)
         return False
 
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
-        """Take the lock if it is free, or wait where its holder may have died unnoticed; whether it was taken.
+        """Take the lock if it is free, or wait if its holder may have died unnoticed; return whether it was taken.
 
-        A holder on this host is known to live. For one on another host it waits, after telling so with `say`.
+        A holder on this host is alive. For one on another host, report with `say` and wait up to `wait_s` seconds.
         """
         if self.acquire():
             return True
         owner = self.owner()
         if owner is not None and owner.is_here and not self._needs_signs:
             return False
-        say(f"{self.path} is held by {self.describe()}: waiting {wait_s:g} s for its end")
+        say(f"{self.path} is held by {self.describe()}: waiting up to {wait_s:g} s")
         return self.acquire(wait_s)
 
     @property
     def _needs_signs(self) -> bool:
-        """Whether there is no flock here, so that only waiting tells a dead holder from a living one."""
+        """Tell whether the file system lacks flock, so that only waiting tells a dead holder from a living one."""
         return isinstance(self._lock, filelock.SoftFileLease)
 
     def _try(self, wait_s: float, poll_s: float) -> bool:
@@ -102,7 +105,7 @@ class FileLock:
         return None
 
     def owner(self) -> Owner | None:
-        """The process that holds the lock, as far as its file says."""
+        """Return the process that holds the lock, if its file says so."""
         if isinstance(self._lock, filelock.SoftFileLease):
             record = self._lock.owner
             return None if record is None else Owner(record.pid, record.hostname)
@@ -114,14 +117,14 @@ class FileLock:
             return None
 
     def describe(self) -> str:
-        """Name the holder, for messages."""
+        """Return the name of the holder, for messages."""
         return str(self.owner() or "an unknown process")
 
     def release(self) -> None:
-        """Give the lock back and remove its file. Harmless when the lock is not held."""
+        """Release the lock and remove its file. Harmless if the lock is not held."""
         if self._lock is not None and self._lock.is_locked:
             if not self._needs_signs:
-                self.path.unlink(missing_ok=True)  # first: a waiter that has the old file open notices and looks again
+                self.path.unlink(missing_ok=True)  # first: a waiter with the old file open notices and tries again
             self._lock.release()
 
     def _make(self) -> filelock.BaseFileLock:
@@ -135,11 +138,42 @@ class FileLock:
         return filelock.FileLock(self.path, thread_local=False)
 
 
+class FolderClaim:
+    """An exclusive claim on a folder, from `take` to `release`: a script submitted twice must not write to it twice.
+
+    folder  is created if missing
+    what    its name in messages, such as "--save FOLDER"
+    wait_s  seconds to wait for a program on another host, whose node may have died unnoticed
+    """
+
+    def __init__(self, folder: Path, what: str, wait_s: float = WAIT_S) -> None:
+        self._folder, self._what, self._wait_s = folder, what, wait_s
+        self._lock = FileLock(folder / LOCK_NAME)
+
+    def take(self, say: Callable[[str], object]) -> None:
+        """Claim the folder; if it cannot be locked, only note that. Raises ConfigError while another program has it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._lock.acquire_from_the_dead(lambda text: say(f" {text}"), self._wait_s):
+                return
+        except OSError as error:
+            say(f" note: {self._what} cannot be locked ({error.strerror}): make sure that nothing else writes there")
+            return
+        raise ConfigError(
+            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, stop it, or give "
+            f"this run another folder"
+        )
+
+    def release(self) -> None:
+        """Give up the claim. Harmless if called twice or without a claim."""
+        self._lock.release()
+
+
 @contextlib.contextmanager
 def renamed_into(path: Path) -> Iterator[BinaryIO]:
-    """Give a binary file under a temporary name that takes `path`'s name at the end, its content being on the disk.
+    """Yield a binary file with a temporary name, which is synced and renamed to `path` at the end.
 
-    The file is removed after an error.
+    It is removed after an error.
     """
     temporary = temporary_name(path)
     try:
@@ -153,18 +187,18 @@ def renamed_into(path: Path) -> Iterator[BinaryIO]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that no other process uses."""
+    """Return a hidden name beside `path` that no other process uses."""
     return path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
 
 
 def flush_to_disk(file: BinaryIO) -> None:
-    """Without this a crash of the machine can leave a file of the right size full of zeros."""
+    """Sync a file: after a crash of the machine it could otherwise be full of zeros."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_directory(directory: Path) -> None:
-    """Make renames in a directory last, where the file system supports it."""
+    """Sync the renames in a directory, if the file system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

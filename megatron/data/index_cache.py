@@ -1,14 +1,14 @@
 """Arrays that are built once and read by every process: one builds while the others wait for its lock.
 
-An entry is `{md5}.dsc`, the text that was hashed and digests of the arrays, and one `{md5}_{part}.npy` for each array:
-the names that Megatron-DeepSpeed uses, so that its caches are found. Files appear by a rename after their content is on
-the disk, so a reader sees a whole file or none. The lock `{md5}.lock` (see file_lock.py) only saves work: if two
-processes did build the same entry, both would rename the same bytes into place.
+An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{part}.npy` per array: the names that
+Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into place after they are synced, so a reader
+sees a whole file or none. The lock `{md5}.lock` (file_lock.py) only saves work: two processes that built the same entry
+would rename the same bytes into place.
 
-With `verify` arrays are compared with their digests, which reads them whole: gigabytes, of which the processes of a job
-read a few pages each. One process does it for all. An entry that Megatron-DeepSpeed wrote has no digests.
+`verify` compares arrays with their digests, which reads all of them: gigabytes, of which the processes of a job need a
+few pages each. One process does it for all. An entry of Megatron-DeepSpeed has no digests.
 
-What is found, built or waited for is logged at level INFO, with the entry in the record (`entry`, `seconds`).
+Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`, `seconds`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Names of one entry in one directory."""
+    """The file names of one entry in one directory."""
 
     directory: Path
     description: str
@@ -46,45 +46,44 @@ class CacheEntry:
 
     @property
     def key(self) -> str:
+        """Return the digest that begins the file names."""
         return hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
 
     @property
     def description_path(self) -> Path:
+        """Return the file with the description."""
         return self.directory / f"{self.key}.dsc"
 
-    @property
-    def lock_path(self) -> Path:
-        return self.directory / f"{self.key}.lock"
-
     def part_path(self, part: str) -> Path:
+        """Return the file of an array."""
         return self.directory / f"{self.key}_{part}.npy"
 
     def load(self) -> Arrays | None:
-        """The arrays, mapped; None when one is missing or damaged."""
+        """Return the mapped arrays; None if one is missing or damaged."""
         paths = {part: self.part_path(part) for part in self.parts}
         try:
-            if not all(path.is_file() for path in paths.values()):  # a pipe would be waited at
+            if not all(path.is_file() for path in paths.values()):  # opening a pipe would block
                 return None
             return {part: np.lib.format.open_memmap(path, mode="r") for part, path in paths.items()}
-        except Exception:  # a damaged header can raise anything, down to errors of Python's parser
+        except Exception:  # a damaged header can raise anything
             return None
 
     def verify(self, arrays: Arrays) -> None:
-        """Raise DataError for arrays that are not those that were stored, as far as there are digests of those."""
-        if not os.path.lexists(self.description_path):  # the one who stored it was killed before this last file
+        """Raise DataError for arrays that differ from those stored, if there are digests."""
+        if not os.path.lexists(self.description_path):  # the process that stored it was killed before this last file
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
         told = content.decode(errors="replace").removeprefix(self.description)
         if told and told != _digests(arrays):
             raise DataError(
-                f"{self.part_path(self.parts[0])}: this index is not what was written, by the digests in "
-                f"{self.description_path}: it was damaged or changed since; delete {self.directory / self.key}* to "
-                f"have it built anew"
+                f"{self.part_path(self.parts[0])}: this index does not match the digests in {self.description_path}: "
+                f"it was damaged or changed after it was written; delete {self.directory / self.key}* to have it built "
+                f"again"
             )
 
     def store(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description. Raises OSError. Needs the entry's lock."""
-        for left in self.directory.glob(f".{self.key}*.tmp"):  # of a process that was killed here
+        """Write the arrays, then the description. Raises OSError. The caller has the entry's lock."""
+        for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
         paths = {part: self.part_path(part) for part in self.parts}
         temporaries = {path: temporary_name(path) for path in (*paths.values(), self.description_path)}
@@ -96,7 +95,7 @@ class CacheEntry:
             with open(temporaries[self.description_path], "wb") as file:
                 file.write((self.description + _digests(arrays)).encode())
                 flush_to_disk(file)
-            for path in temporaries:  # parts of two builds, from other data, must never be seen together
+            for path in temporaries:  # parts of two builds, of different data, must never be seen together
                 path.unlink(missing_ok=True)
             for path, temporary in temporaries.items():
                 os.replace(temporary, path)
@@ -107,7 +106,7 @@ class CacheEntry:
 
 
 def _digests(arrays: Arrays) -> str:
-    """A line for each array: its name, type, shape and XXH3 of 128 bits."""
+    """Return a line for each array: its name, type, shape and 128-bit XXH3."""
     return "".join(
         f"{part} {array.dtype.str} {array.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
         for part, array in sorted(arrays.items())
@@ -124,12 +123,12 @@ def load_or_build(
     wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
 ) -> Arrays:
-    """The arrays of an entry: from the first directory that has it, otherwise built and written to the last one.
+    """Return the arrays of an entry from the first directory that has it, or build it and write it to the last one.
 
-    `fits` refuses arrays that were built from other data under the same description; they are built anew. With `verify`
-    an entry that is found is read whole, and DataError raised where it is not what was stored. Waits up to `wait_s`
-    seconds for another process that is building. Raises DataError when the directory cannot be written, when the build
-    fails for lack of memory or by a file, or when the wait is over; the message names the lock and its owner.
+    `fits` rejects arrays built from other data under the same description; they are built again. With `verify` an entry
+    that is found is read completely and must be what was stored. Waits up to `wait_s` seconds for another process that
+    is building. Raises DataError if the entry does not match its digests, the directory cannot be written, the build
+    fails for lack of memory or on a file, or the wait is over; then the message names the lock and its owner.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
     target = entries[-1]
@@ -152,22 +151,22 @@ def load_or_build(
             return find() or _build(target, build, fits)
     except OSError as error:
         raise DataError(
-            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: give a directory that "
-            f"can with --data-cache-path"
+            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: give a writable "
+            f"one with --data-cache-path"
         ) from error
 
 
 @contextlib.contextmanager
 def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
-    """Hold the entry's lock. Raises OSError, and DataError when another process holds it for `wait_s` seconds."""
+    """Hold the entry's lock. Raises OSError, and DataError if another process holds it for `wait_s` seconds."""
     entry.directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(entry.lock_path)
+    lock = FileLock(entry.directory / f"{entry.key}.lock")
     if not lock.acquire():
         log.info("waiting for %s: %s", entry.description_path, lock.describe(), extra={"entry": entry})
         if not lock.acquire(wait_s):
             raise DataError(
-                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: see what that process "
-                f"does, and start again when it is done"
+                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: look at what that "
+                f"process does, and start again when it is done"
             )
     try:
         yield
@@ -184,12 +183,12 @@ def _build(entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Array
         kind = type(error).__name__
         raise DataError(f"{entry.description_path}: this index cannot be built: {kind}: {error}") from error
     entry.store(arrays)
-    del arrays  # the files take their place in memory
+    del arrays  # the mapped files replace them
     stored = entry.load()
     if stored is None or not fits(stored):
         raise DataError(
-            f"{entry.part_path(entry.parts[0])}: just written and not readable as it was written: check the file "
-            f"system, or give another directory with --data-cache-path"
+            f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: check the file system "
+            f"or give another directory with --data-cache-path"
         )
     seconds = time.perf_counter() - start
     log.info("built %s in %.1f s", entry.description_path, seconds, extra={"entry": entry, "seconds": seconds})
@@ -198,7 +197,7 @@ def _build(entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Array
 
 @contextlib.contextmanager
 def heard(listen: Callable[[logging.LogRecord], object]) -> Iterator[None]:
-    """Have `listen` called with each record of the log inside of the block, and nobody else."""
+    """Pass the log records of the block to `listen` alone."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

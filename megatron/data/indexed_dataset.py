@@ -1,6 +1,6 @@
 """Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`: Megatron's format, byte for byte.
 
-The .bin file is the token ids of all sequences, one after the other. The .idx file, little-endian and without padding:
+The .bin file has the token ids of all sequences, one after the other. The .idx file, little-endian and without padding:
 
     9 bytes      magic "MMIDIDX", two zero bytes
     8 bytes      uint64 version, 1
@@ -12,19 +12,17 @@ The .bin file is the token ids of all sequences, one after the other. The .idx f
     8 D bytes    int64 sequence at which each document starts; the first is 0, the last is N
     N bytes      int8 mode of each sequence (only multimodal data has it)
 
-gpt-neox has the type codes 6 and 7 the other way round: float64 and float32 are told apart wrongly in its files. Token
-ids are whole numbers, so no data for training is concerned.
+gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are integers, so training data are unaffected.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import time
 import weakref
 from collections.abc import Sequence
-from mmap import ACCESS_READ, MADV_DONTNEED, MADV_WILLNEED, PAGESIZE
+from mmap import ACCESS_READ
 from mmap import mmap as Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,25 +48,26 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
-# Reading so many bytes too many costs less than another request to a parallel file system.
+# Reading this many unneeded bytes costs less than another request to a parallel file system.
 _GAP_BYTES = 1 << 16
 _CHECK_INTERVAL_S = 1.0
-_FEW_PIECES = 16
-_BLOCK = 1 << 20  # so many sequences are checked at once
+_BLOCK = 1 << 20  # sequences checked at once
 
 Integers = Sequence[int] | npt.NDArray[Any]
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the name of the token file."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the name of the index file."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest type that Megatron writes: uint16 for a vocabulary under 65,500 entries, int32 from there on."""
+    """Return the type that Megatron writes: uint16 for a vocabulary under 65,500 entries, int32 from there on."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -76,10 +75,9 @@ class IndexedDataset:
     """Reads token sequences; threads may share one.
 
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads are slow; .idx is
-    always mapped. `location` is the prefix to read from where that is a copy: `prefix` stays the name of the data.
-    Opening takes the same time for any size. Raises DataError, naming the file, when a file is missing, truncated, of
-    another format, or when the two do not belong together; what only a full scan finds is reported, with file and byte
-    offset, when it is read.
+    always mapped. `location` is the prefix of a copy to read; `prefix` stays the name of the data. Opening takes the
+    same time for any size. Raises DataError with the file if one is missing, truncated, of another format, or if the
+    two do not belong together; damage that only a full scan finds is reported, with file and byte, when it is read.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
@@ -108,11 +106,11 @@ class IndexedDataset:
                     Mapping(descriptor, self._bin_bytes, access=ACCESS_READ) if mmap and self._bin_bytes else None
                 )
             finally:
-                if mmap:  # the map has one of its own
+                if mmap:  # the map has its own
                     os.close(descriptor)
         except OSError as error:
             raise DataError(f"{error.filename or self._idx_path}: cannot be read: {error.strerror}") from error
-        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes, _ = index
+        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
         if not mmap:
             self._descriptor = descriptor
             weakref.finalize(self, os.close, descriptor)
@@ -138,7 +136,7 @@ class IndexedDataset:
             )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.sizes)
 
     @property
@@ -150,23 +148,23 @@ class IndexedDataset:
         return self.tokens_between(0, len(self))
 
     def tokens_between(self, start: int, stop: int) -> int:
-        """Tokens of the sequences start..stop-1, without reading all sizes: sequences lie one after the other."""
+        """Return the tokens of the sequences start..stop-1 by their ends: sequences are contiguous."""
         if start >= stop:
             return 0
-        first, _ = self._bounds(start)
-        _, end = self._bounds(stop - 1)
-        if first > end:
+        sizes, (first, last) = self._entries(np.array([start, stop - 1]))
+        tokens = int(last - first) // self.dtype.itemsize + int(sizes[1])
+        if tokens < 0:
             raise self._damaged(start)
-        return (end - first) // self.dtype.itemsize
+        return tokens
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Tokens offset..offset+length-1 of a sequence (to its end when `length` is None), in the file's type.
+        """Return tokens offset..offset+length-1 of a sequence (length None: to its end), in the file's type.
 
-        Raises IndexError outside of the data set and DataError, with file and byte offset, where it is damaged.
+        Raises IndexError outside of the data set and DataError, with file and byte offset, if it is damaged.
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
-        first = self._byte_start(sequence, offset, length)
+        first = int(self._byte_starts([sequence], [offset], [length])[0][0])
         if length == 0:
             return np.empty(0, self.dtype)
         stop = first + length * self.dtype.itemsize
@@ -181,53 +179,37 @@ class IndexedDataset:
         return self.read(sequence)
 
     def gather(self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]) -> None:
-        """Read many pieces, joined in this order, into `out`, which is as long as they are together.
+        """Read many pieces, joined in this order, into `out`, which has exactly their length.
 
-        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without a map, pieces that
-        lie close to each other are read in one call. Raises as `read` does, and DataError for tokens that are not
-        whole numbers.
+        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without a map, pieces close
+        to each other are read in one call. Raises as `read` does, and DataError for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
-            raise DataError(f"{self._idx_path}: tokens of type {self.dtype}, and a model reads whole numbers")
+            raise DataError(f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers")
         starts, counts = self._byte_starts(sequences, offsets, lengths)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
             self._check_still_whole()
             gather_tokens(self._map, TYPE_CODES[self.dtype], starts, counts, out)
             return
-        reads = _coalesced(starts, counts * self.dtype.itemsize)
-        buffer = np.empty(int((reads.stops - reads.starts).sum()), np.uint8)
-        places = np.cumsum(reads.stops - reads.starts) - (reads.stops - reads.starts)
-        for start, stop, place in zip(reads.starts.tolist(), reads.stops.tolist(), places.tolist(), strict=True):
-            self._read_into(buffer[place : place + stop - start], start)
-        places_of_pieces = starts + (places - reads.starts)[reads.of_piece]
-        gather_tokens(buffer, TYPE_CODES[self.dtype], places_of_pieces, counts, out)
-
-    def prefetch(self, sequences: Integers, offsets: Integers, lengths: Integers) -> None:
-        """Ask the kernel to read these pieces ahead. Returns at once and never fails: `gather` reports errors."""
-        with contextlib.suppress(OSError, DataError, IndexError):
-            starts, counts = self._byte_starts(sequences, offsets, lengths)
-            reads = _coalesced(starts, counts * self.dtype.itemsize)
-            for start, stop in zip(reads.starts.tolist(), reads.stops.tolist(), strict=True):
-                if start == stop:  # which the calls take for the rest of the file
-                    continue
-                if self._mapping is None:
-                    os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-                else:
-                    page = start - start % PAGESIZE
-                    self._mapping.madvise(MADV_WILLNEED, page, stop - page)
+        firsts, sizes, of_piece = _coalesced(starts, counts * self.dtype.itemsize)
+        buffer = np.empty(int(sizes.sum()), np.uint8)
+        places = np.cumsum(sizes) - sizes
+        for first, size, place in zip(firsts.tolist(), sizes.tolist(), places.tolist(), strict=True):
+            self._read_into(buffer[place : place + size], first)
+        gather_tokens(buffer, TYPE_CODES[self.dtype], starts + (places - firsts)[of_piece], counts, out)
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError for the first of the sequences start..stop-1 that cannot be right, as `read` would. It reads
-        12 bytes of each: for those who go through all sizes anyway."""
+        """Raise DataError, as `read` does, for the first damaged one of the sequences start..stop-1.
+
+        Reads 12 bytes of each.
+        """
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
-            *_, damaged = self._entries(np.arange(first, last))
-            if damaged.any():
-                raise self._damaged(first + int(np.argmax(damaged)))
+            self._entries(np.arange(first, last))
 
     def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
-        """File, document and byte of token number `token` of the pieces that `gather` joins, for messages."""
+        """Return file, document and byte of token `token` of the pieces that `gather` joins, for messages."""
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
@@ -236,44 +218,17 @@ class IndexedDataset:
         byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return f"{bin_path(self.location)}, document {document}, byte {byte}"
 
-    def _bounds(self, sequence: int) -> tuple[int, int]:
-        """Where a sequence starts and ends in .bin. Sequences lie one after the other, so its size, its pointer and
-        the next one have to agree: most damage is found where it is read."""
-        first, size = int(self.pointers[sequence]), int(self.sizes[sequence])
-        end = int(self.pointers[sequence + 1]) if sequence + 1 < len(self) else self._bin_bytes
-        itemsize = self.dtype.itemsize
-        if first < 0 or first % itemsize or size < 0 or first + size * itemsize != end or end > self._bin_bytes:
-            raise self._damaged(sequence)
-        return first, end
-
-    def _byte_start(self, sequence: int, offset: int, length: int) -> int:
-        """Where a piece starts in .bin; all of it lies inside of its sequence."""
-        if not 0 <= sequence < len(self):
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
-        first, end = self._bounds(sequence)
-        start = first + offset * self.dtype.itemsize
-        if offset < 0 or length < 0 or start + length * self.dtype.itemsize > end:
-            raise IndexError(
-                f"tokens {offset}..{offset + length} of sequence {sequence} of {self.prefix}: it has "
-                f"{self.sizes[sequence]}"
-            )
-        return start
-
     def _byte_starts(
         self, sequences: Integers, offsets: Integers, lengths: Integers
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """`_byte_start` of many pieces, and their lengths."""
+        """Return where pieces start in .bin and their lengths; each lies within its sequence."""
         wanted = np.asarray(sequences, np.int64)
         first, count = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
-        if len(wanted) <= _FEW_PIECES:  # below it the set-up of numpy's loops costs more than the loops
-            pieces = zip(wanted.tolist(), first.tolist(), count.tolist(), strict=True)
-            starts = [self._byte_start(*piece) for piece in pieces]
-            return np.array(starts, np.int64), count
+        if not len(wanted):
+            return wanted, count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}")
-        sizes, pointers, damaged = self._entries(wanted)
-        if damaged.any():
-            raise self._damaged(int(wanted[np.argmax(damaged)]))
+        sizes, pointers = self._entries(wanted)
         outside = (first < 0) | (count < 0) | (first > sizes - count)
         if outside.any():
             at = int(np.argmax(outside))
@@ -283,21 +238,25 @@ class IndexedDataset:
             )
         return pointers + first * self.dtype.itemsize, count
 
-    def _entries(
-        self, wanted: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Sizes and pointers of many sequences, and which of them cannot be right: `_bounds` for arrays."""
+    def _entries(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return sizes and pointers of sequences. Raises DataError for the first one that is damaged.
+
+        Sequences are contiguous, so a size, its pointer and the next pointer have to agree: most damage is found where
+        it is read.
+        """
         itemsize = self.dtype.itemsize
         sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
         ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
         ends[wanted == len(self) - 1] = self._bin_bytes
-        # The subtraction cannot overflow where both are in the file.
+        # The subtraction cannot overflow if both are within the file.
         damaged = (pointers < 0) | (sizes < 0) | (ends > self._bin_bytes) | (ends < 0)
         damaged |= (ends - pointers != sizes * itemsize) | (pointers % itemsize != 0)
-        return sizes, pointers, damaged
+        if damaged.any():
+            raise self._damaged(int(wanted[np.argmax(damaged)]))
+        return sizes, pointers
 
     def _damaged(self, sequence: int) -> DataError:
-        """The error for a size or pointer that cannot be right."""
+        """Return the error for an impossible size or pointer."""
         size, pointer = int(self.sizes[sequence]), int(self.pointers[sequence])
         last = sequence + 1 == len(self)
         follows = "is the last" if last else f"the next one starts at {self.pointers[sequence + 1]}"
@@ -305,11 +264,11 @@ class IndexedDataset:
             f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} tokens of "
             f"{self.dtype.itemsize} bytes, and byte {HEADER.size + 4 * len(self) + 8 * sequence}: it starts at "
             f"{pointer} in a .bin of {self._bin_bytes} bytes, and {follows}: the index is damaged; copy it again, or "
-            f"see with tools/inspect_dataset.py --validate what else is"
+            f"find further damage with tools/inspect_dataset.py --validate"
         )
 
     def _check_still_whole(self) -> None:
-        """A map of a file that was cut short since kills the process when it is read, so look now and then."""
+        """Check the length of the file at intervals: reading a map beyond its end kills the process."""
         now = time.monotonic()
         if self._mapping is None or now - self._checked < _CHECK_INTERVAL_S:
             return
@@ -335,43 +294,35 @@ class IndexedDataset:
             view, position = view[count:], position + count
 
 
-class _Reads(NamedTuple):
-    """Byte ranges to read, in ascending order, and for each piece the range that it is in."""
+def _coalesced(
+    starts: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Return start and size of ascending ranges that cover all pieces, and the range of each piece.
 
-    starts: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
-    of_piece: npt.NDArray[np.intp]
-
-
-def _coalesced(starts: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> _Reads:
-    """The ranges that hold all pieces; pieces with a small gap between them share one."""
+    Pieces with a small gap between them share a range.
+    """
     if not len(starts):
-        return _Reads(starts, starts, np.zeros(0, np.intp))
+        return starts, starts, np.zeros(0, np.intp)
     order = np.argsort(starts, kind="stable")
     first, last = starts[order], np.maximum.accumulate((starts + num_bytes)[order])
     opens = np.concatenate(([True], first[1:] > last[:-1] + _GAP_BYTES))
     of_piece = np.empty(len(starts), np.intp)
     of_piece[order] = np.cumsum(opens) - 1
-    return _Reads(first[opens], last[np.concatenate((opens[1:], [True]))], of_piece)
+    return first[opens], last[np.concatenate((opens[1:], [True]))] - first[opens], of_piece
 
 
 class Index(NamedTuple):
-    """What an .idx file holds, mapped; the fields are described in IndexedDataset."""
+    """The content of an .idx file, mapped; IndexedDataset describes the fields."""
 
     dtype: np.dtype[Any]
     sizes: npt.NDArray[np.int32]
     pointers: npt.NDArray[np.int64]
     document_indices: npt.NDArray[np.int64]
     modes: npt.NDArray[np.int8] | None
-    mapping: Mapping
-
-    def release(self) -> None:
-        """Give back the memory of what was read so far: a scan of a large index does not hold all of it."""
-        self.mapping.madvise(MADV_DONTNEED)
 
 
 def map_index(path: Path) -> Index:
-    """The parts of an .idx file, of which only the header is checked. Raises DataError when that cannot be right."""
+    """Map the parts of an .idx file. Raises DataError if the header is wrong; nothing else is checked."""
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         actual = os.fstat(file.fileno()).st_size
@@ -392,15 +343,14 @@ def map_index(path: Path) -> Index:
         raw[at_pointers:at_documents].view("<i8"),
         raw[at_documents:without_modes].view("<i8"),
         raw[without_modes:].view(np.int8) if num_sequences and actual > without_modes else None,
-        mapping,
     )
 
 
 def _parse_header(path: Path, header: bytes) -> tuple[int, int, np.dtype[Any]]:
-    """Number of sequences, number of document boundaries, type of a token."""
+    """Return the number of sequences, the number of document boundaries, and the type of a token."""
     if header.startswith(OLD_MAGIC):
         raise DataError(
-            f"{path}: the old cached/lazy format: preprocess the text again, the mmap format is the one read"
+            f"{path}: the old cached/lazy format, but only the mmap format is supported: preprocess the text again"
         )
     if not header.startswith(MAGIC):
         raise DataError(f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a token file")
@@ -412,5 +362,5 @@ def _parse_header(path: Path, header: bytes) -> tuple[int, int, np.dtype[Any]]:
     if code not in DTYPE_CODES:
         raise DataError(f"{path}: token type code {code}: known codes are {sorted(DTYPE_CODES)}")
     if num_boundaries < 1:
-        raise DataError(f"{path}: no document boundaries, and even no document has one: the file is damaged")
+        raise DataError(f"{path}: no document boundaries, but even an empty data set has one: the file is damaged")
     return num_sequences, num_boundaries, DTYPE_CODES[code]

@@ -1,8 +1,8 @@
 """Writes the pair of files that indexed_dataset.py describes.
 
-While it is written a data set is three part files: the tokens, int32 sizes and int64 document ends. They grow at their
-ends only, so memory does not grow with the data, and a run that was killed can cut them back to a known length and go
-on. `seal` joins the two small ones to the .idx; `publish` gives both files their names.
+An unfinished data set is three part files: the tokens, int32 sizes and int64 document ends. They are only appended to,
+so memory does not grow with the data, and a run that was killed can truncate them to a known length and resume. `seal`
+joins the two small ones to the .idx; `publish` renames both files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatron.errors import DataError
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 _BUFFER_BYTES = 1 << 20
-_BLOCK_ENTRIES = 1 << 18  # of sizes or document ends that are in memory at once
+_BLOCK_ENTRIES = 1 << 18  # sizes or document ends in memory at once
 _SMALL_PARTS = ("sizes", "documents")
 
 
 @dataclass(frozen=True)
 class WriterPosition:
-    """How much of a data set is safely on disk; `dataclasses.asdict` gives what JSON can hold."""
+    """The part of a data set that is synced to disk."""
 
     tokens: int
     sequences: int
@@ -38,15 +38,15 @@ class WriterPosition:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair of files under other names; `close` gives them their own, .idx last.
+    """Writes a pair of files under temporary names; `close` renames them, .idx last.
 
-    Part files lie in the folder PREFIX_parts, which is this writer's alone: what a killed writer left there is removed.
-    Use it as a context manager: after an exception nothing is left behind, and files that were there before stay. With
-    `directory`, the part files lie there and stay after an exception, so that a later writer can `resume` from a
-    `position()` that was kept; `directory` has to be in the file system of the prefix.
+    Part files are in the folder PREFIX_parts, for this writer only: leftovers of a killed writer are removed. As a
+    context manager it leaves nothing behind after an exception, and existing files stay. With `directory`, the part
+    files are there and stay after an exception, so that a later writer can `resume` from a saved `position()`;
+    `directory` must be in the file system of the prefix.
 
-    Raises DataError for what cannot be written, for parts that are shorter than `resume` says, and while another
-    process writes the same data set.
+    Raises DataError for files that cannot be written, for parts shorter than `resume`, and while another process writes
+    the same data set.
 
     >>> import tempfile
     >>> from megatron.data.indexed_dataset import IndexedDataset
@@ -65,7 +65,7 @@ class IndexedDatasetWriter:
         directory: str | os.PathLike[str] | None = None,
         resume: WriterPosition | None = None,
     ) -> None:
-        assert resume is None or directory is not None, "only parts that stay can be found again"
+        assert resume is None or directory is not None, "only parts in a given directory stay"
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in TYPE_CODES:
@@ -95,24 +95,26 @@ class IndexedDatasetWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._folder.stat().st_dev != folder.stat().st_dev:
                 raise DataError(
-                    f"{self._folder}: not in the file system of {folder}, so that finished files cannot be moved there "
-                    f"at once: choose a folder beside the output"
+                    f"{self._folder}: not in the file system of {folder}, so that files cannot be renamed: choose a "
+                    f"folder beside the output"
                 )
             for name in ("index", "idx") if resume else ("index", "idx", "bin", *_SMALL_PARTS):
-                self._part(name).unlink(missing_ok=True)  # an index that was made already lacks what comes now
+                self._part(name).unlink(missing_ok=True)  # an index made earlier lacks the new data
             lengths = {"bin": self.num_tokens * self.dtype.itemsize}
             lengths |= {"sizes": 4 * self.num_sequences, "documents": 8 * self.num_documents}
             for name, length in lengths.items():
                 self._files[name] = open_at(self._part(name), length, buffering=_BUFFER_BYTES)
 
     def _part(self, name: str) -> Path:
-        """A part file; `index` is the .idx while it is made, `idx` the finished one."""
+        """Return a part file; `index` is the unfinished .idx, `idx` the finished one."""
         return _part(self._folder, self.prefix, name)
 
     def add_batch(self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers) -> None:
-        """Append whole documents: the tokens of all their sequences joined, the tokens of each sequence, and the
-        sequences of each document. Raises DataError for ids that the type cannot hold."""
-        assert self._ended == self.num_sequences, "the document before is not ended"
+        """Append whole documents: their joined tokens, the tokens per sequence, and the sequences per document.
+
+        Raises DataError for ids that the type cannot represent.
+        """
+        assert self._ended == self.num_sequences, "the previous document was not ended"
         sizes, sequences = np.asarray(sequence_sizes, np.int64), np.asarray(document_sequences, np.int64)
         assert int(sizes.sum()) == len(tokens), f"{len(tokens)} tokens in sequences of {int(sizes.sum())}"
         assert int(sequences.sum()) == len(sizes), f"{len(sizes)} sequences in documents of {int(sequences.sum())}"
@@ -121,7 +123,7 @@ class IndexedDatasetWriter:
         self.append_document_ends(self._ended + np.cumsum(sequences))
 
     def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append a sequence to the current document. Raises DataError for ids that the type cannot hold."""
+        """Append a sequence to the current document. Raises DataError for ids that the type cannot represent."""
         self.append_tokens(np.asarray(tokens) if len(tokens) else np.empty(0, self.dtype))
         self.append_sequences([len(tokens)])
 
@@ -130,18 +132,21 @@ class IndexedDatasetWriter:
         self.append_document_ends([self.num_sequences])
 
     def add_document(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append a document that is one sequence."""
+        """Append a document of one sequence."""
         self.add_sequence(tokens)
         self.end_document()
 
     def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
-        """Append to .bin alone. With the next two it is what the others are made of, for data that comes in pieces
-        which do not end where sequences do; `seal` checks that they agree."""
+        """Append to .bin only.
+
+        With append_sequences and append_document_ends, for data in pieces that do not end with sequences; `seal` checks
+        that all agree.
+        """
         self._write("bin", self._converted(tokens))
         self.num_tokens += len(tokens)
 
     def append_sequences(self, sizes: Integers) -> None:
-        """Append sequences of these sizes, whose tokens are appended before or after."""
+        """Append sequences of these sizes; append_tokens adds their tokens before or after."""
         values = np.asarray(sizes, np.int64)
         if len(values) and not 0 <= values.min() <= values.max() <= MAX_SEQUENCE_TOKENS:
             raise DataError(
@@ -152,15 +157,15 @@ class IndexedDatasetWriter:
         self.num_sequences += len(values)
 
     def append_document_ends(self, ends: Integers) -> None:
-        """Append documents that end before these sequence numbers, which count from the start of the data set."""
+        """Append documents that end before these sequences, counted from the start of the data set."""
         values = np.asarray(ends, np.int64)
         if len(values):
-            assert self._ended <= values[0] and values[-1] <= self.num_sequences, "documents end after their sequences"
+            assert self._ended <= values[0] and values[-1] <= self.num_sequences, "documents end at sequence ends"
             self._write("documents", values.astype("<i8"))
             self.num_documents, self._ended = self.num_documents + len(values), int(values[-1])
 
     def _converted(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The tokens in the type of the file, if it holds them all."""
+        """Return the tokens in the type of the file, if it can represent them."""
         if tokens.dtype == self.dtype or not len(tokens):
             return np.ascontiguousarray(tokens, self.dtype)
         with np.errstate(invalid="ignore"):
@@ -177,15 +182,15 @@ class IndexedDatasetWriter:
             self._files[name].write(values.data.cast("B") if len(values) else b"")
 
     def position(self) -> WriterPosition:
-        """What a later writer can `resume` from: everything so far, now on disk."""
-        assert self._ended == self.num_sequences, "a document is not ended"
+        """Sync everything written so far; return the position that a later writer can `resume` from."""
+        assert self._ended == self.num_sequences, "the last document was not ended"
         with self._explained():
             for file in self._files.values():
                 flush_to_disk(file)
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Bring the parts to disk in their final form. Nothing can be added after it; `publish` is what is left."""
+        """Sync the parts in their final form. After it nothing can be added, only `publish` remains."""
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -203,14 +208,14 @@ class IndexedDatasetWriter:
                 flush_to_disk(file)
             if not actual == expected == described:
                 raise DataError(
-                    f"{self._part('bin')}: {actual} bytes, {expected} were written and the sequences have {described}: "
+                    f"{self._part('bin')}: {actual} bytes, but {expected} were written and sequences have {described}: "
                     f"another process writes to it, or the disk is failing; start again"
                 )
             os.replace(self._part("index"), self._part("idx"))
             flush_directory(self._folder)
 
     def _write_pointers(self, file: BinaryIO) -> int:
-        """Write where each sequence starts; returns where the last one ends."""
+        """Write the start of each sequence; return the end of the last one."""
         end = 0
         for sizes in _blocks(self._part("sizes"), "<i4"):
             ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize + end
@@ -219,23 +224,23 @@ class IndexedDatasetWriter:
         return end
 
     def close(self) -> None:
-        """Seal and publish. Sequences after the last `end_document` are an error."""
+        """Seal and publish. The last document must have been ended."""
         self.seal()
         self.publish(self.prefix, self._folder)
         self._remove_folder()
 
     @staticmethod
     def publish(prefix: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-        """Give the files that were sealed in `directory` their names. May be called again after it was killed.
+        """Rename the files sealed in `directory`. Can be repeated after an interruption.
 
-        Raises DataError when there is nothing to publish or the names cannot be given.
+        Raises DataError if there is nothing to publish or the files cannot be renamed.
         """
         part_bin, part_idx = (_part(Path(directory), prefix, name) for name in ("bin", "idx"))
         target_bin, target_idx = bin_path(prefix), idx_path(prefix)
         try:
             if part_idx.exists():
                 if part_bin.exists():
-                    # Without its index a new .bin would look like the data of an old one, so the old index goes first.
+                    # The old index is removed first: it must never appear to describe the new .bin.
                     target_idx.unlink(missing_ok=True)
                     flush_directory(target_idx.parent)
                     os.replace(part_bin, target_bin)
@@ -243,21 +248,21 @@ class IndexedDatasetWriter:
                 os.replace(part_idx, target_idx)
                 flush_directory(target_idx.parent)
             elif part_bin.exists() or not (target_bin.exists() and target_idx.exists()):
-                raise DataError(f"{part_idx}: no such file: the data set {prefix} was not written to its end")
+                raise DataError(f"{part_idx}: no such file: the data set {prefix} was not completed")
             for name in _SMALL_PARTS:
                 _part(Path(directory), prefix, name).unlink(missing_ok=True)
         except OSError as error:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Give up: remove what was written."""
+        """Give up and remove what was written."""
         self._close_files()
         for name in ("bin", *_SMALL_PARTS, "index", "idx"):
             self._part(name).unlink(missing_ok=True)
         self._remove_folder()
 
     def leave(self) -> None:
-        """Stop writing and leave the parts as they are; only what a `position()` counted is sure to be there."""
+        """Stop writing and leave the parts; only the part counted by `position()` is certain to be on disk."""
         self._close_files()
         if self._lock is not None:
             self._lock.release()
@@ -269,12 +274,12 @@ class IndexedDatasetWriter:
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered; it was reported before
+            with contextlib.suppress(OSError):  # a full disk rejects the rest of the buffer; it was reported before
                 file.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Make errors of the file system DataErrors."""
+        """Turn errors of the file system into DataErrors."""
         try:
             yield
         except OSError as error:
@@ -300,15 +305,15 @@ class IndexedDatasetWriter:
 
 
 def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
-    """Open a file that is written to from byte `length` on; what came after it is gone.
+    """Open a file for writing from byte `length` on and truncate it there.
 
-    Raises DataError for a file that is shorter, and OSError.
+    Raises DataError for a shorter file, and OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     actual = os.fstat(descriptor).st_size
     if actual < length:
         os.close(descriptor)
-        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot continue; start again")
+        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot resume; start again")
     os.ftruncate(descriptor, length)
     os.lseek(descriptor, length, os.SEEK_SET)
     return os.fdopen(descriptor, "wb", buffering=buffering)

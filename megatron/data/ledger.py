@@ -1,7 +1,7 @@
-"""How much of each source the training has taken: samples, tokens and epochs of every data set of the blend.
+"""Samples, tokens and epochs that training has consumed of each data set of a blend.
 
-A function of the samples consumed, counted as they are: nothing is counted twice, and a resumed run goes on from what
-its checkpoint holds, also when the blend has changed since.
+The counts depend only on the samples consumed: nothing is counted twice, and a resumed run continues from the counts of
+its checkpoint, even if the blend has changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import numpy.typing as npt
 from megatron.data.gpt_dataset import BlendedDataset, Source
 from megatron.data.sampler import SampleOrder
 
-_BLOCK = 1 << 20  # so many samples are looked up at once
-_SHOWN = 6  # so many sources are listed in a line
+_BLOCK = 1 << 20  # samples looked up at once
+_SHOWN = 6  # sources listed in a line
 
 
 @dataclass
 class Consumed:
-    """What has been taken of one source. Tokens are those trained on, without padding; an epoch is all of its tokens
-    in this split, so that epochs grow by fractions. `left_out` are samples that the training went around."""
+    """The counts of one source.
+
+    Tokens are those trained on, without padding. An epoch is all tokens of the source in this split, so epochs are
+    fractions. `left_out` counts the samples that training skipped.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -35,15 +38,15 @@ class Consumed:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the last sample was in, from 1; 0 before the first."""
+        """Return the number of the epoch of the last sample, from 1; 0 before the first."""
         return math.ceil(self.epochs - 1e-9)
 
 
 class Ledger:
-    """Counts what a data set gives by source: the prefix of its files.
+    """Counts the samples of a data set by source, which is the prefix of its files.
 
-    `carried` is the record of a checkpoint at `consumed_samples`; without one, the samples before are counted in the
-    data set as it is now.
+    `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are counted in the
+    current data set.
     """
 
     def __init__(
@@ -62,12 +65,18 @@ class Ledger:
         self.advance(consumed_samples)
 
     def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
-        """Count up to `consumed_samples`; the sources that came to a second or later epoch, with its number."""
+        """Count up to `consumed_samples`; return the sources that began a second or later epoch, with its number."""
         before = {name: count.epoch for name, count in self.counts.items()}
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
             for source, samples in self._by_source(self._order.indices(np.arange(self._position, stop))):
-                self._add(source, samples)
+                count, carried = self.counts[source.name], self._carried[source.name]
+                count.samples += len(samples)
+                count.tokens += source.tokens_in(samples)
+                # Rounded once, however often the run was resumed.
+                exact = carried.epochs == carried.tokens / source.tokens_per_epoch
+                start = Consumed() if exact else carried
+                count.epochs = start.epochs + (count.tokens - start.tokens) / source.tokens_per_epoch
             self._position = stop
         begun = {name: count.epoch for name, count in self.counts.items() if count.epoch > max(before[name], 1)}
         short = short_names(self.counts) if begun else {}
@@ -77,8 +86,10 @@ class Ledger:
         self, order: SampleOrder, consumed_samples: int, carried: Mapping[str, Mapping[str, Any]],
         left_out: npt.NDArray[np.int64],
     ) -> Ledger:
-        """The ledger of a run that went back to `consumed_samples`, where its checkpoint holds `carried`, and leaves
-        out these samples of the data set beside those that it left out before."""
+        """Return the ledger of a run that went back to the checkpoint at `consumed_samples`, with the record `carried`.
+
+        The run skips the samples `left_out` in addition to those that it skipped before.
+        """
         back = Ledger(self._dataset, order, consumed_samples, carried)
         for name, count in self.counts.items():
             back.counts.setdefault(name, Consumed()).left_out = count.left_out
@@ -87,7 +98,7 @@ class Ledger:
         return back
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """{source: {samples, tokens, epochs}}, and left_out where there is any, for checkpoint and metrics file."""
+        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file, with left_out if not 0."""
         records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
         for record in records.values():
             if not record["left_out"]:
@@ -95,12 +106,12 @@ class Ledger:
         return records
 
     def epochs(self) -> dict[str, float]:
-        """How often each source has been gone through, by its short name."""
+        """Return the epochs of each source, by its short name."""
         short = short_names(self.counts)
         return {short[name]: count.epochs for name, count in self.counts.items()}
 
     def line(self) -> str:
-        """The epochs of each source, the furthest first; of many only the first ones and the range of the rest."""
+        """Return a log line: the epochs of the first sources in descending order, and the range of the rest."""
         listed = sorted(self.epochs().items(), key=lambda item: -item[1])
         parts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
         rest = [epochs for _, epochs in listed[_SHOWN:]]
@@ -112,8 +123,8 @@ class Ledger:
         return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
 
     def _by_source(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
-        """The samples of a data set, by the source that they are of and as it numbers them."""
-        # What a checkpoint without a record consumed may go beyond the data set of a run that has nothing left to do.
+        """Yield each source with the numbers, in the source, of the samples that come from it."""
+        # A checkpoint without a record may have consumed more than the data set of a run with nothing left to do.
         indices = indices[indices < len(self._dataset)]
         if not isinstance(self._dataset, BlendedDataset):
             yield self._dataset, indices
@@ -125,18 +136,9 @@ class Ledger:
             if len(part):
                 yield source, part
 
-    def _add(self, source: Source, samples: npt.NDArray[np.int64]) -> None:
-        count, carried = self.counts[source.name], self._carried[source.name]
-        count.samples += len(samples)
-        count.tokens += source.tokens_in(samples)
-        if carried.epochs == carried.tokens / source.tokens_per_epoch:  # rounded once, however often it was resumed
-            count.epochs = count.tokens / source.tokens_per_epoch
-        else:
-            count.epochs = carried.epochs + (count.tokens - carried.tokens) / source.tokens_per_epoch
-
 
 def is_consumed(record: Any) -> bool:
-    """Whether this is what `Ledger.record` writes for one source."""
+    """Tell whether this is a record of one source, as `Ledger.record` writes it."""
     names = {field.name for field in dataclasses.fields(Consumed)}
     return isinstance(record, dict) and record.keys() | {"left_out"} == names and all(
         isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
@@ -144,11 +146,11 @@ def is_consumed(record: Any) -> bool:
 
 
 def sources(dataset: Source | BlendedDataset) -> tuple[Source, ...]:
-    """The data sets that a data set draws from; itself when it is not a blend."""
+    """Return the data sets of a blend, or the data set itself."""
     return dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
 
 
 def short_names(prefixes: Iterable[str]) -> dict[str, str]:
-    """The file names of prefixes; where two have the same one, the whole prefixes."""
+    """Return the file names of prefixes, or the whole prefixes if two have the same name."""
     names = {prefix: os.path.basename(prefix) for prefix in prefixes}
     return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}

@@ -1,7 +1,8 @@
-"""Which samples a data-parallel rank reads, and the stream of micro-batches made of them."""
+"""The order of samples, and the stream of micro-batches that a data-parallel rank reads in it."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,37 +17,119 @@ import torch
 
 from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.data.gpt_dataset import TokenDataset
-from megatron.data.left_out import Range, around, merged
-from megatron.data.permutation import permute
 from megatron.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+Range = tuple[int, int]
+_ROUNDS = 8  # 4 suffice for a large table; with a few entries, orders are equally likely only after 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def permute(positions: Indices, size: int, key: int) -> Indices:
+    """Return the values at `positions` of permutation number `key` of 0..size-1.
+
+    Each value is computed on its own, so that 10^9 samples need neither memory nor time to shuffle. `positions` and
+    `key` are not negative. A Feistel network over the numbers r * columns + c of the smallest table that holds `size`:
+    each round adds a hash of one coordinate to the other, which is invertible (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002, section 5); a number beyond `size` goes through the network again
+    (section 4). The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), "positions out of range"
+    width = math.isqrt(size - 1) + 1
+    columns, rows = np.uint64(width), np.uint64(-(-size // width))
+    # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
+    number = _mix(np.array([key], np.uint64) + _GOLDEN)
+    keys = _mix(number + _GOLDEN * np.arange(_ROUNDS, dtype=np.uint64))
+    found = np.empty(len(positions), np.int64)
+    waiting = np.arange(len(positions))
+    values = positions.astype(np.uint64)
+    while len(waiting):
+        row, column = values // columns, values % columns
+        for i in range(0, _ROUNDS, 2):
+            column = (column + _mix(row + keys[i]) % columns) % columns
+            row = (row + _mix(column + keys[i + 1]) % rows) % rows
+        values = row * columns + column
+        found[waiting] = values
+        outside = values >= size
+        waiting, values = waiting[outside], values[outside]
+    return found
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    """Return the same positions as ascending ranges [start, stop) that do not touch, without empty ones.
+
+    >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
+    ((0, 2), (8, 15))
+    """
+    found: list[Range] = []
+    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
+        if start >= stop:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
+    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges` (merged ones).
+
+    >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
+    [0, 2, 3, 6, 7]
+    """
+    if not ranges:
+        return positions
+    starts, stops = np.array(ranges, np.int64).T
+    missing = np.concatenate(([0], np.cumsum(stops - starts)))  # before each range, and after the last one
+    # A range comes before the entry with this position.
+    return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
+
+
+def are_ranges(value: Any) -> bool:
+    """Tell whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start < stop."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(type(number) is int for number in pair)
+        and 0 <= pair[0] < pair[1]
+        for pair in value
+    )
 
 
 class SampleOrder(Protocol):
-    """The order in which a job consumes a data set: a function of how many samples it has consumed, and of nothing
-    else, so that every layout, micro-batch size and number of workers goes through the same samples."""
+    """The order in which a job consumes a data set.
+
+    It depends only on the number of samples consumed, so that every layout, micro-batch size and number of workers
+    reads the same samples.
+    """
 
     def check(self, stop: int) -> None:
-        """Raise DataError when the order ends before position `stop`."""
+        """Raise DataError if the order ends before position `stop`."""
         ...
 
     def indices(self, positions: Indices) -> Indices:
-        """The samples at these positions of the order; position n is consumed after n others."""
+        """Return the samples at these positions; position n is consumed after n others."""
         ...
 
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """'single': the data set in its own order, once."""
+    """The order of 'single': the data set in its own order, once."""
 
     total: int
 
     def check(self, stop: int) -> None:
         if stop > self.total:
             raise DataError(
-                f"the data set has {self.total} samples and sample {stop - 1} was asked for: train for fewer samples, "
-                f"or start anew with the number that is wanted"
+                f"the data set has {self.total} samples and the run needs sample {stop - 1}: train for fewer samples, "
+                f"or start a new run with the number of samples you want"
             )
 
     def indices(self, positions: Indices) -> Indices:
@@ -55,7 +138,7 @@ class SequentialOrder:
 
 @dataclass(frozen=True)
 class CyclicOrder:
-    """'cyclic': the data set over and over. Each epoch has every sample once, drawn anew with the epoch as its key."""
+    """The order of 'cyclic': the data set again and again, each epoch in an order of its own, keyed by its number."""
 
     total: int
 
@@ -74,11 +157,11 @@ class CyclicOrder:
 
 @dataclass(frozen=True)
 class OrderAround:
-    """An order that goes around some of its positions; still a function of how many samples were consumed.
+    """An order without some of its positions; it still depends only on the number of samples consumed.
 
-    left_out  ranges of positions of `order`, ascending and apart (megatron.data.left_out.merged)
-    total     samples of an order that ends. The run needs as many as before, so those that were left out are replaced,
-              at the end, by the first ones of the order. None for an order without end.
+    left_out  ranges of positions of `order`, as `merged` returns them
+    total     samples of a finite order, None for an endless one. The run needs as many samples as before, so at the
+              end the first samples of the order replace those that were left out.
     """
 
     order: SampleOrder
@@ -87,11 +170,11 @@ class OrderAround:
 
     def check(self, stop: int) -> None:
         if self.total is not None and stop and self.left_out[0][0] == 0 and self.left_out[0][1] >= self.total:
-            raise DataError(f"all {self.total} samples of the data set are left out: begin anew, with other data")
+            raise DataError(f"all {self.total} samples of the data set are left out: start a new run with other data")
         self.order.check(stop)
 
     def original(self, positions: Indices) -> Indices:
-        """The positions of `order` at these positions; one from `total` on is a replacement."""
+        """Return the positions in `order`; one of `total` or more stands for a replacement."""
         return around(positions, self.left_out)
 
     def indices(self, positions: Indices) -> Indices:
@@ -104,26 +187,25 @@ class OrderAround:
 def sample_order(
     dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
 ) -> SampleOrder:
-    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`."""
+    """Return the order of --dataloader-type (None: single) over `total` samples without those `left_out`."""
     ranges, cyclic = merged(left_out), dataloader_type == "cyclic"
     order: SampleOrder = CyclicOrder(total) if cyclic else SequentialOrder(total)
     return OrderAround(order, ranges, None if cyclic else total) if ranges else order
 
 
 class MicroBatchStream:
-    """This rank's micro-batches, from `consumed_samples` on, without end or until the data set's.
+    """The micro-batches of this rank from `consumed_samples` on, until the order ends if it does.
 
     Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every rank: rank r takes
     positions r*mbs .. (r+1)*mbs of it.
 
-    Reading ahead happens in threads: forked processes hang once an OFI network is open. `num_workers=0` reads when
-    asked. With workers, as many micro-batches are read ahead as the last `take` gave, at least two per worker. With
-    `prefetch` the file system is told of the samples beyond those. The order and content are the same in any case.
-    `take` is for one thread.
+    Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on demand. With
+    workers, as many micro-batches are read ahead as the last `take` returned, at least two per worker. This changes
+    neither order nor content. Call `take` from one thread only.
 
-    consumed_samples counts the samples that all ranks together have taken; what is `left_out`, ranges of positions, is
-    not taken and not counted. The options of make_micro_batch pass
-    through; those about documents hold where the data set does not keep pieces apart itself.
+    consumed_samples counts the samples that all ranks together have taken; positions in the ranges `left_out` are
+    neither taken nor counted. The other options are those of make_micro_batch; those about documents apply where the
+    data set does not separate pieces itself.
     """
 
     def __init__(
@@ -137,7 +219,6 @@ class MicroBatchStream:
         *,
         dataloader_type: str | None = "single",
         num_workers: int = 0,
-        prefetch: bool = False,
         eod: int | None = None,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
@@ -159,15 +240,15 @@ class MicroBatchStream:
             reset_attention_mask=reset_attention_mask,
             eod_mask_loss=eod_mask_loss,
         )
-        self._num_workers, self._prefetch = num_workers, prefetch
-        # Its threads end with the process even in the middle of a read that a dead file system never answers; those of
-        # concurrent.futures would keep the process from ending.
+        self._num_workers = num_workers
+        # These threads end with the process, even during a read that a dead file system never answers; those of
+        # concurrent.futures would block its exit.
         self._threads = ThreadPool(num_workers) if num_workers > 0 else None
         self._ahead: deque[AsyncResult[MicroBatch]] = deque()
-        self._next_read = consumed_samples  # where the next micro-batch to be read ahead starts
+        self._next_read = consumed_samples  # start of the next micro-batch to read ahead
 
     def take(self, n: int) -> list[MicroBatch]:
-        """The next n micro-batches of this rank, on the device; counts n * micro_batch_size * data_size samples.
+        """Return the next n micro-batches of this rank, on the device; n * micro_batch_size * data_size samples.
 
         Raises DataError past the end of the data set (dataloader type 'single') and for unreadable data.
         """
@@ -181,7 +262,7 @@ class MicroBatchStream:
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead, without waiting for a read. A stream that is closed gives no more micro-batches."""
+        """Stop reading ahead without waiting for reads in progress. A closed stream returns no more micro-batches."""
         self._ahead.clear()
         if self._threads is not None:
             self._threads.terminate()
@@ -192,47 +273,32 @@ class MicroBatchStream:
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
-        """The micro-batch of the chunk at `start`, in host memory; pinned when it goes to an accelerator."""
+        """Read the micro-batch of the chunk at `start` into host memory, pinned if it goes to an accelerator."""
         self._order.check(start + self._chunk)
         positions = self._own + start
-        if self._prefetch:
-            self._announce(start + max(2 * self._num_workers, 1) * self._chunk)
-        samples = [self._sample(*pair) for pair in zip(positions.tolist(), self._indices(positions), strict=True)]
+        indices = self._order.indices(positions).tolist()
+        samples = [self._sample(*pair) for pair in zip(positions.tolist(), indices, strict=True)]
         segments = [pieces for _, pieces in samples if pieces is not None]
-        assert len(segments) in (0, len(samples)), "a data set keeps the pieces of all samples apart, or of none"
+        assert len(segments) in (0, len(samples)), "a data set separates the pieces of all samples or of none"
         batch = self._make(
             np.stack([tokens for tokens, _ in samples]), segments=segments or None, first_sample=int(positions[0])
         )
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
     def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None]:
-        """Tokens and pieces of a sample. Raises DataError that names the sample, what is wrong with it, and where."""
+        """Return the tokens and pieces of a sample. Raises DataError with the sample, the fault and its place."""
         try:
             tokens, segments = self._dataset[index], self._dataset.segments(index)
         except (DataError, IndexError, OSError) as error:
-            raise DataError(f"sample {position}{self._place(index)}: {error}") from error
+            place = ""
+            with suppress(DataError, IndexError):  # the place may be damaged as well
+                place = f", which starts at {self._dataset.where(index)}"
+            raise DataError(f"sample {position}{place}: {error}") from error
         limit = self._vocab_size
         if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
             bad = int(np.argmax((tokens < 0) | (tokens >= limit)))
             raise DataError(
-                f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit}: the data was written with "
-                f"another tokenizer ({self._dataset.where(index, bad)})"
+                f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit} entries: the data were "
+                f"written with another tokenizer ({self._dataset.where(index, bad)})"
             )
         return tokens, segments
-
-    def _place(self, index: int) -> str:
-        try:
-            return f", which starts at {self._dataset.where(index)}"
-        except (DataError, IndexError):  # what is wrong with the sample is wrong with its place, too
-            return ""
-
-    def _announce(self, start: int) -> None:
-        """Tell the file system of a micro-batch after those that are being read ahead."""
-        with suppress(DataError):  # whoever reads it will say what is wrong with it
-            self._order.check(start + self._chunk)
-            for index in self._indices(self._own + start):
-                self._dataset.prefetch(index)
-
-    def _indices(self, positions: Indices) -> list[int]:
-        found: list[int] = self._order.indices(positions).tolist()
-        return found

@@ -7,13 +7,13 @@
 | Llama2Tokenizer | --tokenizer-model | as above; <s> comes before every text | as above |
 | SentencePieceTokenizer | --tokenizer-model | pieces, and those Megatron appends | <EOD>, appended if missing |
 | HFTokenizer, HuggingFaceTokenizer | --tokenizer-model: tokenizer.json or its folder | highest id + 1 | its eos_token |
-| TikTokenizer | --tokenizer-model: rank file or JSON | see megatron.data.tokenizers.tik_token | as there |
+| TikTokenizer | --tokenizer-model: rank file or JSON | see megatron.data.tiktoken_files | as there |
 | NullTokenizer | --vocab-size N | N + 1, as in Megatron | N |
 
-A text that spells out a special token stays text, except in HFTokenizer, which does what its file says: it
-recognises special tokens and puts those of its template around a text (Llama's: <s> before it).
-The two SentencePiece types encode alike and differ in eod and size, as Megatron's do: data written with one is not to
-be trained with the other.
+A text that spells out a special token stays text, except in HFTokenizer, which follows its file: it recognises special
+tokens and puts those of its template around a text (Llama's: <s> before it).
+The two SentencePiece types encode alike and differ in eod and size, as Megatron's do: do not train with one on data
+that were written with the other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.tokenizers.base import NullTokenizer, Tokenizer
-from megatron.data.tokenizers.fast import gpt2, hugging_face
-from megatron.data.tokenizers.sentence_piece import sentence_piece
-from megatron.data.tokenizers.tik_token import TikTokenSettings, tik_token
+from megatron.data.tiktoken_files import TikTokenSettings, tik_token
+from megatron.data.tokenizer_adapters import NullTokenizer, Tokenizer, gpt2, hugging_face, sentence_piece
 from megatron.errors import ConfigError, DataError, MegatronError
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ TOKENIZER_TYPES = (
 )
 _MOST_IDS = 2**31
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {name.lower(): name for name in TOKENIZER_TYPES}
-# Types of Megatron-LM that are not served, and what does their work.
+# Types of Megatron-LM that are not supported, and what to use instead.
 INSTEAD = {
     "Llama3Tokenizer": "use TikTokenizer with its tokenizer.model, or HFTokenizer with its tokenizer.json",
     "MistralTokenizer": "use HFTokenizer with its tokenizer.json",
@@ -68,14 +66,14 @@ def build_tokenizer(
     tiktoken_special_tokens: Sequence[str] | None = None,
     num_threads: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of these names.
+    """Return the tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of these names.
 
-    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` are those of Hugging Face's
+    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for Hugging Face's
     library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS for the whole process (the second
     has no effect once the library has started its threads).
 
-    Raises ConfigError for an unknown type, a flag that is missing or a vocab_size that is not the tokenizer's, and
-    DataError, naming path and flag, for a file that is missing or not what it should be.
+    Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the tokenizer's, and DataError,
+    with path and flag, for a file that is missing or of another kind.
     """
     kind = OTHER_NAMES.get(tokenizer_type.lower(), tokenizer_type)
     if kind not in TOKENIZER_TYPES:
@@ -92,15 +90,15 @@ def build_tokenizer(
     if kind == "GPT2BPETokenizer":
         files = _file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)
         tokenizer = gpt2(*files)
-    elif kind == "HFTokenizer":
-        tokenizer = hugging_face(_path(kind, "--tokenizer-model", tokenizer_model))
-    elif kind == "TikTokenizer":
-        settings = TikTokenSettings(tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens)
-        path = _file(kind, "--tokenizer-model", tokenizer_model)
-        tokenizer = tik_token(path, settings, vocab_size=vocab_size)
     else:
-        path = _file(kind, "--tokenizer-model", tokenizer_model)
-        tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
+        path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
+        if kind == "HFTokenizer":
+            tokenizer = hugging_face(path)
+        elif kind == "TikTokenizer":
+            settings = TikTokenSettings(tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens)
+            tokenizer = tik_token(path, settings, vocab_size=vocab_size)
+        else:
+            tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
     if tokenizer.vocab_size > _MOST_IDS:
         raise DataError(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but token files hold ids "
@@ -127,17 +125,12 @@ def with_vocabulary(config: Config) -> tuple[Config, str]:
     return config.replace(vocab_size=tokenizer.vocab_size), ""
 
 
-def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:
+def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool = False) -> Path:
     if value is None:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}")
     path = Path(value)
     if not path.exists():
         raise DataError(f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded")
-    return path
-
-
-def _file(tokenizer_type: str, flag: str, value: str | None) -> Path:
-    path = _path(tokenizer_type, flag, value)
-    if not path.is_file():
+    if not or_folder and not path.is_file():
         raise DataError(f"{value}: {flag} of {tokenizer_type} is not a file")
     return path

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron import metrics_file
 from megatron.config import Config, parse_args
 from megatron.config.duration import show_duration
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
 from megatron.jobs.scaling import METRICS, POINT, RESULT

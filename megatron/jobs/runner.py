@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.duration import duration_s, show_duration
-from megatron.data.file_lock import renamed_into
-from megatron.data.folder_claim import LOCK_NAME
+from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
 from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT, Ending, cause, ending

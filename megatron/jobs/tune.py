@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.config.command_line import parse_args
 from megatron.config.duration import show_duration
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, enumerate_candidates, trial_flags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.folder_claim import LOCK_NAME, FolderClaim
+from megatron.data.file_lock import LOCK_NAME, FolderClaim
 from megatron.errors import ConfigError
 from tests.data.test_file_lock import held_by_another
 from tests.helpers.killing import wait_for

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
-from megatron.data.gpt_index import IndexRequest
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest, MockDataset
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
@@ -162,7 +161,6 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
         damaged._rows = rows
         with pytest.raises(DataError, match=f"{tmp_path}/x.* 2 .*--data-cache-path"):
             damaged[2]
-        damaged.prefetch(2)  # tells nobody
     built._documents = np.array([0, 99], np.int32)
     with pytest.raises(DataError, match="--data-cache-path"):
         [built[i] for i in range(5)]

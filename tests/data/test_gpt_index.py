@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data import gpt_index, index_helpers
-from megatron.data.gpt_index import PARTS, IndexRequest, build_index
+from megatron.data import gpt_dataset, index_helpers
+from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
 from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS
 
@@ -37,12 +37,12 @@ def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
     assert len(narrow["shuffle_idx"]) == 9000
     assert narrow["shuffle_idx"].dtype == np.uint32 and wide["shuffle_idx"].dtype == np.int64
     assert narrow["shuffle_idx"].tolist() == wide["shuffle_idx"].tolist()
-    assert np.iinfo(np.uint32).max - 1 == gpt_index._UINT32_LIMIT  # as Megatron's source has it
+    assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT  # as Megatron's source has it
 
 
 def test_blocks_of_the_counting_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     request = IndexRequest("p", "train", "1", 5, 905, 1800, 3000, 1, 3)
     whole = build(numpy_loops, [2] * 1000, request)
-    monkeypatch.setattr(gpt_index, "_BLOCK", 7)
+    monkeypatch.setattr(gpt_dataset, "_BLOCK", 7)
     cut = build(numpy_loops, [2] * 1000, request)
     assert request.num_epochs == 2 and all(cut[part].tobytes() == whole[part].tobytes() for part in PARTS)

@@ -92,7 +92,6 @@ def test_bin_truncated_while_open(tmp_path: Path, mmap: bool, monkeypatch: pytes
         indexed.read(0)
     with pytest.raises(DataError, match=message):
         indexed.gather([0], [0], [4], out)
-    indexed.prefetch([0], [0], [4])
     if not mmap:  # a map is not looked at at all after that
         assert indexed.read(0, 0, 2).tolist() == [1, 2]
 
@@ -113,9 +112,8 @@ def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]
     dtype=st.sampled_from(["u1", "<i2", "<i4", "<i8", "<u2"]),
     mmap=st.booleans(),
     gap=st.sampled_from([0, 3, 1 << 16]),
-    few=st.sampled_from([0, 100]),
 )
-def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool, gap: int, few: int) -> None:
+def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool, gap: int) -> None:
     """Against slices of lists, for any order of pieces, overlapping ones included."""
     sequences, chosen = case
     prefix = tmp_path_factory.mktemp("gather") / "x"
@@ -126,26 +124,19 @@ def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap
     columns = np.array(chosen, np.int64).reshape(-1, 3).T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "_GAP_BYTES", gap)
-        patch.setattr(indexed_dataset, "_FEW_PIECES", few)
         indexed.gather(columns[0].astype(np.int32), columns[1], columns[2], out)
-        indexed.prefetch(*columns)
     assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(
     ("sequence", "offset", "length"), [(4, 0, 0), (-1, 0, 1), (0, 2, 2), (0, -1, 1), (0, 0, -1), (0, 1, 2**62)]
 )
-def test_gather_outside(
-    tmp_path: Path, mmap: bool, sequence: int, offset: int, length: int, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(indexed_dataset, "_FEW_PIECES", few)
+def test_gather_outside(tmp_path: Path, mmap: bool, sequence: int, offset: int, length: int) -> None:
     write(tmp_path / "a", [[[1, 2, 3]], [[4]], [[5]], [[6]]], "<i4")
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
     with pytest.raises(IndexError, match=f"{sequence}"):
         indexed.gather([1, sequence], [0, offset], [1, length], np.empty(max(1 + length, 0) % 8, np.int64))
-    indexed.prefetch([1, sequence], [0, offset], [1, length])
 
 
 def test_gather_refuses_floats(tmp_path: Path) -> None:
@@ -159,7 +150,6 @@ def test_gather_refuses_floats(tmp_path: Path) -> None:
 SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
 
 
-@pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(
     ("at", "value", "damaged"),
@@ -170,11 +160,8 @@ SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
         (POINTERS_AT + 16, struct.pack("<q", -(2**63)), {1, 2}),
     ],
 )
-def test_damaged_entries(
-    tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_entries(tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool) -> None:
     """What opening cannot see is found where it is read, and names file and byte; what is not damaged is read."""
-    monkeypatch.setattr(indexed_dataset, "_FEW_PIECES", few)
     sequences = [[1, 2, 3], [4, 5], [6], [7]]
     data, index = packed([sequences], "<u2")
     (tmp_path / "a.bin").write_bytes(data)
@@ -200,10 +187,9 @@ def test_damaged_entries(
     new=st.integers(0, 255),
     cut=st.booleans(),
     mmap=st.booleans(),
-    few=st.sampled_from([0, 100]),
 )
 def test_damage_is_seen_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, mmap: bool, few: int
+    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, mmap: bool
 ) -> None:
     """Any byte of the index changed or everything after it cut off: DataError, or the tokens as they were. The type has
     no second record in the files, and neither has where documents start; the type is left alone here."""
@@ -222,9 +208,7 @@ def test_damage_is_seen_or_harmless(
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
         lengths = [len(sequence) for sequence in sequences]
         out = np.empty(sum(lengths), np.int64)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(indexed_dataset, "_FEW_PIECES", few)
-            indexed.gather(range(len(lengths)), [0] * len(lengths), lengths, out)
+        indexed.gather(range(len(lengths)), [0] * len(lengths), lengths, out)
         assert out.tolist() == [token for sequence in sequences for token in sequence]
         assert indexed.num_tokens == len(out)
     except DataError as error:
@@ -252,7 +236,6 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     out = np.empty(7, np.int64)
     indexed.gather([4, 0, 2, 0], [0, sizes[0] - 2, 1, 0], [2, 2, 2, 1], out)
     assert out.tolist() == [7, 8, 2, 3, 5, 6, 1]
-    indexed.prefetch([4, 0], [0, sizes[0] - 2], [2, 2])
 
 
 @pytest.mark.parametrize("count", [10_000_000, pytest.param(110_000_000, marks=pytest.mark.campaign("large"))])
@@ -278,7 +261,6 @@ def test_nothing_in_it(tmp_path: Path, mmap: bool) -> None:
         indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
         assert (indexed.num_tokens, indexed.num_documents) == (0, len(documents))
         indexed.gather([], [], [], np.empty(0, np.int64))
-        indexed.prefetch([], [], [])
 
 
 def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, MockDataset
 from megatron.data.ledger import Consumed, Ledger, is_consumed
-from megatron.data.left_out import are_ranges, around, merged
-from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatchStream, sample_order
+from megatron.data.sampler import MicroBatchStream, are_ranges, around, merged, permute, sample_order
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from megatron.data import index_helpers
-from megatron.data.gpt_index import PARTS, IndexRequest, build_index
+from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
 from megatron.data.index_helpers import build_blend_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter

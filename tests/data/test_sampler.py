@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
-from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatchStream
+from megatron.data.sampler import MicroBatchStream, permute
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
 
 class Counting:
-    """Sample i is [i, i + 1, i + 2]; remembers what was prefetched."""
+    """Sample i is [i, i + 1, i + 2]."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.prefetched: list[int] = []
 
     def __len__(self) -> int:
         return self.length
@@ -37,9 +35,6 @@ class Counting:
 
     def where(self, index: int, token: int = 0, /) -> str:
         return f"numbers.bin, document {index}, byte {8 * token}"
-
-    def prefetch(self, index: int, /) -> None:
-        self.prefetched.append(index)
 
 
 class Packed(Counting):
@@ -98,7 +93,7 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
     data = MockDataset("train", 30, 16, 40, seed=5)
     options = {"eod": 39, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     plain = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, **options).take(7)
-    stream = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, prefetch=True, **options)
+    stream = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, **options)
     taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)  # as the batch ramps up
     resumed = MicroBatchStream(data, 2, 1, 2, 4 * 4, dataloader_type=kind, num_workers=num_workers, **options).take(3)
     for expected, got in zip(plain + plain[4:], taken + resumed, strict=True):
@@ -117,7 +112,7 @@ def test_pieces_of_packed_samples_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_end_of_data(num_workers: int) -> None:
-    stream = MicroBatchStream(Counting(10), 2, 0, 2, num_workers=num_workers, prefetch=True)
+    stream = MicroBatchStream(Counting(10), 2, 0, 2, num_workers=num_workers)
     assert samples(stream.take(2)) == [0, 1, 4, 5]  # reading ahead past the end is no error
     with pytest.raises(DataError, match=r" 10 .* 11\b"):
         stream.take(1)
@@ -150,15 +145,6 @@ def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) 
     with pytest.raises(DataError, match=r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"):
         stream.take(1)
     stream.close()
-
-
-def test_the_file_system_is_told_of_what_comes_after() -> None:
-    data = Counting(13)
-    stream = MicroBatchStream(data, 2, 1, 2, prefetch=True)
-    stream.take(2)
-    assert data.prefetched == [6, 7, 10, 11]  # one chunk ahead of 2, 3 and of 6, 7
-    stream.take(1)
-    assert data.prefetched == [6, 7, 10, 11]  # the next chunk is not there
 
 
 def test_closing_does_not_wait_for_a_read_without_end() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.splits import BlendPart, parse_data_path, parse_split, read_data_file_list, split_bounds
+from megatron.data.datasets import BlendPart, parse_data_path, parse_split, read_data_file_list, split_bounds
 from megatron.errors import ConfigError, DataError
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from megatron.config.settings import all_options
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron.data.tokenizers.fast import byte_letters
-from megatron.data.tokenizers.ranks import PATTERNS
+from megatron.data.tokenizer_adapters import PATTERNS, byte_letters
 from megatron.errors import ConfigError, DataError
 from tests.data.tokenizers.conftest import train_model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup

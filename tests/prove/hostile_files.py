@@ -157,7 +157,7 @@ def unfinished(folder: Path) -> None:
 
 
 def gpt2(folder: Path) -> None:
-    from megatron.data.tokenizers.fast import byte_letters
+    from megatron.data.tokenizer_adapters import byte_letters
 
     texts(folder)
     letters = byte_letters()

@@ -1,36 +1,54 @@
-"""Blocks of documents to tokens. A document that cannot be used is left out and named, so that the caller decides."""
+"""Blocks of documents to tokens, in one process or several. Unusable documents are left out and reported.
+
+Worker processes return blocks in their order. A few blocks per worker are in flight, so that no worker is idle and
+memory does not grow when one takes long.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
 import re
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed_dataset import token_dtype
+from megatron.data.prepare import sources
 from megatron.data.prepare.sources import Block
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
 
+POLL_S = 0.2
+_PENDING_PER_WORKER = 4
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to make of the input.
+    """The options that determine the output.
 
     tokenizer: the arguments of build_tokenizer.
     json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of its own. Plain text
         counts as each of the keys.
     append_eod: end every document with the tokenizer's eod.
     split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with `keep_newlines` the white space
-        between sentences stays, at the end of the earlier one.
-    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto', by the suffix; .gz and .zst are
-        unpacked in any case.
+        between sentences is kept at the end of the earlier one.
+    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz and .zst are always
+        unpacked.
     """
 
     tokenizer: dict[str, Any]
@@ -42,12 +60,13 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
+        """Return the part of the file names that tells what a sequence is."""
         return "sentence" if self.split_sentences else "document"
 
 
 @dataclass(frozen=True)
 class BadInput:
-    """A document that cannot be used: file and line, and why."""
+    """An unusable document: file and line, and the reason."""
 
     where: str
     why: str
@@ -58,7 +77,7 @@ class BadInput:
 
 @dataclass
 class Documents:
-    """The documents of a block that can be read: their numbers, and their texts for each of the json_keys."""
+    """The usable documents of a block: their numbers, and their texts for each of the json_keys."""
 
     numbers: list[int]
     texts: list[list[str]]
@@ -67,7 +86,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of one block for one key: all tokens, tokens of each sequence, sequences of each document."""
+    """The documents of a block for one key: all tokens, tokens of each sequence, sequences of each document."""
 
     tokens: npt.NDArray[Any]
     sequence_sizes: npt.NDArray[np.int32]
@@ -77,14 +96,14 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """One EncodedKey for each of the json_keys, and what was left out of all of them, in order."""
+    """One EncodedKey for each of the json_keys, and the documents left out of all of them, in order."""
 
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedBlock:
-    """The tokens of a block."""
+    """Return the tokens of a block."""
     documents = parse_block(block, options.json_keys)
     try:
         keys = [_encode_texts(texts, tokenizer, options) for texts in documents.texts]
@@ -98,7 +117,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
 
 
 def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """The documents of a block, one list for each of the json_keys. Raises DataError with file and line."""
+    """Return the documents of a block, a list for each of the json_keys. Raises DataError with file and line."""
     documents = parse_block(block, options.json_keys)
     if documents.bad:
         number, why = documents.bad[0]
@@ -107,7 +126,7 @@ def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
 
 
 def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
-    """The texts of a block, and what is bad in it."""
+    """Return the texts and the bad documents of a block."""
     documents = Documents([], [[] for _ in json_keys])
     if block.problem:
         documents.bad.append((block.first, block.problem))
@@ -126,39 +145,30 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
     return documents
 
 
-def _contents(block: Block) -> Iterator[tuple[int, Any]]:
-    """Number and content of each document: for parquet the bytes of each column, else str, or bytes if not UTF-8."""
-    if block.kind == "parquet":
-        yield from enumerate(block.rows, block.first)
-        return
-    try:
-        text = block.data.decode()  # all lines at once: the quick way for what is right
-    except UnicodeDecodeError:
-        if block.kind == "text":
-            yield block.first, block.data
-        else:
-            yield from enumerate(block.data.split(b"\n"), block.first)
-        return
-    if block.kind == "text":
-        yield block.first, text
-    else:
-        yield from enumerate(text.split("\n"), block.first)
+def _contents(block: Block) -> Iterable[tuple[int, Any]]:
+    """Return number and content of each document: for parquet the bytes of columns, else str, bytes if not UTF-8."""
+    content: Any = block.content
+    if block.kind != "parquet":
+        with suppress(UnicodeDecodeError):
+            content = content.decode()  # all lines at once, which is fast
+        content = [content] if block.kind == "text" else content.split("\n" if isinstance(content, str) else b"\n")
+    return enumerate(content, block.first)
 
 
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
-    """The texts of one document; None for an empty line. Raises ValueError or DataError for one that is bad."""
+    """Return the texts of a document; None for an empty line. Raises ValueError or DataError for a bad one."""
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
     if kind == "text":
         return [text] * len(keys)
-    text = text.removeprefix("\ufeff")  # the mark some editors put at the start of a file
+    text = text.removeprefix("\ufeff")  # the mark that some editors put at the start of a file
     if not text or text.isspace():
         return None
     try:
         document = json.loads(text)
     except RecursionError:
-        raise DataError("not a JSON line that can be read: nested too deeply") from None
+        raise DataError("not a readable JSON line: nested too deeply") from None
     except ValueError as error:
         raise DataError(f"not a JSON line: {error}") from None
     if not isinstance(document, dict):
@@ -184,7 +194,7 @@ def _text_of(document: dict[str, Any], key: str) -> str:
     try:
         text.isascii() or text.encode()  # UTF-8 has no surrogates, but JSON can spell them
     except UnicodeEncodeError:
-        raise DataError(f"{key!r} holds half of a surrogate pair, which is no character") from None
+        raise DataError(f"{key!r} holds half of a surrogate pair, which is not a character") from None
     return text
 
 
@@ -207,12 +217,12 @@ def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, options: Preproces
 
 
 def _blames_a_text(error: BaseException) -> bool:
-    """Whether another text might not have failed. Panics of Rust libraries are no Exception."""
+    """Tell whether the text may be the cause. Panics of Rust libraries are not subclasses of Exception."""
     return not isinstance(error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError)
 
 
 def _drop_unencodable(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions) -> None:
-    """Move the documents that the tokenizer refuses to the bad ones: a batch fails as a whole."""
+    """Move the documents that the tokenizer rejects to the bad ones: a batch fails as a whole."""
     kept = []
     for i, number in enumerate(documents.numbers):
         try:
@@ -231,7 +241,7 @@ def _drop_unencodable(documents: Documents, tokenizer: Tokenizer, options: Prepr
 
 
 def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
-    """Sentences by a plain rule: white space after . ! ? and line ends separate them.
+    """Split a text by a simple rule: white space after . ! ? and line ends separate sentences.
 
     >>> split_sentences("One. Two!\\nThree")
     ['One.', 'Two!', 'Three']
@@ -243,3 +253,105 @@ def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
         sentences.append(text[start : end.end() if keep_newlines else end.start()])
         start = end.end()
     return [sentence for sentence in [*sentences, text[start:]] if sentence]
+
+
+def encode_blocks(
+    blocks: Iterator[Block],
+    tokenizer: Tokenizer,
+    options: PreprocessOptions,
+    workers: int,
+    poll: Callable[[], None] = lambda: None,
+) -> Generator[tuple[Block, EncodedBlock], None, None]:
+    """Yield blocks with their tokens, in order.
+
+    One worker is this process, with `tokenizer`; several are processes that build their own. `poll` is called at least
+    every POLL_S, but not while this process encodes. Raises DataError if a worker dies.
+    """
+    if workers == 1:
+        for block in blocks:
+            poll()
+            yield block, encode_block(block, tokenizer, options)
+        return
+    # Not forked: the tokenizer libraries have threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _begin, (options,))
+    children: dict[int, BaseProcess] = {}
+    try:
+        yield from _in_order(pool, children, blocks, workers, poll)
+    except BrokenProcessPool:
+        raise _death(children.values()) from None
+    except MemoryError:
+        raise DataError("there is not enough memory: try fewer --workers") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children.values():
+            child.kill()  # it has nothing to lose
+        for child in children.values():
+            child.join()
+
+
+def _in_order(
+    pool: ProcessPoolExecutor,
+    children: dict[int, BaseProcess],
+    blocks: Iterator[Block],
+    workers: int,
+    poll: Callable[[], None],
+) -> Iterator[tuple[Block, EncodedBlock]]:
+    pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    pending_bytes, more = 0, True
+    while more or pending:
+        poll()
+        # Large documents count by their bytes.
+        while more and len(pending) < _PENDING_PER_WORKER * workers and (
+            pending_bytes < _PENDING_PER_WORKER * workers * sources.BLOCK_BYTES
+        ):
+            block = next(blocks, None)
+            more = block is not None
+            if block is not None:
+                # Ctrl-C reaches all processes of a terminal. Signals blocked here stay blocked in a new process.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+                try:
+                    pending.append((block, pool.submit(_encode, block)))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                children.update(pool._processes)
+                pending_bytes += block.text_bytes
+        if pending and wait([pending[0][1]], POLL_S).done:
+            block, future = pending.popleft()
+            pending_bytes -= block.text_bytes
+            yield block, future.result()
+
+
+def _death(children: Iterable[BaseProcess]) -> DataError:
+    """Return the error for a worker that ended."""
+    ended = multiprocessing.connection.wait([child.sentinel for child in children], timeout=5)
+    how = "ended"
+    for child in children:
+        if child.sentinel in ended:
+            child.join(5)
+            code = child.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            break
+    return DataError(f"a worker process {how}, possibly for lack of memory: try fewer --workers")
+
+
+_here: tuple[Tokenizer, PreprocessOptions] | None = None  # of a worker process
+
+
+def _begin(options: PreprocessOptions) -> None:
+    """Prepare a worker process: it uses one core and ends with its parent."""
+    global _here
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent process"
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _here = build_tokenizer(**options.tokenizer, num_threads=1), options
+
+
+def _encode(block: Block) -> EncodedBlock:
+    assert _here is not None, "_begin ran before"
+    return encode_block(block, *_here)

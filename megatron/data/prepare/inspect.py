@@ -1,6 +1,7 @@
-"""What is in a data set: counts, lengths of documents, decoded samples, and what is wrong with it.
+"""Reports on data sets: counts, lengths of documents, decoded samples, and damage.
 
-Everything is read in blocks, so memory does not grow with the data, and what is found is listed up to a limit per kind.
+Everything is read in blocks, so memory does not grow with the data, and at most PROBLEMS_PER_KIND problems of a kind
+are listed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +29,8 @@ _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One fault. `byte` is the offset in `file` where it is or begins, None where it has no place."""
-
-    file: Path
-    byte: int | None
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {'' if self.byte is None else f'byte {self.byte}: '}{self.text}"
-
-
-@dataclass(frozen=True)
 class LengthCounts:
-    """How many documents have which number of tokens: `values` int64 ascending, `counts` int64 of each.
+    """The number of documents of each length: `values` int64 ascending, `counts` int64 of each.
 
     Exact, and small for any number of documents: n different lengths need n * n / 2 tokens.
     """
@@ -50,40 +40,32 @@ class LengthCounts:
 
     @property
     def documents(self) -> int:
+        """Return the number of documents."""
         return int(self.counts.sum())
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of all documents."""
         return int((self.values * self.counts).sum())
 
     def summary(self) -> dict[str, float]:
-        """Smallest, median, mean, 99th percentile and largest length, and how many documents are empty."""
+        """Return the smallest, median, mean, 99th percentile and largest length, and the number of empty documents."""
+        shares = {"min": 0.0, "median": 0.5, "mean": None, "p99": 0.99, "max": 1.0}
         mean = self.tokens / self.documents if self.documents else 0.0
-        empty = int(self.counts[self.values == 0].sum())
-        shares = {"min": 0.0, "median": 0.5, "mean": mean, "p99": 0.99, "max": 1.0}
-        quantiles = {name: value if name == "mean" else self.quantile(value) for name, value in shares.items()}
-        return {**quantiles, "empty": empty}
+        found = {name: mean if share is None else self.quantile(share) for name, share in shares.items()}
+        return {**found, "empty": int(self.counts[self.values == 0].sum())}
 
     def quantile(self, fraction: float) -> int:
-        """The smallest length that at least this fraction of the documents does not exceed."""
+        """Return the smallest length that at least this fraction of the documents does not exceed."""
         if not self.documents:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), (fraction - 1e-9) * self.documents))
         return int(self.values[min(at, len(self.values) - 1)])
 
-    def histogram(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(edges [n + 1], documents [n], tokens [n]) over bins of equal width in the logarithm; without empty ones."""
-        last = int(np.ceil(np.log10(self.values.max(initial=1) + 1) * BINS_PER_DECADE)) + 1
-        # Lengths are whole numbers: edges between them, none of them twice, leave no bin that must be empty.
-        edges = np.unique(np.floor(10 ** (np.arange(last + 1) / BINS_PER_DECADE))) - 0.5
-        documents, _ = np.histogram(self.values, edges, weights=self.counts)
-        tokens, _ = np.histogram(self.values, edges, weights=self.counts * self.values)
-        return edges, documents.astype(np.int64), tokens.astype(np.int64)
-
 
 @dataclass(frozen=True)
 class Sample:
-    """The beginning of a document: its ids, and their text where there is a tokenizer."""
+    """The beginning of a document: its ids, and their text if there is a tokenizer."""
 
     document: int
     tokens: int
@@ -93,16 +75,16 @@ class Sample:
 
 @dataclass
 class Inspection:
-    """All that is known of a data set.
+    """The report on a data set.
 
-    `problems` has PROBLEMS_PER_KIND of each kind at most; `counts` has how many there are of kinds that can be many.
-    `index` is None when .idx cannot be read at all, `lengths` when the index is too damaged to have any.
+    `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has the number of each
+    kind that can be frequent. `index` is None if .idx cannot be read at all, `lengths` if the index is damaged.
     """
 
     prefix: str
     index: Index | None = None
     file_bytes: dict[str, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tokens_scanned: int = 0
     lengths: LengthCounts | None = None
@@ -110,14 +92,15 @@ class Inspection:
 
     @property
     def sound(self) -> bool:
+        """Tell whether there are no problems."""
         return not self.problems
 
     def add(self, file: Path, byte: int | None, text: str) -> None:
-        """Note a problem."""
-        self.problems.append(Problem(file, byte, text))
+        """Add a problem at a byte of a file, or of the whole file."""
+        self.problems.append(f"{file}: {'' if byte is None else f'byte {byte}: '}{text}")
 
     def places(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
-        """Count the places where `wrong` is true as problems of a kind; returns those that are to be noted."""
+        """Count the true entries as problems of a kind, and return those that are to be listed."""
         room = max(PROBLEMS_PER_KIND - self.counts[kind], 0)
         places = np.flatnonzero(wrong)
         self.counts[kind] += len(places)
@@ -138,32 +121,32 @@ def inspect(
 ) -> Inspection:
     """Check a data set, count its lengths, and decode the beginnings of `documents` or of the first `num_samples`.
 
-    The index is checked as a whole; the tokens with `validate`: ids are to be in the tokenizer's vocabulary, or in
-    0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read. Samples are taken as far as they can be
-    read. Raises DataError when there are no files at all and ConfigError for documents that the data set does not have.
+    The whole index is checked; with `validate` all tokens too: ids must be in the tokenizer's vocabulary, or in
+    0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read. Unreadable samples are left out. Raises
+    DataError if there are no files at all and ConfigError for documents that the data set does not have.
     """
     name = os.fspath(prefix)
-    paths = [path for path in (bin_path(name), idx_path(name)) if path.is_file()]
-    if not paths:
+    files = {path.suffix: path for path in (bin_path(name), idx_path(name))}
+    found = Inspection(name, file_bytes={end: path.stat().st_size for end, path in files.items() if path.is_file()})
+    if not found.file_bytes:
         raise DataError(
             f"{name}.idx, {name}.bin: no such files: give the common part of both names, without the suffix"
         )
-    found = Inspection(name, file_bytes={path.suffix: path.stat().st_size for path in paths})
-    for path in (idx_path(name), bin_path(name)):
-        if path not in paths:
-            found.add(path, None, "no such file")
+    for suffix in (".idx", ".bin"):
+        if suffix not in found.file_bytes:
+            found.add(files[suffix], None, "no such file")
     try:
-        if idx_path(name) in paths:
-            found.index = map_index(idx_path(name))
+        if ".idx" in found.file_bytes:
+            found.index = map_index(files[".idx"])
             _check_sequences(found, found.index)
             _check_documents(found, found.index)
             if found.sound:
                 found.lengths = count_lengths(found.index)
-            if validate and bin_path(name) in paths and found.index.dtype.kind in "iu":
+            if validate and ".bin" in found.file_bytes and found.index.dtype.kind in "iu":
                 limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
                 _check_tokens(found, found.index, limit, on_progress)
     except DataError as error:
-        found.add(idx_path(name), None, str(error).removeprefix(f"{idx_path(name)}: "))
+        found.add(files[".idx"], None, str(error).removeprefix(f"{files['.idx']}: "))
     except OSError as error:
         found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
     if found.index is not None:
@@ -173,7 +156,7 @@ def inspect(
 
 
 def _check_sequences(found: Inspection, index: Index) -> None:
-    """Sizes and pointers against each other, and the last ones against the length of .bin."""
+    """Compare sizes and pointers, and the last ones with the length of .bin."""
     path, itemsize, count = idx_path(found.prefix), index.dtype.itemsize, len(index.sizes)
     end = 0
     for start in range(0, count, _BLOCK_ENTRIES):
@@ -183,13 +166,11 @@ def _check_sequences(found: Inspection, index: Index) -> None:
             ends = pointers + sizes * itemsize
         expected = np.concatenate(([end], ends[:-1]))
         for at in found.places("size", sizes < 0):
-            text = f"sequence {start + at} has {sizes[at]} tokens"
-            found.add(path, HEADER.size + 4 * (start + at), text)
+            found.add(path, HEADER.size + 4 * (start + at), f"sequence {start + at} has {sizes[at]} tokens")
         for at in found.places("pointer", pointers != expected):
             text = f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the one before it ends, "
             found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
         end = int(ends[-1])
-        index.release()
     actual = found.file_bytes.get(".bin", end)
     if actual < end:
         sequence = _sequence_at(index, actual)
@@ -201,24 +182,23 @@ def _check_sequences(found: Inspection, index: Index) -> None:
 
 
 def _check_documents(found: Inspection, index: Index) -> None:
+    """Check that document boundaries ascend from 0 to the number of sequences."""
     path, boundaries, count = idx_path(found.prefix), index.document_indices, len(index.sizes)
     first = HEADER.size + 12 * count
     for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
         if boundaries[at] != wanted:
-            text = f"the {name} document boundary is {boundaries[at]}, not {wanted}"
-            found.add(path, first + 8 * at, text)
+            found.add(path, first + 8 * at, f"the {name} document boundary is {boundaries[at]}, not {wanted}")
     for start in range(1, len(boundaries), _BLOCK_ENTRIES):
         block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
         for at in found.places("boundary", block[1:] < block[:-1]):
             text = f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the one before it"
             found.add(path, first + 8 * (start + at), text)
-        index.release()
 
 
 def _check_tokens(
     found: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
 ) -> None:
-    """Every id against the vocabulary."""
+    """Compare every id with the vocabulary."""
     path, itemsize, position = bin_path(found.prefix), index.dtype.itemsize, 0
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
     with path.open("rb") as file:
@@ -234,17 +214,17 @@ def _check_tokens(
             found.tokens_scanned += len(tokens)
             on_progress(position)
     if wrong := found.counts["vocabulary"]:
-        text = f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, .idx may have the wrong type"
+        text = f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, the type in .idx may be wrong"
         found.add(path, None, text)
 
 
 def _sequence_at(index: Index, byte: int) -> int:
-    """The sequence that holds a byte of .bin. Numpy's search would copy the pointers, which are not aligned."""
+    """Return the sequence at a byte of .bin. Numpy's search would copy the unaligned pointers."""
     return max(bisect_right(index.pointers, byte) - 1, 0)
 
 
 def count_lengths(index: Index) -> LengthCounts:
-    """Tokens per document of a sound index, in blocks: memory does not grow with the number of documents."""
+    """Count the tokens per document of an undamaged index, in blocks."""
     totals: Counter[int] = Counter()
     boundaries, count = index.document_indices, len(index.sizes)
     end = int(index.pointers[-1]) + int(index.sizes[-1]) * index.dtype.itemsize if count else 0
@@ -254,54 +234,44 @@ def count_lengths(index: Index) -> LengthCounts:
         bytes_before[at < count] = index.pointers[at[at < count]]
         lengths, number = np.unique(np.diff(bytes_before) // index.dtype.itemsize, return_counts=True)
         totals.update(dict(zip(lengths.tolist(), number.tolist(), strict=True)))
-        index.release()
     values = sorted(totals)
     return LengthCounts(np.array(values, np.int64), np.array([totals[value] for value in values], np.int64))
 
 
 def _take_samples(name: str, wanted: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int) -> list[Sample]:
+    """Return the beginnings of the documents that can be read."""
     try:
         dataset = IndexedDataset(name, mmap=False)
-    except DataError:  # its problems are known
+    except DataError:  # its problems are listed already
         return []
     samples = []
     for document in wanted:
         if not 0 <= document < dataset.num_documents:
             raise ConfigError(f"--documents {document}: {name} has {dataset.num_documents} documents, the first is 0")
+        first, stop = dataset.document_indices[document : document + 2].tolist()
+        ids: list[int] = []
         try:
-            samples.append(_sample(dataset, document, tokenizer, sample_tokens))
+            total = dataset.tokens_between(first, stop)
+            while first < stop and len(ids) < sample_tokens:
+                ids += dataset.read(first, 0, min(sample_tokens - len(ids), int(dataset.sizes[first]))).tolist()
+                first += 1
         except (DataError, IndexError):
             continue
+        samples.append(Sample(document, total, ids, None if tokenizer is None else decode_leniently(tokenizer, ids)))
     return samples
 
 
-def _sample(dataset: IndexedDataset, document: int, tokenizer: Tokenizer | None, sample_tokens: int) -> Sample:
-    first, stop = dataset.document_indices[document : document + 2].tolist()
-    total = dataset.tokens_between(first, stop)
-    ids: list[int] = []
-    for sequence in range(first, stop):
-        if len(ids) >= sample_tokens:
-            break
-        ids += dataset.read(sequence, 0, min(sample_tokens - len(ids), int(dataset.sizes[sequence]))).tolist()
-    return Sample(document, total, ids, None if tokenizer is None else decode_leniently(tokenizer, ids))
-
-
 def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, of which some may be no entries of the vocabulary: they are shown as <id N>."""
-    parts: list[str] = []
-    run: list[int] = []
-    for i in ids:
-        if 0 <= i < tokenizer.vocab_size:
-            run.append(int(i))
-            continue
-        parts += [tokenizer.decode(run), f"<id {i}>"] if run else [f"<id {i}>"]
-        run = []
-    return "".join([*parts, tokenizer.decode(run)] if run else parts)
+    """Return the text of ids; those outside of the vocabulary are shown as <id N>."""
+    runs = groupby(ids, lambda i: 0 <= i < tokenizer.vocab_size)
+    return "".join(tokenizer.decode(list(run)) if known else "".join(f"<id {i}>" for i in run) for known, run in runs)
 
 
 def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) -> None:
-    """Draw the lengths of documents, a row for each data set. Raises ConfigError when `output` cannot be written or
-    no data set has lengths to draw."""
+    """Draw the lengths of documents, a row for each data set.
+
+    Raises ConfigError if `output` cannot be written or no data set has lengths to draw.
+    """
     shown = [(r.prefix, r.lengths) for r in results if r.lengths is not None and r.lengths.tokens]
     if not shown:
         raise ConfigError(f"--plot {output}: no data set has a document with tokens in it")
@@ -310,13 +280,19 @@ def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) 
         len(shown), 1, figsize=(8, 1.2 + 2.8 * len(shown)), sharex=True, squeeze=False, layout="constrained"
     )
     for (prefix, lengths), axes in zip(shown, rows[:, 0], strict=True):
-        edges, documents, tokens = lengths.histogram()
-        axes.stairs(documents / documents.sum(), edges, fill=True, color="tab:blue", alpha=0.35, label="documents")
-        axes.stairs(tokens / tokens.sum(), edges, color="tab:orange", linewidth=1.8, label="tokens")
+        bins = int(np.ceil(np.log10(lengths.values.max() + 1) * BINS_PER_DECADE)) + 1
+        # Lengths are integers: distinct edges between integers leave no bin that must be empty.
+        edges = np.unique(np.floor(10 ** (np.arange(bins + 1) / BINS_PER_DECADE))) - 0.5
+        for label, weights, style in (
+            ("documents", lengths.counts, {"histtype": "stepfilled", "color": "tab:blue", "alpha": 0.35}),
+            ("tokens", lengths.counts * lengths.values, {"histtype": "step", "color": "tab:orange", "linewidth": 1.8}),
+        ):
+            shares = weights / weights[lengths.values > 0].sum()
+            axes.hist(lengths.values, edges, weights=shares, label=label, **style)
         summary = lengths.summary()
-        for name, style in (("median", ":"), ("mean", "-"), ("p99", "--")):
+        for name, line in (("median", ":"), ("mean", "-"), ("p99", "--")):
             label = f"{name} {summary[name]:,.0f}"
-            axes.axvline(summary[name], color="0.25", linewidth=1, linestyle=style, label=label)
+            axes.axvline(summary[name], color="0.25", linewidth=1, linestyle=line, label=label)
         axes.set_xscale("log")
         axes.set_ylabel("share")
         axes.set_title(

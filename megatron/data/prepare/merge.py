@@ -1,4 +1,4 @@
-"""Several data sets joined into one, in order, by copying their bytes: memory does not grow with the data."""
+"""Joins several data sets into one, in order, by copying their bytes: memory does not grow with the data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BLOCK_ENTRIES = 1 << 18
 
 
 def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
-    """The data sets of a folder, by name: Megatron's order. Other files are ignored.
+    """Return the data sets of a folder by name, which is Megatron's order. Other files are ignored.
 
-    Raises DataError when there is none, or for a .bin or .idx without the other.
+    Raises DataError if there is none, and for a .bin or .idx without the other.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -33,7 +33,7 @@ def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
         for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
             if name + suffix not in files:
                 raise DataError(
-                    f"{path / name}{other} is there, but not {name}{suffix}: finish or remove this data set"
+                    f"{path / name}{other} exists, but {name}{suffix} does not: complete or remove this data set"
                 )
     if not names:
         raise DataError(f"{path}: no .bin and .idx files in it")
@@ -47,12 +47,12 @@ def merge(
     on_progress: Callable[[int], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedDatasetWriter:
-    """Write the sequences and documents of `inputs`, one after the other, as one data set; returns its closed writer.
+    """Write the sequences and documents of `inputs`, one after the other, as one data set; return its closed writer.
 
-    Integer types that differ become the smallest type that holds them all, which `say` is told. The output appears
-    when it is complete; what a merge that was killed left is removed by the next one. `on_progress` gets the bytes of
-    .bin files copied so far. Raises ConfigError when the output is one of the inputs or the inputs cannot be joined,
-    and DataError for damaged inputs and for an output that cannot be written or does not fit on the disk.
+    Different integer types become the smallest type that can represent all, reported with `say`. The output appears
+    when it is complete; the next merge removes leftovers of one that was killed. `on_progress` gets the bytes of .bin
+    files copied so far. Raises ConfigError if the output is one of the inputs or the inputs cannot be joined, and
+    DataError for damaged inputs and for an output that cannot be written or does not fit on the disk.
     """
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
@@ -61,13 +61,13 @@ def merge(
     for prefix in inputs:  # one open at a time: there may be more than a process can have open files
         dataset = IndexedDataset(prefix, mmap=False)
         if dataset.modes is not None:
-            raise ConfigError(f"{dataset.prefix} has a mode for each sequence (multimodal data): only text is merged")
+            raise ConfigError(f"{dataset.prefix} has modes (multimodal data), but only text can be merged")
         dtypes.append(dataset.dtype)
         tokens += dataset.num_tokens
     dtype = _common_dtype(inputs, dtypes)
     for prefix, found in zip(inputs, dtypes, strict=True):
         if found != dtype:
-            say(f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, the type that holds all")
+            say(f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can represent all")
     done = 0
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
         _check_space(output_prefix, inputs, tokens * dtype.itemsize)
@@ -82,7 +82,7 @@ def merge(
 
 
 def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
-    """Bytes of the .bin files, for a progress bar; files that are missing count as empty."""
+    """Return the bytes of the .bin files, for a progress bar; missing files count as empty."""
     return sum(bin_path(p).stat().st_size for p in inputs if bin_path(p).is_file())
 
 
@@ -112,18 +112,18 @@ def _check_space(
     output: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], token_bytes: int
 ) -> None:
     folder = Path(os.path.abspath(output)).parent
-    # The parts of the index are there twice for a moment: in their own files and joined.
+    # For a moment the parts of the index exist twice: in their own files and joined.
     needed = token_bytes + 2 * sum(idx_path(prefix).stat().st_size for prefix in inputs)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"{folder}: {free / 1e9:.3f} GB free, and the merged data set needs {needed / 1e9:.3f} GB: make room or "
+            f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} GB: make room or "
             f"choose another --output-prefix; nothing was written"
         )
 
 
 def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> None:
-    """Append sizes and document ends. Raises DataError for an .idx that is not sound."""
+    """Append sizes and document ends. Raises DataError for a damaged .idx."""
     dataset.check(0, len(dataset))
     before, last = writer.num_sequences, 0
     for start in range(0, len(dataset), _BLOCK_ENTRIES):
@@ -142,7 +142,7 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
 
 
 def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
-    """All tokens in pieces."""
+    """Yield all tokens in pieces."""
     path, left = bin_path(dataset.prefix), dataset.num_tokens
     try:
         with path.open("rb") as file:

@@ -1,47 +1,67 @@
 """Texts to token files: JSON lines, parquet or plain text, in one process or several, with the same result.
 
-The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py, pool.py); this process
-writes them in the order of the input and keeps a journal (journal.py). A run that was stopped or killed at any moment
-goes on from its journal when the same is asked again, and the files come out as if nothing had happened.
+The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py); this process writes
+them in input order and keeps a journal. A run that was stopped or killed at any moment resumes from its journal when
+the same command is given again, and the output is the same to the byte.
+
+Until the output is complete, everything is in the folder PREFIX_partial:
+
+| file | content |
+|---|---|
+| job.json | the inputs and options of the run: a run that resumes must have the same |
+| journal.json | how far the part files are valid; written after they are synced, and replaced atomically |
+| bad_input.txt | the documents left out so far |
+| *.part | the part files of the data sets (indexed_writer.py) |
+
+PREFIX_partial.lock names the process that works there. Without journal.json there is nothing to resume.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
+from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, renamed_into
 from megatron.data.indexed_dataset import token_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter, open_at
-from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions
-from megatron.data.prepare.journal import Journal, PartialFolder, describe_job
-from megatron.data.prepare.pool import encode_blocks
+from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition, open_at
+from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
 from megatron.data.prepare.sources import Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.untrusted import is_count, read_json
 
 JOURNAL_INTERVAL_S = 15.0
 ON_BAD_INPUT = ("fail", "skip")
 COUNTS = ("documents", "tokens", "empty_documents", "bad_documents", "input_bytes", "file_bytes")
+FORMAT = 1
+_TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+_HASHED_IN_FOLDERS = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.model")
+_MOST_BYTES = 1 << 28  # of a journal: an entry for each of a million input files
+_SHOWN_DIFFERENCES = 5
+_ABSENT = "not given"
+_DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError)
 
 
 class PreprocessStopped(MegatronError):
-    """The run was asked to stop, and says how to go on."""
+    """The run was asked to stop; the message says how to resume it."""
 
 
 @dataclass
 class Totals:
-    """Counts so far, those of an interrupted run before included.
+    """Counts so far, including those of an interrupted run.
 
     documents, tokens, empty_documents: over all keys; empty ones have no tokens and are left out.
     bad_documents: lines or rows that were skipped.
-    input_bytes: text after unpacking. file_bytes: what was read from disk, of `total_file_bytes`.
-    earlier_documents, earlier_bytes, earlier_file_bytes: what of these was done before this run.
+    input_bytes: text after unpacking. file_bytes: read from disk, of `total_file_bytes`.
+    earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
     outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there are any.
     """
 
@@ -61,8 +81,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Functions that are told what happens. `on_progress`: after each block. `on_note`: a sentence for the user.
-    `on_bad`: a document that is skipped. `should_stop`: asked several times a second; True ends the run."""
+    """Functions that are called during a run.
+
+    on_progress: after each block. on_note: with a sentence for the user. on_bad: with a document that is skipped.
+    should_stop: several times a second; the run ends if it returns True.
+    """
 
     on_progress: Callable[[Totals], None] = lambda _: None
     on_note: Callable[[str], None] = lambda _: None
@@ -81,45 +104,171 @@ def preprocess(
     journal_interval_s: float = JOURNAL_INTERVAL_S,
     listeners: Listeners = Listeners(),
 ) -> Totals:
-    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; returns the totals with the prefixes written.
+    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return the totals with the prefixes written.
 
-    The files are the same for any number of workers, and appear only when all input was read; until then, files of
-    these names stay as they are. An unfinished run of the same inputs and options is continued, `restart` begins anew.
-    With `on_bad_input` 'skip', documents that cannot be used are left out and named in `{output_prefix}_bad_input.txt`.
+    The files are the same for any number of workers, and appear only when all input was read; until then, existing
+    files of these names stay. An unfinished run of the same inputs and options is resumed; `restart` discards it. With
+    `on_bad_input` 'skip', unusable documents are left out and listed in `{output_prefix}_bad_input.txt`.
 
-    Raises DataError with file and line for input that cannot be used, for output that cannot be written, and when
-    another run has left or is writing these files; ConfigError for options that make no sense; PreprocessStopped.
+    Raises DataError with file and line for unusable input, for output that cannot be written, and if another run has
+    left or is writing these files; ConfigError for invalid options; PreprocessStopped.
     """
-    _check_keys(options.json_keys)
+    keys = options.json_keys
+    if not keys or len(set(keys)) != len(keys):
+        raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
+    if any(not key or "/" in key or "\0" in key for key in keys):
+        raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or have /")
     sources = find_sources(inputs, options.input_format)
-    tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # errors of the tokenizer come before any work
+    tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # its errors come before any work
     prefix = os.fspath(output_prefix)
     try:
         Path(f"{prefix}_").parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(Path(f"{prefix}_partial.lock"))
         if not lock.acquire_from_the_dead(listeners.on_note):
             raise DataError(
-                f"{prefix}: {lock.describe()} is writing it: wait for its end, or choose another --output-prefix (its "
-                f"lock is {lock.path})"
+                f"{prefix}: {lock.describe()} is writing it: wait for it to end, or choose another --output-prefix "
+                f"(its lock is {lock.path})"
             )
         try:
-            run = _Run(prefix, options, sources, listeners)
-            return run.run(tokenizer, workers, on_bad_input, restart, journal_interval_s)
+            return _Run(prefix, options, sources, listeners).run(
+                tokenizer, workers, on_bad_input, restart, journal_interval_s
+            )
         finally:
             lock.release()
     except OSError as error:
         raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
 
 
-def _check_keys(keys: Sequence[str]) -> None:
-    if not keys or len(set(keys)) != len(keys):
-        raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
-    if any(not key or "/" in key or "\0" in key for key in keys):
-        raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or hold /")
+@dataclass(frozen=True)
+class Journal:
+    """The state of a run: the input before `place` is in the part files up to `positions`, one for each key.
+
+    sealed: all input is written, and only the data sets have to be renamed. counts: the fields of Totals in COUNTS.
+    """
+
+    sealed: bool
+    place: Place
+    positions: tuple[WriterPosition, ...]
+    bad_bytes: int
+    counts: dict[str, int]
+
+
+class PartialFolder:
+    """The folder of an unfinished run. Its methods raise OSError; `read` and `check_job` raise DataError too."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(f"{prefix}_partial")
+        self.bad_input, self.journal, self.job = (
+            self.path / name for name in ("bad_input.txt", "journal.json", "job.json")
+        )
+
+    def read(self) -> Journal | None:
+        """Return the journal of an earlier run; None if no run got that far."""
+        if not self.journal.exists():
+            return None
+        try:
+            values = read_json(self.journal, _MOST_BYTES, error=DataError)
+            counts = {name: values["counts"][name] for name in COUNTS}
+            numbers = [*values["place"].values(), *counts.values(), values["bad_bytes"]]
+            numbers += [number for position in values["positions"] for number in position.values()]
+            if not all(map(is_count, numbers)):
+                raise ValueError("a number that is not a count")
+            positions = tuple(WriterPosition(**position) for position in values["positions"])
+            return Journal(values["sealed"] is True, Place(**values["place"]), positions, values["bad_bytes"], counts)
+        except _DAMAGE as error:
+            raise DataError(f"{self.journal}: damaged ({error!r}); --restart begins again") from None
+
+    def write(self, path: Path, values: dict[str, Any]) -> None:
+        """Replace a JSON file atomically. Everything that a journal counts must be on disk before."""
+        with renamed_into(path) as file:
+            file.write(json.dumps(values).encode())
+        flush_directory(self.path)
+
+    def begin(self, job: dict[str, Any]) -> None:
+        """Create an empty folder for a job."""
+        self.remove()
+        self.path.mkdir()
+        self.write(self.job, job)
+
+    def check_job(self, job: dict[str, Any], journal: Journal) -> None:
+        """Raise DataError with the differences if the folder is another job's."""
+        try:
+            before = _named(read_json(self.job, _MOST_BYTES, error=DataError) if self.job.exists() else {})
+            now = _named(json.loads(json.dumps(job)))
+        except _DAMAGE as error:
+            raise DataError(f"{self.job}: damaged ({error!r}); --restart begins again") from None
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if names:
+            differences = [
+                f"{name} was {before.get(name, _ABSENT):.300}, now {now.get(name, _ABSENT):.300}"
+                for name in names[:_SHOWN_DIFFERENCES]
+            ]
+            raise DataError(
+                f"{self.path} has {journal.counts['documents']} documents of an unfinished run, and this run differs: "
+                f"{'; '.join(differences)}. To finish that run, give its command again; --restart discards it; another "
+                f"--output-prefix leaves it alone"
+            )
+        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(job["options"]["json_keys"]):
+            raise DataError(f"{self.journal}: damaged (it is of other inputs or outputs); --restart begins again")
+
+    def remove(self) -> None:
+        """Remove the folder, the journal first: without it the rest counts as nothing."""
+        self.journal.unlink(missing_ok=True)
+        if self.path.exists():
+            flush_directory(self.path)
+            for path in sorted(self.path.iterdir()):
+                path.unlink()
+            self.path.rmdir()
+
+
+def describe_job(sources: Sequence[Source], options: PreprocessOptions) -> dict[str, Any]:
+    """Return what determines the output, as JSON: sizes and times of inputs, options, tokenizer files."""
+    tokenizer = {key: value for key, value in options.tokenizer.items() if value is not None}
+    for key in _TOKENIZER_FILES:
+        if key in tokenizer:
+            tokenizer[key] = _hash(Path(tokenizer[key]))
+    library = _library_of(str(tokenizer.get("tokenizer_type")))
+    return {
+        "format": FORMAT,
+        "options": {**asdict(options), "tokenizer": tokenizer},
+        "library": f"{library} {importlib.metadata.version(library)}" if library else "",
+        "inputs": [[source.path, source.kind, source.size, source.mtime_ns] for source in sources],
+    }
+
+
+def _named(job: dict[str, Any]) -> dict[str, str]:
+    """Return the parts of a job by the names that users know."""
+    options = dict(job["options"])
+    options |= options.pop("tokenizer")
+    named = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if value is not None}
+    named |= {"the format of the journal": str(job["format"]), "the library": job["library"]}
+    named |= {path: f"{kind} of {size} bytes, changed at {ns} ns" for path, kind, size, ns in job["inputs"]}
+    return named | {"--input": " ".join(path for path, *_ in job["inputs"])}
+
+
+def _library_of(tokenizer_type: str) -> str:
+    """Return the package that encodes: another version of it may give other ids."""
+    name = tokenizer_type.lower()
+    if "null" in name:
+        return ""
+    if "sentencepiece" in name or name.startswith("llama"):
+        return "sentencepiece"
+    return "tiktoken" if "tik" in name or "gpt2" in name else "tokenizers"
+
+
+def _hash(path: Path) -> str:
+    """Return a digest of a file, or of the tokenizer's files in a folder, which may have a model too."""
+    files = [path] if path.is_file() else sorted({file for name in _HASHED_IN_FOLDERS for file in path.glob(name)})
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 class _WriteError(DataError):
-    """What is on disk may not be what was counted: only the journal on disk is to be trusted."""
+    """The files on disk may differ from the counts: only the journal on disk is valid."""
 
 
 class _Run:
@@ -149,38 +298,44 @@ class _Run:
                     self._seal()
             self._publish()
         except (MegatronError, OSError) as error:
-            raise self._explained(error) from error
+            if isinstance(error, OSError):
+                error = _cannot_write(error, self.folder.path)
+            kept = ""
+            if self.journal is not None:
+                kept = (
+                    f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
+                    f"command resumes after them"
+                )
+            kind = DataError if isinstance(error, _WriteError) else type(error)
+            raise kind(f"{error}{kept}") from error
         finally:
             with suppress(OSError):
-                if not self.folder.has_journal():  # nothing that could be continued
+                if not self.folder.journal.exists():  # nothing to resume
                     self.folder.remove()
         return self.totals
 
     def _begin(self, restart: bool) -> None:
         job = describe_job(self.sources, self.options)
-        self.journal = None if restart else self.folder.read(COUNTS)
+        self.journal = None if restart else self.folder.read()
         if self.journal is None:
             self.folder.begin(job)
             return
-        counts = self.journal.counts
         self.folder.check_job(job, self.journal)
-        self.place = self.journal.place
-        totals = self.totals
+        totals, counts, self.place = self.totals, self.journal.counts, self.journal.place
         for name in COUNTS:
             setattr(totals, name, counts[name])
         totals.earlier_documents, totals.earlier_bytes = totals.documents, totals.input_bytes
         totals.earlier_file_bytes = totals.file_bytes
-        self.listeners.on_note(self._where_it_resumes(self.journal))
-
-    def _where_it_resumes(self, journal: Journal) -> str:
-        if journal.sealed:
-            return "an earlier run has written all documents: giving the files their names"
-        source, place = self.sources[self.place.source], self.place
-        where = f"resuming after {self.totals.documents} documents, in {source.path} after {place.documents} of it"
-        return f"{where} ({place.offset / 1e6:.0f} MB are unpacked again)" if source.packing else where
+        source = self.sources[self.place.source]
+        note = f"resuming after {counts['documents']} documents, in {source.path} after {self.place.documents} of it"
+        if self.journal.sealed:
+            note = "an earlier run has written all documents: only renaming the files"
+        elif source.packing:
+            note += f" ({self.place.offset / 1e6:.0f} MB are unpacked again)"
+        self.listeners.on_note(note)
 
     def poll(self) -> None:
-        """Raise PreprocessStopped when a listener asks for the end."""
+        """Raise PreprocessStopped if a listener asks to stop."""
         if self.listeners.should_stop():
             raise PreprocessStopped("stopped")
 
@@ -197,7 +352,7 @@ class _Run:
         except (DataError, OSError) as error:
             if self.journal is None:
                 raise
-            raise DataError(f"{error}; if this cannot be mended, --restart begins anew") from error
+            raise DataError(f"{error}; if this cannot be repaired, --restart begins again") from error
 
     def _encode_all(self, tokenizer: Tokenizer, workers: int, on_bad_input: str, interval_s: float) -> None:
         blocks = read_sources(self.sources, self.options.json_keys, self.place, on_skip=self.poll)
@@ -205,8 +360,9 @@ class _Run:
         try:
             with closing(encode_blocks(blocks, tokenizer, self.options, workers, self.poll)) as encoded_blocks:
                 for block, encoded in encoded_blocks:
-                    if encoded.bad:
-                        self._report_bad(encoded.bad, on_bad_input)
+                    if encoded.bad and on_bad_input == "fail":
+                        raise DataError(f"{encoded.bad[0]}; --on-bad-input skip leaves such documents out")
+                    self._report_bad(encoded.bad)
                     self._write(block, encoded)
                     if time.monotonic() >= due:
                         self._write_journal()
@@ -221,9 +377,7 @@ class _Run:
         if not self.totals.documents:
             raise DataError(f"{', '.join(source.path for source in self.sources)}: no document with text in it")
 
-    def _report_bad(self, bad: Sequence[BadInput], on_bad_input: str) -> None:
-        if on_bad_input == "fail":
-            raise DataError(f"{bad[0]}; --on-bad-input skip leaves such documents out")
+    def _report_bad(self, bad: Sequence[BadInput]) -> None:
         for document in bad:
             self.listeners.on_bad(document)
             try:
@@ -247,13 +401,13 @@ class _Run:
         self.place = block.after
 
     def _write_journal(self) -> None:
-        """Bring everything to disk, then the journal that counts it."""
+        """Sync all files, then write the journal that counts them."""
         try:
             positions = tuple(writer.position() for writer in self.writers)
             flush_to_disk(self.bad_file)
             counts = {name: getattr(self.totals, name) for name in COUNTS}
             journal = Journal(False, self.place, positions, self.bad_file.tell(), counts)
-            self.folder.write(journal)
+            self.folder.write(self.folder.journal, asdict(journal))
         except OSError as error:
             raise _cannot_write(error, self.folder.path) from error
         except DataError as error:
@@ -265,10 +419,10 @@ class _Run:
         for writer in self.writers:
             writer.seal()
         assert self.journal is not None
-        self.folder.write(replace(self.journal, sealed=True))
+        self.folder.write(self.folder.journal, asdict(replace(self.journal, sealed=True)))
 
     def _publish(self) -> None:
-        """Give the files their names. Each step may be done again after a run that was killed in it."""
+        """Give the files their names. Each step can be repeated by a run that resumes."""
         for output in self.totals.outputs:
             IndexedDatasetWriter.publish(output, self.folder.path)
         named = Path(f"{self.prefix}_bad_input.txt")
@@ -277,22 +431,9 @@ class _Run:
             if self.folder.bad_input.exists():
                 os.replace(self.folder.bad_input, named)
         else:
-            named.unlink(missing_ok=True)  # of the files that were here before
+            named.unlink(missing_ok=True)  # of the previous files
         flush_directory(named.parent)
         self.folder.remove()
-
-    def _explained(self, error: MegatronError | OSError) -> MegatronError:
-        """The error with what to do about the part that is done."""
-        if isinstance(error, OSError):
-            error = _cannot_write(error, self.folder.path)
-        kept = ""
-        if self.journal is not None:
-            kept = (
-                f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
-                f"command goes on after them"
-            )
-        kind = DataError if isinstance(error, _WriteError) else type(error)
-        return kind(f"{error}{kept}")
 
 
 def _cannot_write(error: OSError, path: Path) -> _WriteError:

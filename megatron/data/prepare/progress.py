@@ -1,4 +1,4 @@
-"""How far a tool is through its bytes: a bar on a terminal, now and then a line in a log file."""
+"""Progress in bytes: a bar on a terminal, a line at intervals in a log file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LINE_S = 10.0
 
 
 class ByteProgress:
-    """Shows on stderr how many of `total` bytes are done, MB/s and the time left. A context manager.
+    """A context manager that shows on stderr how many of `total` bytes are done, MB/s and the time left.
 
-    Rates are of what comes after the first `done` bytes. `clock` gives seconds.
+    Rates exclude the first `done` bytes. `clock` returns seconds.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ByteProgress:
         return self
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
-        """Show that `done` bytes are done, as `what`; in a log file when `due`, by default every LINE_S seconds."""
+        """Show that `done` bytes are done, as `what`; in a log file if `due`, by default every LINE_S seconds."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what or self._what)
             return
@@ -55,7 +55,7 @@ class ByteProgress:
             )
 
     def say(self, text: str) -> None:
-        """Print a line that does not disturb the bar."""
+        """Print a line without disturbing the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -70,9 +70,9 @@ class ByteProgress:
 
 
 class Progress:
-    """Shows Totals of preprocessing on stderr. Rates are of this run, not of an interrupted one before.
+    """Shows Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
 
-    log_interval: documents between two lines where stderr is not a terminal; None: a line every LINE_S seconds.
+    log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S seconds.
     """
 
     def __init__(self, log_interval: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +81,7 @@ class Progress:
         self._shown_documents = self._bad = 0
 
     def update(self, totals: Totals) -> None:
-        """Show how far it is, if that is due."""
+        """Show the progress, if due."""
         if self._bytes is None:
             self._bytes = ByteProgress("", totals.total_file_bytes, totals.earlier_file_bytes, self._clock).__enter__()
             self._shown_documents = totals.earlier_documents
@@ -92,7 +92,7 @@ class Progress:
         self._bytes.update(totals.file_bytes, self.describe(totals), due)
 
     def describe(self, totals: Totals) -> str:
-        """Documents, tokens, MB of text, and MB/s of this run."""
+        """Return documents, tokens, MB of text, and MB/s of this run."""
         rate = (totals.input_bytes - totals.earlier_bytes) / 1e6 / max(self._clock() - self._started, 1e-9)
         bad = f", {totals.bad_documents} bad" if totals.bad_documents else ""
         return (
@@ -101,7 +101,7 @@ class Progress:
         )
 
     def summary(self, totals: Totals) -> list[str]:
-        """The last lines: what was written, and where."""
+        """Return the last lines: what was written, and where."""
         per_document = totals.tokens / max(totals.documents, 1)
         earlier = f" after {totals.earlier_documents} documents of an earlier run" if totals.earlier_documents else ""
         lines = [
@@ -120,13 +120,13 @@ class Progress:
         if self._bad <= SHOWN_BAD:
             self.say(f"skipped: {document}")
         elif self._bad == SHOWN_BAD + 1:
-            self.say("skipped: more, which are only counted here and named in a file at the end")
+            self.say("skipped: more, which are counted and listed in a file at the end")
 
     def say(self, text: str) -> None:
-        """Print a line that does not disturb the bar."""
+        """Print a line without disturbing the bar."""
         (self._bytes or ByteProgress("", 0)).say(text)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bytes is not None:
             self._bytes.__exit__(None, None, None)

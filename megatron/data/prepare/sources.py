@@ -1,7 +1,7 @@
 """Input files as blocks of documents: JSON lines, plain text and parquet, read by streaming.
 
-A block is some consecutive documents as bytes; nothing is parsed here. Each block knows where the next one begins, so
-that reading can go on there later.
+A block is a run of consecutive documents as bytes; nothing is parsed here. Each block records where the next one
+begins, so that reading can resume there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-BLOCK_BYTES = 1 << 19  # large beside the cost of passing a block on, small beside the memory of its tokens
-# A tokenizer takes a document whole, with 7 (tiktoken), 45 (SentencePiece) or 130 (tokenizers) bytes for each of text.
+BLOCK_BYTES = 1 << 19  # large enough to amortise passing a block on, small in memory
+# Tokenizers take whole documents, with 7 (tiktoken), 45 (SentencePiece) or 130 (tokenizers) bytes per byte of text.
 MAX_DOCUMENT_BYTES = 1 << 30
 _STREAM_BYTES = 1 << 20
 FORMATS = ("auto", "jsonl", "text", "parquet")
@@ -33,6 +33,11 @@ _TEXT_SUFFIXES = (".txt", ".text")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _OTHER_PACKED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".br")
+
+
+Rows = tuple[tuple[bytes | None, ...], ...]
+# Documents, their bytes after unpacking, bytes of the file read so far, content and problem of the next block.
+Part = tuple[int, int, int, bytes | Rows, str]
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the input: `documents` lines or rows of file number `source` lie before it, in `offset` bytes after
-    unpacking (0 for parquet)."""
+    """A place in the input, after `documents` lines or rows of file number `source`.
+
+    `offset` counts their bytes after unpacking (0 for parquet).
+    """
 
     source: int = 0
     offset: int = 0
@@ -58,12 +65,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive documents of one file, of which the first has the number `first`, counted from 1.
+    """Consecutive documents of one file; `first` is the number of the first one, counted from 1.
 
-    data: lines with their ends, or one text. rows: for parquet the columns of each row, None where one has no value.
-    problem: why the document (one, then) cannot be used, '' if it can.
-    text_bytes: size after unpacking. file_bytes: size on disk of what lies before `after`, over all files.
-    after: where the next block begins.
+    content: lines with their ends as bytes, a text as bytes, or for parquet the columns of each row as bytes, None for
+        missing values.
+    problem: the reason why the only document is unusable, or ''.
+    text_bytes: size after unpacking. file_bytes: size on disk of everything before `after`, over all files.
+    after: the start of the next block.
     """
 
     path: str
@@ -72,21 +80,20 @@ class Block:
     after: Place
     text_bytes: int
     file_bytes: int
-    data: bytes = b""
-    rows: tuple[tuple[bytes | None, ...], ...] = ()
+    content: bytes | Rows = b""
     problem: str = ""
 
     def where(self, number: int) -> str:
-        """Names document `number`, counted from 1 in the file, for messages."""
+        """Return the name of document `number`, counted from 1 in the file, for messages."""
         if self.kind == "text":
             return self.path
         return f"{self.path}: row {number}" if self.kind == "parquet" else f"{self.path}:{number}"
 
 
 def find_sources(inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto") -> list[Source]:
-    """The files that `inputs` name, in this order; those of a pattern (* ? [ ], and ** for any folders) by name.
+    """Return the files that `inputs` name, in order; those of a pattern (* ? [ ], and ** for any folders) by name.
 
-    Raises DataError for a file that is missing or packed in a way that is not read, and for a pattern without files.
+    Raises DataError for a missing file, an unsupported compression, and a pattern without files.
     """
     sources = []
     for name in inputs:
@@ -108,23 +115,23 @@ def _source(path: Path, input_format: str) -> Source:
     if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{path}: is a folder: name its files, for example '{path}/*.jsonl'")
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path}: not a file; a pipe cannot be read again by a run that continues")
+        raise DataError(f"{path}: not a regular file: a run that resumes could not read it again")
     packing = _PACKED_SUFFIXES.get(path.suffix, "")
     suffix = Path(path.stem).suffix if packing else path.suffix
     if suffix in _OTHER_PACKED_SUFFIXES:
-        raise DataError(f"{path}: {suffix} files are not read: unpack it, or pack it as .gz or .zst")
+        raise DataError(f"{path}: {suffix} files are not supported: unpack it, or pack it as .gz or .zst")
     kind = input_format
     if kind == "auto":
         kind = "text" if suffix in _TEXT_SUFFIXES else "parquet" if suffix in _PARQUET_SUFFIXES else "jsonl"
     if kind == "parquet" and packing:
-        raise DataError(f"{path}: a parquet file inside {path.suffix}: unpack it, parquet packs its pages itself")
+        raise DataError(f"{path}: a parquet file inside {path.suffix}: unpack it; parquet compresses its own pages")
     return Source(os.path.abspath(path), kind, packing, status.st_size, status.st_mtime_ns)
 
 
 def read_blocks(
     inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto", json_keys: Sequence[str] = ("text",)
 ) -> Iterator[Block]:
-    """The documents of the files, in order. Raises DataError for files that are missing or damaged."""
+    """Yield the documents of the files, in order. Raises DataError for missing or damaged files."""
     return read_sources(find_sources(inputs, input_format), json_keys)
 
 
@@ -135,34 +142,36 @@ def read_sources(
     *,
     on_skip: Callable[[], None] = lambda: None,
 ) -> Iterator[Block]:
-    """The documents from `start` on. `json_keys` are the columns of parquet files.
+    """Yield the documents from `start` on. `json_keys` are the columns of parquet files.
 
-    `on_skip` is called again and again on the way to `start`, which is long in a packed file: it has to be unpacked.
-    Raises DataError, naming the file and the place in it, for what is missing or damaged.
+    `on_skip` is called repeatedly on the way to `start`: a packed file has to be unpacked up to there. Raises
+    DataError, with the file and the place in it, for missing or damaged data.
     """
     before = sum(source.size for source in sources[: start.source])
     for number in range(start.source, len(sources)):
         source = sources[number]
         place = start if number == start.source else Place(number)
         try:
-            for block in _READERS[source.kind](source, place, before, tuple(json_keys), on_skip):
-                yield block
-                place = block.after
-        except _unreadable() as error:
+            for count, size, position, content, problem in _READERS[source.kind](source, place, json_keys, on_skip):
+                first = place.documents + 1
+                offset = 0 if source.kind == "parquet" else place.offset + size
+                place = Place(number, offset, place.documents + count)
+                yield Block(source.path, source.kind, first, place, size, before + position, content, problem)
+        except _read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
             raise DataError(f"{source.path}: cannot be read after {unit} {place.documents}: {error}") from error
         before += source.size
 
 
-def _unreadable() -> tuple[type[Exception], ...]:
-    """What the libraries raise for files that are damaged. pyarrow's errors are known only when it is in use."""
+def _read_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that libraries raise for damaged files; those of pyarrow only if it is loaded."""
     loaded = sys.modules.get("pyarrow")
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
 
 @contextmanager
 def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The unpacked content, and a function that tells how many bytes of the file were read."""
+    """Yield the unpacked content and a function that returns the bytes of the file read so far."""
     if source.packing == "zstd":
         import pyarrow
 
@@ -170,33 +179,23 @@ def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield BufferedReader(stream, _STREAM_BYTES), packed.tell
         return
     with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
-        if source.packing:  # Python's own: it checks the sums of every member and bears zeros after the last
+        if source.packing:  # Python's module checks the sum of every member and accepts zeros after the last
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield cast(BinaryIO, unpacked), raw.tell
         else:
             yield raw, raw.tell
 
 
-def _read_lines(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_lines(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     with _open(source) as (stream, read_bytes):
         _skip(stream, place.offset, source, on_skip)
         pieces: list[bytes] = []
-        offset, lines, size = place.offset, place.documents, 0
-
-        def block(size: int, count: int, data: bytes = b"", problem: str = "") -> Block:
-            nonlocal offset, lines
-            offset, lines = offset + size, lines + count
-            after, file_bytes = Place(place.source, offset, lines), before + min(read_bytes(), source.size)
-            first = lines - count + 1
-            return Block(source.path, "jsonl", first, after, size, file_bytes, data=data, problem=problem)
-
+        size = 0
         while True:
             line = stream.readline(MAX_DOCUMENT_BYTES + 1)
             too_long = len(line) > MAX_DOCUMENT_BYTES
             if pieces and (too_long or not line or size >= BLOCK_BYTES):
-                yield block(size, len(pieces), b"".join(pieces))
+                yield len(pieces), size, min(read_bytes(), source.size), b"".join(pieces), ""
                 pieces, size = [], 0
             if not line:
                 return
@@ -205,7 +204,8 @@ def _read_lines(
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(_STREAM_BYTES)
                     length += len(line)
-                yield block(length, 1, problem=f"{length} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document")
+                problem = f"{length} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
+                yield 1, length, min(read_bytes(), source.size), b"", problem
                 continue
             pieces.append(line)
             size += len(line)
@@ -220,13 +220,11 @@ def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], N
         on_skip()
         chunk = stream.read(min(left, _STREAM_BYTES))
         if not chunk:
-            raise EOFError(f"it ends {left} bytes before the place where an earlier run stopped: it was changed")
+            raise EOFError(f"it ends {left} bytes before the place where an earlier run stopped: the file was changed")
         left -= len(chunk)
 
 
-def _read_text(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_text(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     if place.documents:
         return
     with _open(source) as (stream, _):
@@ -234,25 +232,22 @@ def _read_text(
     problem, size = "", len(data)
     if size > MAX_DOCUMENT_BYTES:
         data = b""
-        problem = f"more than {MAX_DOCUMENT_BYTES} bytes, the most for one document: a text file is one; cut it up"
-    after, file_bytes = Place(place.source, size, 1), before + source.size
-    yield Block(source.path, "text", 1, after, size, file_bytes, data=data, problem=problem)
+        problem = f"more than {MAX_DOCUMENT_BYTES} bytes, the limit of a document: a text file is one; split it"
+    yield 1, size, source.size, data, problem
 
 
-def _read_parquet(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_parquet(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     from pyarrow import parquet
 
-    # Pages are read as they are needed: without the buffer, a whole column of a row group would be in memory.
+    # Read pages on demand: otherwise a whole column of a row group would be in memory.
     file = parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_STREAM_BYTES)
     with closing(file):
         _check_columns(source, file.schema_arrow, keys)
         metadata, row = file.metadata, 0
         for group in range(metadata.num_row_groups):
-            rows = metadata.row_group(group).num_rows
-            if row + rows <= place.documents:
-                row += rows
+            num_rows = metadata.row_group(group).num_rows
+            if row + num_rows <= place.documents:
+                row += num_rows
                 continue
             batch_rows = _rows_per_batch(metadata.row_group(group), keys)
             batches = file.iter_batches(batch_rows, row_groups=[group], columns=list(keys), use_threads=False)
@@ -264,15 +259,14 @@ def _read_parquet(
                 for rows in _cut(_rows(batch.slice(done), keys)):
                     row += len(rows)
                     size = sum(len(value or b"") for values in rows for value in values)
-                    after, file_bytes = Place(place.source, 0, row), before + source.size * row // metadata.num_rows
                     problem = ""
                     if any(len(value or b"") > MAX_DOCUMENT_BYTES for value in rows[0]):
-                        problem = f"{size} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document"
-                    first, rows = row - len(rows) + 1, () if problem else rows
-                    yield Block(source.path, "parquet", first, after, size, file_bytes, rows=rows, problem=problem)
+                        problem = f"{size} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
+                    position = source.size * row // metadata.num_rows
+                    yield len(rows), size, position, () if problem else rows, problem
 
 
-def _check_columns(source: Source, schema: pyarrow.Schema, keys: tuple[str, ...]) -> None:
+def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
     import pyarrow
 
     for key in keys:
@@ -286,23 +280,23 @@ def _check_columns(source: Source, schema: pyarrow.Schema, keys: tuple[str, ...]
             raise DataError(f"{source.path}: column {key!r} holds {kind}, expected strings; choose with --json-keys")
 
 
-def _rows_per_batch(group: Any, keys: tuple[str, ...]) -> int:
-    """Rows that are about a block, by the sizes in the file's metadata."""
+def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
+    """Return the rows of about one block, by the sizes in the file's metadata."""
     columns = (group.column(i) for i in range(group.num_columns))
     size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
     return int(max(1, min(group.num_rows, 16384, BLOCK_BYTES * group.num_rows // max(size, 1))))
 
 
-def _rows(batch: pyarrow.RecordBatch, keys: tuple[str, ...]) -> Iterator[tuple[bytes | None, ...]]:
+def _rows(batch: pyarrow.RecordBatch, keys: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
     import pyarrow
 
-    # Strings are not checked to be UTF-8 on the way: whoever decodes them names the row.
+    # Strings are not checked for UTF-8 here: the error of decoding them names the row.
     texts = (batch.column(key).cast(pyarrow.large_string()) for key in keys)
     return zip(*(text.cast(pyarrow.large_binary()).to_pylist() for text in texts), strict=True)
 
 
-def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[tuple[tuple[bytes | None, ...], ...]]:
-    """Runs of rows of about BLOCK_BYTES together; a row that is too long is one of its own."""
+def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[Rows]:
+    """Yield runs of rows of about BLOCK_BYTES; a row that is too long is a run of its own."""
     run: list[tuple[bytes | None, ...]] = []
     total = 0
     for row in rows:

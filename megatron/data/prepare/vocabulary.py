@@ -1,4 +1,4 @@
-"""Trains a SentencePiece vocabulary from JSON lines, such that encoding loses nothing: source code comes back whole."""
+"""Trains a SentencePiece vocabulary whose encoding is lossless, also for source code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def train_vocabulary(
     num_threads: int = 2,
     seed: int = 1234,
 ) -> int:
-    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file; returns its size.
+    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file; return its size.
 
     Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments give the same model.
-    There is no normalisation, white space is kept, and what has no piece is spelt in bytes; so decode(encode(text)) is
-    the text, except that the character U+2581, SentencePiece's mark for a space, comes back as a space.
-    Raises DataError for input that cannot be used, ConfigError for a vocabulary that the text cannot fill.
+    Text is not normalised, white space is kept, and characters without a piece are encoded as bytes, so
+    decode(encode(text)) is the text, except that U+2581, SentencePiece's mark for a space, becomes a space. Raises
+    DataError for unusable input, ConfigError for a vocabulary that the text cannot fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
@@ -86,13 +86,13 @@ def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[
 
 
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
-    """Lines of the first documents, up to so many bytes. Newlines are symbols of their own, so no piece spans lines."""
+    """Return lines of the first documents, up to `sample_bytes`. Newlines are symbols, so no piece spans lines."""
     lines: list[str] = []
     size = 0
     for document in documents:
         for line in document.split("\n"):
             encoded = len(line.encode())
-            # A tab, too, is a symbol, and it is reserved while training. A long line is data, not text.
+            # Tabs are symbols too, and reserved in training. A long line is data, not text.
             if line.strip() and encoded <= _MAX_LINE_BYTES:
                 lines += [part for part in line.split("\t") if part]
                 size += encoded

@@ -13,7 +13,7 @@ from megatron.checkpoint.find import Found, find, required
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.config import Config
 from megatron.data.ledger import is_consumed
-from megatron.data.left_out import are_ranges
+from megatron.data.sampler import are_ranges
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology

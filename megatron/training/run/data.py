@@ -81,7 +81,7 @@ def open_stream(
         return PlaceholderStream(size, group.rank, group.size, consumed_samples)
     return MicroBatchStream(
         dataset, size, group.rank, group.size, consumed_samples, topology.device,
-        dataloader_type=data.dataloader_type, num_workers=data.num_workers, prefetch=not data.mmap_bin_files, eod=eod,
+        dataloader_type=data.dataloader_type, num_workers=data.num_workers, eod=eod,
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss, vocab_size=config.model.vocab_size, left_out=left_out,
     )  # fmt: skip

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
-from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
+from megatron.data.file_lock import FolderClaim
 from megatron.data.ledger import Ledger, sources
 from megatron.data.packing import PackedDataset
 from megatron.data.sampler import sample_order
-from megatron.data.splits import SPLIT_NAMES
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule

@@ -20,8 +20,7 @@ import torch
 
 from megatron.checkpoint.find import Found, find
 from megatron.data.batch import MicroBatch
-from megatron.data.left_out import around, merged
-from megatron.data.sampler import sample_order
+from megatron.data.sampler import around, merged, sample_order
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives

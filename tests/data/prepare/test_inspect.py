@@ -19,7 +19,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare import inspect as library
 from megatron.data.prepare.inspect import count_lengths, decode_leniently, inspect
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizers.fast import byte_letters
+from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from tests.data.struct_format import Documents, packed
 from tools import inspect_dataset
@@ -55,11 +55,6 @@ def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
     assert summary["empty"] == (expected == 0).sum() and summary["mean"] == pytest.approx(expected.mean())
     for fraction in (0.0, 0.01, 0.25, 0.5, 0.99, 1.0):
         assert lengths.quantile(fraction) == np.quantile(expected, fraction, method="inverted_cdf")
-    edges, number, tokens = lengths.histogram()
-    full = expected[expected > 0]
-    assert number.tolist() == np.histogram(full, edges)[0].tolist() and number.sum() == len(full)
-    assert tokens.tolist() == np.histogram(full, edges, weights=full)[0].astype(int).tolist()
-    assert (np.diff(edges) >= 1).all()
 
 
 @pytest.mark.slow  # matplotlib

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.tokenizers.fast import GPT2Tokenizer, byte_letters, gpt2
+from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
 from megatron.errors import DataError
 
 # What the pattern of GPT-2 treats apart: spaces of several kinds, letters, numbers, marks, contractions.

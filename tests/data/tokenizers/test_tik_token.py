@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data.tiktoken_files import PUBLISHED
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.tokenizers.fast import byte_letters
-from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder
-from megatron.data.tokenizers.tik_token import PUBLISHED
+from megatron.data.tokenizer_adapters import PATTERNS, RankEncoder, byte_letters
 from megatron.errors import ConfigError, DataError
 from tests.helpers.examples import examples
 

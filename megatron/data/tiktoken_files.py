@@ -1,10 +1,10 @@
 """TikTokenizer: OpenAI's .tiktoken rank files and Megatron-LM's JSON vocabularies of the same kind.
 
-A JSON vocabulary is numbered as Megatron-LM numbers it: ids 0 to N - 1 are special tokens (<unk>, <s>, </s>, <mask>,
-<pad>, <cls>, <sep> and <SPECIAL_7>, ...; N is 1000 unless given), rank r has id N + r, and </s> ends a document. The
+A JSON vocabulary is numbered as in Megatron-LM: ids 0 to N - 1 are special tokens (<unk>, <s>, </s>, <mask>, <pad>,
+<cls>, <sep> and <SPECIAL_7>, ...; N is 1000 unless given), rank r has id N + r, and </s> ends a document. The
 vocabulary is cut at --vocab-size, or at 131072.
 
-In a rank file ids are ranks and special tokens lie behind them. Published files are known by their number of ranks:
+In a rank file ids are ranks, and special tokens follow them. Published files are recognised by their number of ranks:
 
 | ranks | file | pattern | ends a document | vocab_size |
 |---|---|---|---|---|
@@ -14,24 +14,29 @@ In a rank file ids are ranks and special tokens lie behind them. Published files
 | 128000 | Llama 3's tokenizer.model | llama3 | <|end_of_text|> 128001 | 128256 |
 | 199998 | o200k_base | o200k | <|endoftext|> 199999 | 200019 |
 
-Of another file the pattern must be given, and <|endoftext|> follows the last rank. Special tokens that are named by
---tiktoken-special-tokens follow it instead, in any file.
+Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. In any file, special tokens that
+--tiktoken-special-tokens names follow it instead.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron.data.tokenizers.base import Ids, Tokenizer, read_with
-from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder, read_json_ranks, read_ranks, require_all_bytes
+from megatron.data.tokenizer_adapters import PATTERNS, Ids, RankEncoder, Tokenizer, read_with, require_all_bytes
 from megatron.errors import ConfigError, DataError
+from megatron.untrusted import read_bytes, read_json
 
+_MOST_BYTES = 1 << 28  # of a vocabulary: published ones have a few million
 MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_NUM_SPECIAL_TOKENS = 1000
 MEGATRON_VOCAB_SIZE = 2**17
-# Of the special tokens that are named, the first of these ends a document.
+# The first of these among the named special tokens ends a document.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 WHAT_ELSE = (
     "--tokenizer-model of TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list of tokens; a vocab.json is "
@@ -41,7 +46,7 @@ WHAT_ELSE = (
 
 @dataclass(frozen=True)
 class TikTokenSettings:
-    """The --tiktoken-... flags; None where a flag is absent."""
+    """The --tiktoken-... flags; None for an absent flag."""
 
     pattern: str | None = None
     num_special_tokens: int | None = None
@@ -50,7 +55,7 @@ class TikTokenSettings:
 
 @dataclass(frozen=True)
 class Published:
-    """What the publisher of a rank file says about it."""
+    """The facts that the publisher of a rank file states about it."""
 
     pattern: str
     eod: str
@@ -68,7 +73,7 @@ PUBLISHED: Mapping[int, Published] = {
     ),
     128000: Published(
         "llama3", "<|end_of_text|>",
-        # The names of the other 254 changed between versions of Llama 3; none of them is ever written.
+        # The names of the other 254 differ between versions of Llama 3; none of them is ever written.
         {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_250|>": 128255},
     ),
     199998: Published("o200k", _END, {_END: 199999, "<|endofprompt|>": 200018}),
@@ -76,7 +81,7 @@ PUBLISHED: Mapping[int, Published] = {
 
 
 class TikTokenTokenizer(Tokenizer):
-    """Ranks with ids, and special tokens beside them that no text can spell."""
+    """Ranks with ids, and special tokens that no text can spell."""
 
     def __init__(self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str) -> None:
         size, known = 1 + max(*special.values(), *ids.values()), set(ids.values())
@@ -92,12 +97,12 @@ class TikTokenTokenizer(Tokenizer):
 
 
 def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None) -> TikTokenTokenizer:
-    """The tokenizer of a file. ConfigError for settings that do not fit it, DataError for a file that is neither."""
+    """Return the tokenizer of a file. Raises ConfigError for settings that do not fit it, DataError for other files."""
     if settings.pattern is not None and settings.pattern not in PATTERNS:
         raise ConfigError(f"--tiktoken-pattern {settings.pattern!r} is not known: choose one of {', '.join(PATTERNS)}")
     _check_names(settings)
     with path.open("rb") as file:
-        is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # characters that base64 does not use
+        is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # no characters of base64
 
     def read() -> TikTokenTokenizer:
         return _from_json(path, settings, vocab_size) if is_json else _from_ranks(path, settings)
@@ -110,7 +115,7 @@ def _check_names(settings: TikTokenSettings) -> None:
     if names is None:
         return
     if len(set(names)) != len(names) or not all(names):
-        raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: each name must be there once")
+        raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: give each name once")
     if not any(name in names for name in ENDS):
         raise ConfigError(
             f"--tiktoken-special-tokens {' '.join(names)}: one must end documents: name one of {', '.join(ENDS)}"
@@ -120,7 +125,7 @@ def _check_names(settings: TikTokenSettings) -> None:
 
 
 def _filled(names: Sequence[str], count: int) -> list[str]:
-    """`count` names: those given, then Megatron-LM's for ids that have none."""
+    """Return `count` names: those given, then Megatron-LM's for ids without one."""
     filled = [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
     if len(set(filled)) != len(filled):
         raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: <SPECIAL_...> names the rest, choose others")
@@ -165,8 +170,8 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
     pattern = settings.pattern or (published.pattern if published else None)
     if pattern is None:
         raise ConfigError(
-            f"{path}: a rank file does not say how text is cut into pieces: give --tiktoken-pattern, one of "
-            f"{', '.join(PATTERNS)}, the one that the vocabulary was made with"
+            f"{path}: a rank file does not say how text is cut into pieces: give the --tiktoken-pattern that the "
+            f"vocabulary was made with, one of {', '.join(PATTERNS)}"
         )
     if settings.special_tokens is None and settings.num_special_tokens is None and published is not None:
         special, eod = dict(published.special), published.special[published.eod]
@@ -183,3 +188,54 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
             f"{following - 1}: the file is damaged; get it again"
         )
     return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
+
+
+def read_ranks(path: Path, what_else: str) -> dict[bytes, int]:
+    """Read a .tiktoken file: lines of a token in base64, a space and its rank.
+
+    Raises DataError with the line for anything else, ending with `what_else`, and for repeated tokens or ranks.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path, _MOST_BYTES, error=DataError).split(b"\n"), 1):
+        words = line.split()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 18:
+            raise DataError(f"{where}: expected a base64 token, a space and its rank, got {line!r:.60}; {what_else}")
+        _add(ranks, words[0], int(words[1]), where)
+    if not ranks:
+        raise DataError(f"{path}: no ranks in this file; {what_else}")
+    if len(set(ranks.values())) < len(ranks):
+        shared, times = Counter(ranks.values()).most_common(1)[0]
+        raise DataError(f"{path}: {times} tokens have the rank {shared}: the file is damaged")
+    return ranks
+
+
+def read_json_ranks(path: Path, what_else: str) -> dict[bytes, int]:
+    """Read Megatron-LM's JSON vocabulary: an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
+
+    Raises DataError with the number of the entry for anything else, ending with `what_else`.
+    """
+    try:
+        entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
+    except DataError as error:
+        raise DataError(f"{error}; {what_else}") from None
+    ranks: dict[bytes, int] = {}
+    for place, entry in enumerate(entries):
+        where = f"{path}: entry {place}"
+        if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:
+            expected = f'{{"rank": {place}, "token_bytes": ...}}'
+            raise DataError(f"{where}: expected {expected}, got {entry!r:.60}; {what_else}")
+        _add(ranks, str(entry["token_bytes"]).encode(), place, where)
+    return ranks
+
+
+def _add(ranks: dict[bytes, int], word: bytes, rank: int, where: str) -> None:
+    try:
+        token = base64.b64decode(word, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{where}: {word!r:.60} is not base64: {error}") from None
+    if not token or token in ranks:
+        raise DataError(f"{where}: the token {token!r:.60} is empty or repeats rank {ranks.get(token)}")
+    ranks[token] = rank
