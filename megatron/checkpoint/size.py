@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.engine.optimizer_state import optimizer_state
-from megatron.model.size import total_parameters
+from megatron.model.formulas import parameters_of
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint: an fp32 number for each weight and, with the optimizer, for each of its state."""
     state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
-    return (4 + state) * total_parameters(config)
+    return (4 + state) * parameters_of(config)

@@ -12,7 +12,7 @@ from megatron.engine.adamw import FusedAdamW
 from megatron.engine.optimizer_state import OptimizerState
 from megatron.engine.untraced import SGD, AdamW
 from megatron.errors import ConfigError
-from megatron.kernels.availability import fused_adam
+from megatron.kernels.choose import fused_adam
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 

@@ -124,8 +124,10 @@ def check_columns(operator: str, **tensors: Tensor | None) -> None:
 
 def check_all(operator: str, **tensors: Tensor | None) -> None:
     """Check that the tensors have one floating type, are on one device, contiguous, and not too wide."""
-    for each in (check_type, check_device, check_contiguous, check_columns):
-        each(operator, **tensors)
+    check_type(operator, TYPES, **tensors)
+    check_device(operator, **tensors)
+    check_contiguous(operator, **tensors)
+    check_columns(operator, **tensors)
 
 
 # -- sums over rows ----------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.work import Attention, Scope, counts_as
-from megatron.layers.documents import Documents
+from megatron.layers.positions import Documents
 from megatron.parallel.random import DropoutKey, Place
 
 # Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks leave out more above the diagonal,
@@ -36,11 +37,11 @@ class _Settings:
     """slopes fp32 [heads] or None; fused: through the kernels; probability, seed, origins and positions of dropout, as
     the kernels take them."""
 
-    slopes: torch.Tensor | None
+    slopes: Tensor | None
     fused: bool
     probability: float = 0.0
     seed: int = 0
-    origins: torch.Tensor | None = None
+    origins: Tensor | None = None
     positions: int = 0
 
     def law(self, share: int, d: int) -> tuple[Any, ...]:
@@ -56,17 +57,17 @@ def block_length(length: int, dtype: torch.dtype) -> int:
     return max(least, min(wished, _MOST_TIMES * least))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """[s, b, groups, share, d] -> [b groups, s share, d]: a view where share is 1, else a copy."""
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
+def _heads(x: Tensor) -> Tensor:
     """[s, b, groups, d] -> [b groups, s, d]; a view where samples and groups have a common stride."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
+def _transposed(x: Tensor) -> Tensor:
     """[n, keys, d] -> [n, d, keys], as the second matrix of a product.
 
     In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole of a tensor.
@@ -83,7 +84,7 @@ def _parts(count: int, scores: int) -> list[slice]:
 class _Rows:
     """A tensor of heads [s, b, groups, share, d] to be written as rows: in its place, or apart and then put there."""
 
-    def __init__(self, place: torch.Tensor) -> None:
+    def __init__(self, place: Tensor) -> None:
         s, b, groups, share, d = place.shape
         merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
         self.place, self.apart = place, not merge
@@ -97,8 +98,8 @@ class _Rows:
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, settings: _Settings
+) -> tuple[Tensor, Tensor]:
     """q [s, b, groups, share, d], k and v [s, b, groups, d] -> (out like q, logarithms [b groups, s share])."""
     s, b, groups, share, d = q.shape
     out = q.new_empty(q.shape)
@@ -122,8 +123,8 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    settings: _Settings, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    dout: Tensor, out: Tensor, logarithms: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    settings: _Settings, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:
     """Fills dq, dk and dv; dout and out are like q, contiguous."""
     s, b, groups, share, d = q.shape
@@ -157,7 +158,7 @@ def _backward(
         result.put()
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is added."""
     if total.dtype == a.dtype:
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
@@ -167,7 +168,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: b
         total.add_(torch.bmm(a, b))
 
 
-def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """The parts of the projection, or three tensors as they are: q [.., groups, share, d], k and v [.., groups, d]."""
     if len(tensors) == 1:
         (mixed,) = tensors
@@ -176,7 +177,7 @@ def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tenso
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
-def _counted(q: torch.Tensor, backward: bool = False) -> Scope:
+def _counted(q: Tensor, backward: bool = False) -> Scope:
     """Count for q [s, b, groups, share, d]: all blocks together are one pass of attention, whose rate is measured as
     such."""
     s, b, groups, share, d = q.shape
@@ -187,7 +188,7 @@ class _Attention(torch.autograd.Function):
     """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, settings: _Settings, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
         with _counted(q):
             out, logarithms = _forward(q, k, v, settings)
@@ -197,7 +198,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         out, logarithms, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
@@ -207,9 +208,9 @@ class _Attention(torch.autograd.Function):
 
 
 def blocked_attention(
-    tensors: tuple[torch.Tensor, ...], slopes: torch.Tensor | None, documents: Documents | None, dropout: float,
+    tensors: tuple[Tensor, ...], slopes: Tensor | None, documents: Documents | None, dropout: float,
     seed: int | None, fused: bool, place: Place | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come before its key and
@@ -228,7 +229,7 @@ def blocked_attention(
         q, k, _ = _split(tensors)
         place = DropoutKey(0, 0).weights(positions, k.shape[2] * q.shape[3])
 
-    def at(rows: torch.Tensor) -> _Settings:
+    def at(rows: Tensor) -> _Settings:
         """For documents that start at these rows of [s, b]."""
         if seed is None or dropout == 0.0:
             return _Settings(slopes, fused)

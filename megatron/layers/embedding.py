@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops.embedding import add_rows_, reference_
-from megatron.layers.context import LayerContext
-from megatron.layers.parameters import Fill
+from megatron.layers.context import Fill, LayerContext
 from megatron.parallel.collectives import split_first
 from megatron.parallel.mappings import reduce_from_tensor_region
 from megatron.parallel.sink import sink_of
@@ -30,14 +30,14 @@ class _LookUp(torch.autograd.Function):
     """Rows of a table whose gradient has a sink: only the rows that were looked up are added there."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(rows)
         return F.embedding(rows, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         sink = sink_of(ctx.weight)
         assert sink is not None, "the sink of a table was taken away between a forward and its backward pass"
@@ -50,7 +50,7 @@ class _LookUp(torch.autograd.Function):
         return None, None
 
 
-def look_up(weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
     """Rows of the weight [n, h] for ids [..]: [.., h]."""
     return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
 
@@ -62,7 +62,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         super().__init__()
         self.context, self.weight = context, weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()  # [s, b]
         if self.context.tensor.size == 1:
             return look_up(self.weight, tokens)
@@ -82,7 +82,7 @@ class PositionEmbedding(torch.nn.Module):
         self.context = context
         self.weight = context.parameters.create(POSITION_EMBEDDINGS, (positions, hidden), None, fill)
 
-    def forward(self, sequence: int, position_ids: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, sequence: int, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(sequence, device=self.weight.device).unsqueeze(0)
         ids = position_ids.t()  # [s, b]

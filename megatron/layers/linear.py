@@ -2,26 +2,130 @@
 
 Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input, makes its part of the output.
 Row parallel: the weight is cut along `in`; every rank sees its part of the input and makes a term of the output's sum.
+
+A product that needs its input gathered, or its output summed, waits for the message when it is done in one piece. In
+chunks, the message of one chunk travels while the next is multiplied (the idea of Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). Every element is the same sum
+over the same terms in any number of chunks.
+
+How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs some o seconds (its latency,
+the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16 MiB (2048 tokens of 4096 in 16 bit) take
+about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is in the tens of microseconds: 4, the default.
+
+With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i is made of the i-th
+rows of every rank's part, so that all ranks send alike and each gets its own rows back.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.work import recomputed
-from megatron.layers.chunked_products import Messages, gathered_product, summed_product
-from megatron.layers.context import LayerContext
-from megatron.layers.parameters import Fill, constant
+from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.sink import deliver, sink_of
+from megatron.parallel.topology import Group
+
+LEAST_TOKENS = 256
+"""Of a chunk: twice the rows of the largest tile that matrix products of GPUs and CPUs are built from, so that cutting
+leaves few half-empty ones."""
 
 
-def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+@dataclass(frozen=True)
+class Messages:
+    """What a product's input and output need from the tensor-parallel group.
+
+    group              nothing is sent in a group of one
+    sequence_parallel  the outside of the region is cut along the sequence: inputs are gathered from [s/tp, b, ..], sums
+                       are scattered to it; else inputs are whole and sums go to every rank
+    chunks             at most so many pieces per product; fewer where they would have under LEAST_TOKENS tokens
+    """
+
+    group: Group
+    sequence_parallel: bool
+    chunks: int = 1
+
+    def bounds(self, rows: int, tokens: int) -> list[tuple[int, int]]:
+        """First and last + 1 of each chunk of `rows` rows, where the product has `tokens` tokens in all."""
+        n = max(1, min(self.chunks, rows, tokens // LEAST_TOKENS))
+        return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
+
+    def gather_async(self, x: Tensor) -> tuple[Tensor, Any]:
+        """The whole input [s, b, ..] and a handle to wait for before it is read."""
+        if self.sequence_parallel:
+            return collectives.gather_first_async(x, self.group)
+        return x, collectives.DONE
+
+
+def gathered_product(
+    x: Tensor, matrix: Tensor, messages: Messages, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """x [s(/tp), b, in] of all ranks times matrix [in, out]: [s, b, out].
+
+    With `keep` also the whole x [s, b, in].
+    """
+    size = messages.group.size
+    if size == 1 or not messages.sequence_parallel:
+        return x @ matrix, x
+    bounds = messages.bounds(len(x), size * x[..., 0].numel())
+    if len(bounds) == 1:
+        whole = collectives.gather_first(x, messages.group)
+        return whole @ matrix, whole
+    y = x.new_empty(size, *x.shape[:-1], matrix.shape[1])  # [tp, s/tp, b, out]
+    kept = x.new_empty(size, *x.shape) if keep else None  # [tp, s/tp, b, in]
+    following = collectives.gather_first_async(x[slice(*bounds[0])], messages.group)
+    for i, (first, end) in enumerate(bounds):
+        part, arrived = following
+        if i + 1 < len(bounds):
+            following = collectives.gather_first_async(x[slice(*bounds[i + 1])], messages.group)
+        arrived.wait()
+        # One product over the rows of all ranks, then a copy to their places: a product for each rank would have fewer
+        # rows, and a batched one is slower on a CPU.
+        y[:, first:end] = (part @ matrix).view(size, end - first, *y.shape[2:])
+        if kept is not None:
+            kept[:, first:end] = part.view(size, end - first, *x.shape[1:])
+    return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
+
+
+def summed_product(x: Tensor, matrix: Tensor, messages: Messages) -> tuple[Tensor, list[Any]]:
+    """The sum over the ranks of x [s, b, in] times matrix [in, out]: [s(/tp), b, out].
+
+    The result may be read after wait() on all handles.
+    """
+    group = messages.group
+    if group.size == 1:
+        return x @ matrix, []
+    parts = group.size if messages.sequence_parallel else 1
+    rows = len(x) // parts
+    bounds = messages.bounds(rows, x[..., 0].numel())
+    if len(bounds) == 1:
+        y = x @ matrix
+        if not messages.sequence_parallel:
+            return y, [collectives.all_reduce_async(y, group)]
+        scattered, work = collectives.reduce_scatter_first_async(y, group)
+        return scattered, [work]
+    cut = x.unflatten(0, (parts, rows))  # [tp, s/tp, b, in]
+    y = x.new_empty(rows, *x.shape[1:-1], matrix.shape[1])
+    works = []
+    for first, end in bounds:
+        part = y[first:end].view(-1, matrix.shape[1])
+        rows_of_all = cut[:, first:end].flatten(0, -2)
+        if messages.sequence_parallel:
+            works.append(collectives.reduce_scatter_into_async(part, rows_of_all @ matrix, group))
+        else:
+            torch.mm(rows_of_all, matrix, out=part)
+            works.append(collectives.all_reduce_async(part, group))
+    return y, works
+
+
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape.
 
     None where the weight has a sink, which has it then.
@@ -36,7 +140,7 @@ def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) ->
 
 @torch.no_grad()
 def deferred_weight_gradient(
-    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gathered: Any = collectives.DONE
+    weight: Tensor, dy: Tensor, x: Tensor, gathered: Any = collectives.DONE
 ) -> None:
     """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered` has arrived."""
     gathered.wait()
@@ -45,7 +149,7 @@ def deferred_weight_gradient(
         deliver(weight, gradient)
 
 
-Again = Callable[[], torch.Tensor] | None
+Again = Callable[[], Tensor] | None
 """Makes a layer's input again, to the same bits, in the backward pass, where autograd is off; it is not kept then."""
 
 
@@ -58,9 +162,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, column: bool, messages: Messages, overlap: bool,
+        ctx: Any, x: Tensor, weight: Tensor, column: bool, messages: Messages, overlap: bool,
         queue: WeightGradients, again: Again,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if again is None:
             ctx.save_for_backward(x)
         ctx.again = again
@@ -78,7 +182,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:
@@ -88,7 +192,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None, None, None, None
 
     @staticmethod
-    def _column(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _column(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """x is gathered behind dx' product, dx is summed behind dW's; but a dW that waits lets dx go first."""
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         messages, now = ctx.messages, needs_weight and not ctx.queue.deferring
@@ -110,7 +214,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw
 
     @staticmethod
-    def _row(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _row(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dx, dw, gathered = None, None, collectives.DONE
         if needs_x:
@@ -132,15 +236,15 @@ def _wait(works: list[Any]) -> None:
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, column: bool, again: Again
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, context: LayerContext, column: bool, again: Again
+) -> Tensor:
     messages = Messages(context.tensor, context.sequence_parallel, context.chunks)
     return _Linear.apply(x, weight, column, messages, context.overlap, context.weight_gradients, again)
 
 
 def column_parallel_matmul(
-    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, again: Again = None
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, context: LayerContext, again: Again = None
+) -> Tensor:
     """x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
     return _linear(x, weight, context, True, again)
 
@@ -159,12 +263,12 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, len(shape) - 2, fill)
         self.bias = make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False) if bias else None
 
-    def apart(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """The product and the bias [out/tp] that is still to be added to it, for a kernel that does both and more."""
         y = column_parallel_matmul(x, self.weight, self.context, again)
         return y, None if self.bias is None else self.bias.view(-1)
 
-    def forward(self, x: torch.Tensor, again: Again = None) -> torch.Tensor:
+    def forward(self, x: Tensor, again: Again = None) -> Tensor:
         y, bias = self.apart(x, again)
         return y if bias is None else y + bias
 
@@ -183,5 +287,5 @@ class RowParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, 1, fill)
         self.bias = make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
 
-    def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         return _linear(x, self.weight, self.context, False, again), self.bias

@@ -10,21 +10,18 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.kernels.availability import choose_attention
-from megatron.kernels.choose import choose_fusions
+from megatron.kernels.choose import choose_attention, choose_fusions
+from megatron.kernels.ops.dropout import keyed_dropout
 from megatron.kernels.work import once_and_again
-from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.documents import Documents
-from megatron.layers.dropout import keyed_dropout
+from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.embedding import (
     WORD_EMBEDDINGS,
     PositionEmbedding,
     VocabParallelEmbedding,
     word_embedding_weight,
 )
-from megatron.layers.norm import Norm
-from megatron.layers.parameters import ParameterFactory
-from megatron.layers.transformer import TransformerLayer, weight_fills
+from megatron.layers.positions import Documents
+from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
 from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site

@@ -1,4 +1,4 @@
-"""The fused kernels of a run: what the log says of them, and that all ranks have the same."""
+"""The check that all ranks of a run have the same fused kernels."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,19 +8,11 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.kernels import availability, choose, library
+from megatron.kernels import choose, library
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.topology import Topology
 
 _SHOWN = 4
-
-
-def describe_kernels(config: Config, device: torch.device) -> list[str]:
-    """Lines for the log: the kernel library and what goes through it, then the optional packages."""
-    lines = choose.report(config, device)
-    dtype_name, model = config.precision.dtype_name, config.model
-    drops = model.attention_dropout > 0.0
-    return lines + availability.report(config.kernels, device.type, dtype_name, model.seq_length, drops)
 
 
 def check_agreement(config: Config, topology: Topology) -> None:

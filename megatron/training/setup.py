@@ -29,9 +29,9 @@ from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
+from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
-from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, detect_launch
@@ -42,7 +42,7 @@ from megatron.training import devices
 from megatron.training.agreement import Agreement
 from megatron.training.allocator import mapped_blocks, tune_allocator
 from megatron.training.identity import identity
-from megatron.training.kernels import check_agreement, describe_kernels
+from megatron.training.kernels import check_agreement
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
 from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
@@ -385,7 +385,7 @@ def rates(config: Config, topology: Topology) -> Rates:
     again = formulas.recompute_flops_per_token(
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
-    flops = model_flops_per_token(config)
+    flops = formulas.flops_per_token_of(config)
     return Rates(
         world_size=topology.world.size,
         seq_length=model.seq_length,
@@ -410,7 +410,7 @@ def describe_setup(
         reporter.say(f" {name} of your own: {where}")
     for notice in config.notices:
         reporter.say(f" note: {notice}")
-    for line in describe_kernels(config, topology.device):
+    for line in choose.report(config, topology.device):
         reporter.say(f" {line}")
     assert config.model.vocab_size is not None, "the tokenizer was read"
     padded = config.model.padded_vocab_size(topology.tensor.size)
@@ -444,7 +444,7 @@ def set_up_memory(config: Config, device: torch.device) -> contextlib.AbstractCo
 def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:
     """Print how many parameters there are in all and on this rank."""
     here = sum(p.numel() for p in chunks.parameters())
-    total = total_parameters(config)
+    total = formulas.parameters_of(config)
     reporter.say(f" > number of parameters: {total}, of which (with vocabulary padding) on rank 0: {here}")
 
 
@@ -463,6 +463,6 @@ def write_start(
         rank_order=layout.order,
         places=list(places),
         device=devices.describe(topology.device),
-        parameters=total_parameters(config),
+        parameters=formulas.parameters_of(config),
         versions={"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__},
     )  # fmt: skip

@@ -126,9 +126,11 @@ def gradient_reference(
     """Compute `gradient_` with torch's operators on a few rows at a time."""
     rows = labels.numel()
     flat = logits.view(rows, logits.shape[-1])
-    given = [x.reshape(rows) for x in (labels, maximum, total, gradient)]
+    labels, maximum, total, gradient = (x.reshape(rows) for x in (labels, maximum, total, gradient))
     for part in _pieces(flat):
-        flat[part] = _reference_gradient(flat[part], *(x[part] for x in given), first, real)
+        flat[part] = _reference_gradient(
+            flat[part], labels[part], maximum[part], total[part], gradient[part], first, real
+        )
     _overwritten(logits)
 
 

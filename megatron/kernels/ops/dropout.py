@@ -160,3 +160,16 @@ def bias_dropout_add(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     return _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
+
+
+def keyed_dropout(
+    x: Tensor, probability: float, seed: int | None, fused: bool = False, place: Place = WHOLE
+) -> Tensor:
+    """Zero entries of x with `probability` and scale the others by 1 / (1 - probability); no seed: x itself."""
+    if probability == 0.0 or seed is None:
+        return x
+    if probability >= 1.0:
+        return x * 0.0
+    if fused:
+        return bias_dropout_add(x, None, None, probability, seed, place)
+    return x * dropout_mask(x, probability, seed, place) * (1.0 / (1.0 - probability))

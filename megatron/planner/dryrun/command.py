@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.data.tokenizer import with_vocabulary
-from megatron.model.size import total_parameters
+from megatron.model.formulas import parameters_of
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.dryrun.rank import RankRun
 from megatron.planner.dryrun.rehearsal import (
@@ -68,7 +68,7 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
         f"{layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
         f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
-        f"model: {total_parameters(config):,} parameters; a step is {config.num_micro_batches()} "
+        f"model: {parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
     )
 
