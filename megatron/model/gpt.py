@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
@@ -97,7 +98,7 @@ class GPTChunk(torch.nn.Module):
             else:
                 self.output_weight = vocabulary(tied=True)
 
-    def forward(self, batch: MicroBatch, hidden: torch.Tensor | None, late_loss: bool = False) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, hidden: Tensor | None, late_loss: bool = False) -> Tensor:
         hidden = self._hidden(batch, hidden)
         if not self.is_last:
             return hidden
@@ -114,8 +115,8 @@ class GPTChunk(torch.nn.Module):
         return found
 
     def logits(
-        self, batch: MicroBatch, hidden: torch.Tensor | None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
         """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
 
         `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
@@ -123,7 +124,7 @@ class GPTChunk(torch.nn.Module):
         assert self.is_last, "logits exist on the last stage"
         return scores(self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions)
 
-    def _hidden(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         call = self._call_context(batch)
         if self.is_first:
             hidden = self._embed(batch, call)
@@ -141,7 +142,7 @@ class GPTChunk(torch.nn.Module):
         restart = documents is not None or self.config.data.reset_position_ids
         return CallContext(batch.position_ids if restart else None, documents, dropout)
 
-    def _embed(self, batch: MicroBatch, call: CallContext) -> torch.Tensor:
+    def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
         hidden = self.word_embeddings(batch.tokens)  # [s(/tp), b, h]
         if self.config.model.position_embedding_type == "learned_absolute":
@@ -151,7 +152,7 @@ class GPTChunk(torch.nn.Module):
         seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
         return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place)
 
-    def _run_layers(self, hidden: torch.Tensor, call: CallContext) -> torch.Tensor:
+    def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
         """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.
 
         uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first n layers of the
@@ -166,7 +167,7 @@ class GPTChunk(torch.nn.Module):
         else:
             units = [(layers[i : i + n], True) for i in range(0, len(layers), n)]
 
-        def run(x: torch.Tensor, unit: list[torch.nn.Module]) -> torch.Tensor:
+        def run(x: Tensor, unit: list[torch.nn.Module]) -> Tensor:
             for layer in unit:
                 x = layer(x, call)
             return x
@@ -229,7 +230,7 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {s.name: s.global_shape for s in shardings}
 
 
-def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, torch.Tensor | None], torch.Tensor]]:
+def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
     """What an executor runs, by global stage: the chunks of build_chunks, their loss filled in by the backward pass."""
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 

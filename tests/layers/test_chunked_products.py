@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, normal
-from megatron.layers.linear import ColumnParallelLinear, Messages, gathered_product, summed_product
+from megatron.layers.linear import ColumnParallelLinear, gathered_product, summed_product
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group
 
@@ -59,7 +59,8 @@ def log(monkeypatch):
 
 
 def messages(sequence_parallel, chunks=3):
-    return Messages(Group((0, 1), 0), sequence_parallel, chunks)
+    parameters = ParameterFactory(1, 0, TP, torch.device("cpu"))
+    return LayerContext(Group((0, 1), 0), parameters, sequence_parallel, chunks=chunks)
 
 
 def tensors(rows):
