@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Product(NamedTuple):
-    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond those of its result;
-    the kernel moves them while it multiplies."""
+    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond those of its
+    result; the kernel moves them while it multiplies."""
 
     m: int
     n: int

@@ -36,8 +36,9 @@ Settings = tuple[Tensor | None, bool, kernel.Law]
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the least, whatever the
-    length.""" least = _LEAST.get(dtype, _LEAST_16_BIT) wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
+    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the least."""
+    least = _LEAST.get(dtype, _LEAST_16_BIT)
+    wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
     return max(least, min(wished, _MOST_TIMES * least))
 
 
@@ -151,8 +152,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of the projection, or three tensors as they are: q [.., groups, share, d], k and v [.., groups,
-    d].""" if len(tensors) == 1:
+    """Return q [.., groups, share, d], k and v [.., groups, d] of the projection, or of three tensors."""
+    if len(tensors) == 1:
         (mixed,) = tensors
         return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
     q, k, v = tensors

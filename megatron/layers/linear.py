@@ -32,9 +32,8 @@ from megatron.parallel import collectives
 from megatron.parallel.sink import deliver, sink_of
 
 LEAST_TOKENS = 256
-"""Least tokens of a chunk: twice the rows of the largest tile that matrix products of GPUs and CPUs are built from, so
-that cutting
-leaves few half-empty ones."""
+"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs, so that few tiles are
+half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
@@ -194,8 +193,8 @@ class _Linear(torch.autograd.Function):
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
-            x, gathered = _gather_async(x.detach(), context)  # a deferred gradient must not keep the graph, and with it
-            the input context.weight_gradients.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            x, gathered = _gather_async(x.detach(), context)  # so that a deferred gradient does not keep the graph
+            context.weight_gradients.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
         _wait(works)
         return dx, dw
 
