@@ -243,7 +243,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
-    from megatron.training.allocator import tune_allocator
+    from megatron.training.run.host import tune_allocator
 
     tune_allocator()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -19,7 +19,7 @@ from pathlib import Path
 from parity import LAYOUTS, NO_DROPOUT, ON_CPU, launch
 
 from megatron.metrics_file import read_records
-from megatron.training.failures import EXIT_LOST_RANK
+from megatron.training.run.process import EXIT_LOST_RANK
 from tests.helpers.launching import TINY
 
 STEP, HANG_TIMEOUT_S = 3, 10

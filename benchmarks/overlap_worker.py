@@ -174,16 +174,18 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     from megatron.config import parse_args
     from megatron.parallel.launch import detect_launch
     from megatron.parallel.rendezvous import connect
-    from megatron.training import devices
-    from megatron.training.loop import train_step
-    from megatron.training.setup import assemble
+    from megatron.parallel.topology import DEFAULT_ORDER
+    from megatron.training.run.host import share_cores
+    from megatron.training.run.loop import train_step
+    from megatron.training.run.setup import assemble, connect_groups
 
     launch = detect_launch()
     config = parse_args(job["arguments"], launch.world_size)
     timeout = timedelta(seconds=120)
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
-    devices.share_cores(rendezvous.device, launch.local_world_size)
-    run = assemble(config, rendezvous.device, (), timeout)
+    share_cores(rendezvous.device, launch.local_world_size)
+    topology, _ = connect_groups(config, rendezvous, timeout, DEFAULT_ORDER)
+    run = assemble(config, topology)
     with Paced(job["gflops_per_s"]) if job["gflops_per_s"] else nullcontext():
         for _ in range(2):
             train_step(run)

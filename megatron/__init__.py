@@ -33,7 +33,7 @@ _PLACES = {
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.program": ("main", "pretrain"),
     "megatron.protocols": ("Callback",),
-    "megatron.training.allocator": ("tune_allocator",),
+    "megatron.training.run.host": ("tune_allocator",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 

@@ -12,8 +12,7 @@ from megatron.config.pieces import Pieces
 from megatron.errors import MegatronError
 from megatron.parallel.environment import job_environment
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
-from megatron.training.failures import guard_output, leave, run_guarded
-from megatron.training.signals import Signals
+from megatron.training.run.process import Signals, guard_output, leave, run_guarded
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
@@ -41,7 +40,7 @@ def pretrain(
     started, config, launch = time.monotonic(), config.with_pieces(**pieces), launch or detect_launch()
     # Both before torch is imported, which takes seconds and may start HIP.
     with Signals(config.training.exit_signal_handler) as signals, job_environment(config) as environment:
-        from megatron.training.setup import run_training
+        from megatron.training.run.setup import run_training
 
         ranks = None
         if config.parallel.cluster is not None and launch.world_size > 1:
@@ -69,7 +68,7 @@ def run(arguments: list[str], **pieces: Any) -> int:
             raise problem
         own = Pieces(**pieces)
         if "--dry-run" in arguments and not {"--help", "-h", "--print-config"} & set(arguments):
-            from megatron.planner.dryrun.command import dry_run
+            from megatron.planner.dryrun.rehearsal import dry_run
 
             raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
         alone = launch.launcher == "none" and "--print-config" in arguments  # which may look at any world size

@@ -82,18 +82,18 @@ class Order(Protocol):
 
 class Callback:
     """What is called on every rank while a run goes on; derive from it what is wanted. `run` is a
-    megatron.training.run.Run. Where ranks differ in what they do here, they must not communicate."""
+    megatron.training.run.state.Run. Where ranks differ in what they do here, they must not communicate."""
 
     def on_start(self, run: Any) -> None:
         """Called before the first step, when a checkpoint has been loaded."""
 
     def on_step(self, run: Any, step: Any) -> None:
-        """Called when a step's figures are known (megatron.training.metrics.StepRecord), at the latest in the next one:
-        no step waits for its own."""
+        """Called when a step's figures are known (megatron.training.report.metrics.StepRecord), at the latest in the
+        next one: no step waits for its own."""
 
     def on_log(self, run: Any, figures: Any) -> None:
-        """Called at a log line, with its figures (megatron.training.metrics.IterationReport), all ranks' loss among
-        them."""
+        """Called at a log line, with its figures (megatron.training.report.metrics.IterationReport), all ranks' loss
+        among them."""
 
     def on_save(self, run: Any) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration says of which iteration."""

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.folder_claim import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training.metrics import read_metrics
+from megatron.training.report.metrics import read_metrics
 from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import free_port, rank_environment
 
@@ -135,7 +135,7 @@ def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
 def test_a_fatal_signal_says_where_it_struck() -> None:
     """A mapped file that is cut short while it is read ends in a bus error, which no exception tells of."""
     code = (
-        "import os, signal; from megatron.training.failures import run_guarded; "
+        "import os, signal; from megatron.training.run.process import run_guarded; "
         "run_guarded(lambda: os.kill(os.getpid(), signal.SIGBUS), 0)"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

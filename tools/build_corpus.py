@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.option import Parser, real, whole
 from megatron.data.file_lock import renamed_into
 from megatron.errors import DataError
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import read_bytes
 
 # Tests repeat each other, and the code tables in encodings are numbers rather than text.

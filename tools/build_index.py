@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config import Config, parse_args
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
-from megatron.training.failures import as_tool, leave, run_guarded
+from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
@@ -53,11 +53,10 @@ def build(config: Config, workers: int) -> None:
     """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.prebuild import prebuild
-    from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
-    from megatron.training.progress import Progress
-    from megatron.training.reporter import Reporter
-    from megatron.training.resume import progress_from, with_checkpoint_settings
-    from megatron.training.setup import extended
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
+    from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
+    from megatron.training.run.setup import extended
 
     say = partial(print, flush=True)
     progress, load = Progress(), config.checkpoint.load

@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.command_line import add_preset, with_preset
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, LaunchError
-from megatron.training.failures import as_tool, leave, run_guarded
+from megatron.training.run.process import as_tool, leave, run_guarded
 
 DEFAULT_MODEL = ["--preset", "gpt2-124m"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's own flags; what is left is pretrain_gpt.py's."""
+    """Build the parser of the tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
         usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS ... --cluster FILE] "
@@ -102,7 +102,7 @@ def start(count: int, argv: Sequence[str]) -> None:
 
 
 def _unit(name: str, device: str) -> str:
-    """Of a figure's values (planner/compute.py)."""
+    """Return the unit of a figure's values (planner/compute.py)."""
     if name.startswith(("products", "attention")):
         from megatron.model.formulas import device_unit
 
@@ -139,7 +139,7 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the tool; return the exit code."""
     args, flags = build_parser().parse_known_args(argv)
     flags = with_preset(args.preset, flags[1:] if flags[:1] == ["--"] else flags)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -24,7 +24,7 @@ from megatron.kernels import choose, library
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.optimizer import adamw_, adamw_reference_
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """What a kernel gives, and torch's result."""

@@ -25,7 +25,7 @@ from megatron.config.command_line import flag_table, scan
 from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:

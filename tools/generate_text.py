@@ -25,7 +25,7 @@ from megatron.config import Config
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.parallel.launch import Launch, detect_launch
-from megatron.training.failures import as_tool, leave, run_guarded
+from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,11 +88,11 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     from megatron.checkpoint.load import load_weights
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Topology
-    from megatron.training.devices import share_cores
-    from megatron.training.generate import Sampling, generate
-    from megatron.training.metrics import MetricsFile
-    from megatron.training.resume import say_found
-    from megatron.training.setup import load_tokenizer
+    from megatron.training.report.metrics import MetricsFile
+    from megatron.training.run.checkpoints import say_found
+    from megatron.training.run.generate import Sampling, generate
+    from megatron.training.run.host import share_cores
+    from megatron.training.run.setup import load_tokenizer
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     share_cores(device, launch.local_world_size)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 SOUND, DAMAGED = 0, 1
 _PIPE_COLUMNS = 200  # where nobody says how wide the output may be

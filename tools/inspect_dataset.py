@@ -24,7 +24,7 @@ from megatron.data.prepare.inspect import PROBLEMS_PER_KIND, Inspection, inspect
 from megatron.data.prepare.progress import ByteProgress
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 _FEW = whole(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.option import Parser
 from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
 from megatron.data.prepare.progress import ByteProgress
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +20,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config import PRESETS
 from megatron.config.command_line import add_preset, split_at_dashes
-from megatron.config.option import MOST_TOKENS, Parser, real, whole
-from megatron.planner.cluster import known_clusters
-from megatron.planner.search import command
-from megatron.training.failures import as_tool
+from megatron.config.layout import narrowed, parse_layout, write_value
+from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
+from megatron.errors import ConfigError
+from megatron.planner.clocked import rates_of
+from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.placement import check_device_order
+from megatron.planner.search import tables
+from megatron.planner.search.find import GIB, Found, Search, search
+from megatron.planner.search.space import Space, headroom_bytes, make_config
+from megatron.planner.search.tables import Chosen, chosen_layout
+from megatron.planner.table import Table
+from megatron.planner.timing import explain
+from megatron.training.run.process import as_tool
+
+EXIT_NOTHING_FITS = 3
+_WIDTH = 190  # which the table of layouts needs
 
 EPILOG = """\
 A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
@@ -78,14 +93,180 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Search, or judge the layouts of --layout; print and write. Raises ConfigError."""
+    given = make_search(args, flags)
+    forms = [_form(given, text) for text in args.layout]
+    if args.output is not None:
+        if args.explain is not None or len(forms) > 1:
+            raise ConfigError("--output beside --explain or several of --layout: call once for each")
+        tables.make_folder(args.output)
+    print(_headline(given), flush=True)
+    results = [search(form, args.top, args.processes) for form in forms or [given]]
+    most = 1 if forms else max(args.top, args.explain or 0)
+    best = [one.layout for found in results for one in found.best[:most]]
+    rejected = [
+        tables.rejection_table(found, f"{text}: rejected")
+        for text, found in zip(args.layout or ["all layouts"], results, strict=True) if not found.estimated
+    ]  # fmt: skip
+    chosen = [chosen_layout(given, layout, args.tokens) for layout in best]
+    if args.explain is not None and not rejected:
+        if args.explain > len(chosen):
+            raise ConfigError(f"--explain {args.explain}: there are {len(chosen)} layouts")
+        print(given.space.write(best[args.explain - 1]))
+        _show(args, explain(chosen[args.explain - 1].found))
+        return 0
+    if chosen:
+        _show(args, _tables(chosen, args))
+        if not forms:
+            _show(args, _tables_of_search(given, results[0]))
+        _show_winner(given, chosen[0])
+    _show(args, rejected)
+    if rejected:
+        return EXIT_NOTHING_FITS
+    if args.output is not None:
+        for path in tables.write_files(args.output, given, results[0], chosen, args.preset, args.tokens):
+            print(f"wrote {path}")
+    return 0
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
+    """Make the search that the words of the tool ask for. Raises ConfigError."""
+    cluster = load_cluster(args.cluster)
+    worlds = _worlds(args, cluster)
+    batch = args.global_batch or PRESETS.get(args.preset, {}).get("global_batch_size")
+    if batch is None:
+        make_config(args.preset, flags, 1)  # an unknown preset is the reason then
+        raise ConfigError("--global-batch is missing: give the samples of a step, such as --global-batch 640")
+    batches = _numbers(str(batch), "--global-batch")
+    wanted, more = (
+        parse_layout(",".join(words), flag) if words else {}
+        for flag, words in (("--fix", args.fix), ("--allow", args.allow))
+    )
+    for name, flag in (("nodes", "--nodes"), ("gbs", "--global-batch")):
+        if name in wanted or name in more:
+            raise ConfigError(f"--fix and --allow take no {name}=...: give {flag}")
+    for name, values in more.items():
+        if name in wanted or name == "devices":
+            wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
+    for device_order in wanted.get("devices", ()):
+        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
+    base = make_config(args.preset, flags, max(batches))
+    rates_of(cluster, base.precision.dtype_name)  # before the search: raises where it knows none
+    name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
+    space = Space(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
+    return Search(space, cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster))
+
+
+def _form(given: Search, text: str) -> Search:
+    """Return a search of the layouts of --layout alone, within what --fix allows. Raises ConfigError."""
+    wanted, space = parse_layout(text, "--layout"), given.space
+    if "recompute" in wanted:  # full means here what --recompute-granularity full means in a run
+        wanted["recompute"] = tuple("full:uniform:1" if v == "full" else v for v in wanted["recompute"])
+    both = narrowed(space.wanted, wanted)
+    for name in (name for name, values in both.items() if not values):
+        allowed, own = (", ".join(map(write_value, values[name])) for values in (space.wanted, wanted))
+        raise ConfigError(f"--layout {text}: {name}={own} is not among the allowed: {name}={allowed}")
+    worlds = space.worlds
+    if "nodes" in wanted:
+        worlds = _whole_nodes(wanted["nodes"], space.cluster)
+    return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
+
+
+def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+    if args.nodes is None and args.devices is None and cluster.nodes == 1:
+        return (cluster.devices_per_node,)
+    if (args.nodes is None) == (args.devices is None):
+        raise ConfigError("give either --nodes, or --devices for a part of a node")
+    if args.devices is not None:
+        each, devices = cluster.devices_per_node, _numbers(args.devices, "--devices")
+        for world in devices:
+            if world > each and world % each:
+                raise ConfigError(f"--devices {world}: neither whole nodes of {each} devices nor a part of one")
+        _whole_nodes([max(devices) // each or 1], cluster)
+        return tuple(devices)
+    return _whole_nodes(_numbers(args.nodes, "--nodes"), cluster)
+
+
+def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """Count the devices of each number of nodes. Raises ConfigError for more nodes than a job gets."""
+    cluster.wall_limit_hours(max(nodes))
+    return tuple(cluster.devices_per_node * count for count in nodes)
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    """Read numbers: 128, or 64,128, or 16:128 as 16, 32, 64, 128. Raises ConfigError."""
+    low, colon, high = text.partition(":")
+    try:
+        found = [int(part) for part in ([low, high] if colon else text.split(","))]
+    except ValueError:
+        found = []
+    if not found or not 1 <= min(found) <= max(found) <= MOST_PROCESSES or (colon and found[0] > found[1]):
+        raise ConfigError(f"{flag} {text}: give a number such as 128, several as 64,128, or a range as 16:128")
+    if colon:
+        first, last = found
+        found += [first << k for k in range(1, last.bit_length()) if first << k < last]
+    return sorted(set(found))
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
+    width = max(_WIDTH, shutil.get_terminal_size().columns)
+    for table in shown:
+        print(f"\n{table.title}\n\n{table.markdown()}" if args.markdown else f"\n{table.text(width)}")
+
+
+def _headline(given: Search) -> str:
+    space, cluster = given.space, given.space.cluster
+    nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
+    batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
+    return (
+        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of {cluster.name}, batch {batches}, "
+        f"up to {given.capacity / GIB:.1f} of {cluster.memory_gib:g} GiB"
+    )
+
+
+def _tables(chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
+    bounds = [tables.bounds_table(chosen)] if args.bounds else []
+    return [tables.layout_table(chosen, args.tokens, papers=args.paper_flops), tables.parts_table(chosen), *bounds]
+
+
+def _tables_of_search(given: Search, found: Found) -> list[Table]:
+    of_values = [tables.values_table(given, found, name) for name in ("gbs", "nodes")]
+    return [
+        *(table for table in of_values if len(table.rows) > 1),
+        tables.losses_table(tables.losses(given, found)),
+        tables.rejection_table(found, f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
+                               "layouts estimated; rejected"),
+    ]  # fmt: skip
+
+
+def _show_winner(given: Search, first: Chosen) -> None:
+    cluster, confidence = given.space.cluster, first.found.confidence
+    print(f"\nNumber 1: {given.space.write(first.layout)}")
+    print("Days and node-hours are without start-up, evaluation, saving, failures and a growing batch.")
+    print(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
+    if not confidence.by_basis["measured"]:
+        print(f"Not run on {cluster.device}: no figure here is a measurement of this code there. --explain says where "
+              "each is from; tools/calibrate.py measures a machine.")  # fmt: skip
+
+
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the tool; return the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
     if args.processes is None:
         args.processes = min(8, len(os.sched_getaffinity(0)))
-    return command.run(args, flags)
+    return run(args, flags)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron import drawing
 from megatron.config.option import Parser
 from megatron.errors import DataError
-from megatron.training.failures import as_tool
-from megatron.training.metrics import read_metrics
+from megatron.training.report.metrics import read_metrics
+from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real
 from megatron.errors import ConfigError
-from megatron.training.failures import as_tool, leave, run_guarded
+from megatron.training.run.process import as_tool, leave, run_guarded
 
 MEASURE = """\
 Test every device and node of an allocation, with one process for each device, as the training has it:

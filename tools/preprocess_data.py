@@ -30,7 +30,7 @@ from megatron.data.prepare.preprocess import ON_BAD_INPUT, Listeners, Preprocess
 from megatron.data.prepare.progress import Progress
 from megatron.data.prepare.sources import FORMATS
 from megatron.data.tokenizer import TOKENIZER_TYPES
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 WITHOUT_EFFECT = {
     "lang": "the rule for sentences knows no languages",

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError, print_error
 from megatron.jobs.scaling import Judge, figures, find_runs
 from megatron.jobs.scaling_report import Series, as_csv, compare, draw, state, table
 from megatron.planner.table import print_table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import write_text
 
 

@@ -33,7 +33,7 @@ from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.table import print_table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import read_text
 
 _COUNT = whole(1, MOST_PROCESSES)

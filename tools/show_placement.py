@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,11 +26,37 @@ from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
+from megatron.model.stages import assign_layers
 from megatron.planner.cluster import known_clusters, load_cluster
-from megatron.planner.placement import Placement, RankRow, choose_placement, rank_rows, render_placement
+from megatron.planner.placement import Placement, choose_placement, render_placement
 from megatron.planner.table import Table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import without_waiting
+
+
+class RankRow(NamedTuple):
+    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
+
+    rank: int
+    node: int
+    device: int
+    nic: str
+    tp: int
+    dp: int
+    pp: int
+    chunks: tuple[range, ...]
+
+
+def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
+    """Yield node, device, network card, coordinates and layers of every rank of a placement."""
+    parallel, cluster = config.parallel, placement.cluster
+    layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
+    chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
+    for rank in range(parallel.world_size):
+        node, device = placement.place(rank)
+        tp, dp, pp = placement.layout.coordinates(rank)
+        yield RankRow(rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp])
+
 
 COLUMNS = (*RankRow._fields[:-1], "layers")
 

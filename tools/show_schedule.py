@@ -25,7 +25,7 @@ from megatron.pipeline.schedule import (
     peak_receives,
 )
 from megatron.planner.timeline_plot import draw_timeline
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 _TIME = real(least=0)
 

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, whole
 from megatron.errors import LaunchError, print_error
-from megatron.training.failures import as_tool
-from megatron.training.metrics import read_metrics
+from megatron.training.report.metrics import read_metrics
+from megatron.training.run.process import as_tool
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, real, whole
 from megatron.data.prepare.vocabulary import train_vocabulary
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.jobs import tune
 from megatron.jobs.measured import OBJECTIVES
 from megatron.jobs.search import SEARCHES
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 _COUNT, _SECONDS = whole(1, MOST_PROCESSES), real()
 

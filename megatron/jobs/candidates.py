@@ -24,7 +24,7 @@ from megatron.jobs.expressions import Expression
 from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, read_value, settings_of_flags
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.memory import memory_of_ranks
-from megatron.planner.search.places import worthwhile_placements
+from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 

@@ -26,7 +26,7 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
-from megatron.training.failures import EXIT_USER_ERROR
+from megatron.training.run.process import EXIT_USER_ERROR
 from megatron.untrusted import is_count, read_bytes
 
 USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUMENT ...]
@@ -413,7 +413,7 @@ def remaining_steps(config: Config) -> tuple[int, int]:
     """Return the iterations from which the run goes on, and of its end. Raises CheckpointError and ConfigError."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
-    from megatron.training.micro_batches import BatchSchedule, total_iterations
+    from megatron.training.run.batches import BatchSchedule, total_iterations
 
     schedule, load = BatchSchedule.from_config(config), config.checkpoint.load
     anew = 0, total_iterations(config, schedule)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.failures import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
+from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
     "out of memory", "hang", "time-out", "lost rank", "refused", "crash"

@@ -18,7 +18,7 @@ from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
 from megatron.parallel.processes import gpus_here
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.search.command import headroom_bytes
+from megatron.planner.search.space import headroom_bytes
 from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted

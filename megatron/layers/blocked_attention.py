@@ -85,7 +85,7 @@ class _Rows:
 def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Map q [s, b, groups, share, d], k and v [s, b, groups, d] to (out like q, logarithms [b groups, s share])."""
     slopes, fused, law = settings
-    s, b, groups, share, d = q.shape
+    s, b, groups, share, _ = q.shape
     out = q.new_empty(q.shape)
     queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
     logarithms = q.new_empty(b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -111,7 +111,7 @@ def _backward(
 ) -> None:
     """Fill dq, dk and dv; dout and out are like q, contiguous."""
     slopes, fused, law = settings
-    s, b, groups, share, _ = q.shape
+    s, b, groups, share, d = q.shape
     gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
     row_dots = kernel.row_dots if fused else kernel.dots_reference
     dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()

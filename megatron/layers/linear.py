@@ -32,8 +32,8 @@ from megatron.parallel import collectives
 from megatron.parallel.sink import deliver, sink_of
 
 LEAST_TOKENS = 256
-"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs, so that few tiles are
-half empty."""
+"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs, so that few tiles
+are half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 Each rank has a record of fixed size, a page of a file that all ranks of its node map into memory (flight_file.py): step
 and phase, the last instruction of the schedule, the last collective or message that it entered and whether it has left
 it, and how many collectives it has posted in each kind of group. Writing makes no system call and takes no lock. So a
-rank that is stopped, stuck in a kernel or dead is described by its neighbours (megatron.training.watchdog).
+rank that is stopped, stuck in a kernel or dead is described by its neighbours (megatron.training.safety.watchdog).
 
 Needs no torch.
 """

@@ -6,12 +6,13 @@ bubble. Times are counted in whole ticks, a power of two of the caller's unit, s
 """
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 
 import numpy as np
 
-from megatron.pipeline.instructions import Op
+from megatron.pipeline.instructions import Instruction, Op
 from megatron.pipeline.lists import Costs, Lists, Numbers, Times, run
 from megatron.pipeline.orders import ORDERS, AnyOrder, check_sizes
 from megatron.pipeline.replay import Span, Timeline
@@ -61,16 +62,20 @@ def run_pipeline(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1)  # a plot and a trace are made of the same run
 def timeline(run: PipelineRun) -> Timeline:
     """For each rank of a run its passes with start and end, in order. Takes memory for large pipelines."""
     lists, done, scale = _run(run.pipeline)
-    starts, ends = (done.starts / scale).tolist(), (done.ends / scale).tolist()
-    return Timeline(tuple(
-        tuple(
-            Span(i, starts[row], ends[row])
-            for row, i in enumerate(lists.instructions(rank), int(lists.offsets[rank])) if i.op <= Op.BACKWARD_WEIGHT
-        ) for rank in range(len(lists))
-    ))  # fmt: skip
+    ops, ranks = tuple(Op), []
+    for first, end in itertools.pairwise(lists.offsets.tolist()):
+        rows = first + np.flatnonzero(lists.rows[first:end, 0] <= Op.BACKWARD_WEIGHT)
+        times = (of[rows] / scale for of in (done.starts, done.ends))
+        ranks.append(tuple(
+            Span(Instruction(ops[op], stage, micro_batch), start, end)
+            for (op, stage, micro_batch), start, end in zip(
+                lists.rows[rows].tolist(), *(of.tolist() for of in times), strict=True)
+        ))  # fmt: skip
+    return Timeline(tuple(ranks))
 
 
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:

@@ -19,7 +19,7 @@ MessageSeconds = Callable[[str, float], float]
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
-    """One for each machine and format: what it has computed once is kept."""
+    """Return the rates of a machine and format, one object for each: it keeps what it has computed."""
     return Rates(cluster, dtype_name)
 
 
@@ -36,14 +36,14 @@ def seconds_of(operation: Computation, rates: Rates) -> float:
 
 
 def crowding(config: Config, cluster: Cluster) -> float:
-    """How many ranks share a core while all of a node compute; 1 where devices compute by themselves."""
+    """Count the ranks that share a core while all of a node compute; 1 where devices compute by themselves."""
     if cluster.shared_cores is None:
         return 1.0
     return max(1.0, min(config.parallel.world_size, cluster.devices_per_node) / cluster.shared_cores)
 
 
 class PassSeconds(NamedTuple):
-    """Of one pass: computations, those of recomputation, and waiting for messages."""
+    """Seconds of one pass: computations, those of recomputation, and waiting for messages."""
 
     compute: float
     again: float
@@ -56,7 +56,8 @@ class PassSeconds(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
-    """(messages and the seconds of computations between them, seconds of computations, of recomputation)."""
+    """Return messages with the seconds of computations between them, and the seconds of computations and of
+    recomputation."""
     found: list[float | Post | Wait] = []
     sums = {False: 0.0, True: 0.0}
     since = 0.0

@@ -11,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from megatron.errors import ConfigError
 from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
@@ -24,17 +27,16 @@ CLUSTERS = Path(__file__).with_name("clusters")
 
 # -- dataclasses as TOML files -----------------------------------------------------------------------------------------
 #
-# Each field names its key (`at`); its annotation tells how it is read, checked and written. Annotations are text,
-# Literal, the numbers below, and tuples, mappings and NamedTuples of these. A NamedTuple with defaults is a table in
-# the file; any other one is a row, as are the entries of a mapping whose keys are numbers.
+# Each field names its key (`at`); pydantic reads and checks it by its annotation. A NamedTuple with defaults is a table
+# in the file; any other one is a row, as are the entries of a mapping whose keys are tuples.
 
 _MOST_BYTES = 1 << 22  # of a file: measured ones have some ten thousand
-_MOST = {int: 10**7, float: 1e30}  # nodes, devices, cores; seconds, TFLOP/s, GB/s
+_MOST_COUNT, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
 
-Whole = Annotated[int, "a whole number"]
-Count = Annotated[int, "a whole number above 0"]
-Number = Annotated[float, "a number"]
-Positive = Annotated[float, "a number above 0"]
+Whole = Annotated[int, Strict(), Field(ge=0, le=_MOST_COUNT)]
+Count = Annotated[int, Strict(), Field(gt=0, le=_MOST_COUNT)]
+Number = Annotated[float, Strict(), Field(ge=0, le=_MOST)]
+Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
 def at(key: str, default: Any = dataclasses.MISSING) -> Any:
@@ -70,10 +72,14 @@ class Facts:
             if default is dataclasses.MISSING:
                 raise self.error(key, "is missing: see the files of known machines for what it is")
             return default
+        if get_origin(kind) is Mapping and get_args(kind)[0] is not str and isinstance(value, list):
+            value = {tuple(row[:-1]): row[-1] for row in value if isinstance(row, list) and row}
         try:
-            return _read(value, kind)
-        except (ValueError, TypeError) as error:  # TypeError: a row that is no list
-            raise self.error(key, f"expected {error}, got {value!r}") from error
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = "".join(f"[{place}]" for place in first["loc"])
+            raise self.error(key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()) from None
 
     def take_fields(self, of: type[Any]) -> dict[str, Any]:
         """Read the fields of a dataclass that name a key."""
@@ -97,46 +103,6 @@ class Facts:
                 yield from self._unknown(value, f"{key}.")
             else:
                 yield key
-
-
-def _read(value: Any, kind: Any) -> Any:
-    """Convert a value of a TOML file as an annotation says. Raises ValueError with what was expected instead."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        of, words = args
-        _require(type(value) is int or (of is float and type(value) is float), words)
-        _require(0 <= value <= _MOST[of] and (value > 0 or "above" not in words), words)
-        return of(value)
-    if origin is Literal:
-        _require(value in args, f"one of {', '.join(args)}")
-        return value
-    if type(None) in args:  # which a file has no value for
-        return _read(value, args[0])
-    if kind is str:
-        _require(isinstance(value, str), "a text")
-        return value
-    if origin is Mapping and args[0] is str:
-        _require(isinstance(value, dict), "a table")
-        return {name: _read(item, args[1]) for name, item in value.items()}
-    if origin is None and kind._field_defaults:
-        hints = get_type_hints(kind, include_extras=True)
-        needed = hints.keys() - kind._field_defaults.keys()
-        _require(isinstance(value, dict) and needed <= value.keys() <= hints.keys(), f"a table of {', '.join(hints)}")
-        return kind(**{name: _read(item, hints[name]) for name, item in value.items()})
-    _require(isinstance(value, list), "a list")
-    if origin is Mapping:
-        return {_read(row[:-1], args[0]): _read(row[-1], args[1]) for row in value}
-    kinds = args or tuple(get_type_hints(kind, include_extras=True).values())
-    if kinds[-1] is ...:
-        kinds = kinds[:1] * len(value)
-    _require(len(value) == len(kinds), f"{len(kinds)} entries")
-    row = tuple(_read(item, of) for item, of in zip(value, kinds, strict=True))
-    return row if origin is tuple else kind(*row)
-
-
-def _require(holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(expected)
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

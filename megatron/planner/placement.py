@@ -9,7 +9,6 @@ tests/planner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.model.formulas import ring_bytes
-from megatron.model.stages import assign_layers
 from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
@@ -155,7 +153,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
     elif given.device_order is not None:
-        _check_device_order(given.device_order, cluster)
+        check_device_order(given.device_order, cluster)
         device_orders = (given.device_order,)
     sent = step_messages(config, cluster.device_type)
     rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
@@ -171,7 +169,7 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
 def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
     """Return the placement with these orders. Raises ConfigError as choose_placement does."""
     if len(device_order) != _devices_used(config, cluster):
-        _check_device_order(device_order, cluster)
+        check_device_order(device_order, cluster)
     return Placement(cluster, _layout(config, rank_order), device_order)
 
 
@@ -182,12 +180,17 @@ def _layout(config: Config, order: str) -> Layout:
     )
 
 
-def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
+def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:
+    """Raise ConfigError, which begins with what was given, for an order that is not all devices of a node once each."""
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
-            f"--device-order {','.join(map(str, order))} does not name each device of a node of {cluster.name} once: "
-            f"they are 0 to {cluster.devices_per_node - 1}, as in {','.join(map(str, cluster.local_order))}"
+            f"{given or f'--device-order {plain(order)}'} does not name each device of a node of {cluster.name} once: "
+            f"they are 0 to {cluster.devices_per_node - 1}, as in {plain(cluster.local_order)}"
         )
+
+
+def plain(order: tuple[int, ...]) -> str:
+    return ",".join(map(str, order))
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
@@ -234,30 +237,6 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-class RankRow(NamedTuple):
-    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
-
-    rank: int
-    node: int
-    device: int
-    nic: str
-    tp: int
-    dp: int
-    pp: int
-    chunks: tuple[range, ...]
-
-
-def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
-    """Yield node, device, network card, coordinates and layers of every rank of a placement."""
-    parallel, cluster = config.parallel, placement.cluster
-    layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
-    chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
-    for rank in range(parallel.world_size):
-        node, device = placement.place(rank)
-        tp, dp, pp = placement.layout.coordinates(rank)
-        yield RankRow(rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp])
-
-
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
     """Render both orders, and the seconds of a step's messages beside those of the naive placement."""
     layout, naive = placement.layout, naive_placement(config, placement.cluster)
@@ -280,4 +259,4 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
 
 
 def _orders(placement: Placement) -> str:
-    return f"rank order {placement.layout.order}, device order {','.join(map(str, placement.device_order))}"
+    return f"rank order {placement.layout.order}, device order {plain(placement.device_order)}"

@@ -1,4 +1,4 @@
-"""What Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to estimate by and to compare with."""
+"""Results that Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to compare with."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ MODELS = (
 
 
 def published(num_layers: int | None, hidden_size: int | None) -> Published | None:
-    """Their model of these sizes; None for others.
+    """Find their model of these sizes; None for others.
 
     >>> published(96, 12288).name
     '175b'
@@ -53,5 +53,5 @@ def published(num_layers: int | None, hidden_size: int | None) -> Published | No
 
 
 def published_by_name(name: str) -> Published | None:
-    """Their model of this name, such as '175b'."""
+    """Find their model of this name, such as '175b'."""
     return next((m for m in MODELS if m.name == name.lower()), None)

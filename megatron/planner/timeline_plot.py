@@ -1,7 +1,7 @@
-"""Pictures of a pipeline's step: what each rank computes when. Need matplotlib.
+"""Picture of a pipeline's step: what each rank computes when. Needs matplotlib.
 
-Of a step with more passes than can be told apart only its begin and its end are drawn, where the pipeline fills and
-empties; between the two it does the same over and over.
+Of a step with too many passes to tell apart, only the beginning and the end are drawn, where the pipeline fills and
+empties; the rest repeats.
 """
 from __future__ import annotations
 
@@ -40,13 +40,24 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
     figure, axes = pyplot.subplots(
         len(windows), squeeze=False, layout="constrained", figsize=(16, 1.2 + len(windows) * (0.8 + min(8, 0.3 * size)))
     )
+    numbered = max(map(len, lanes.ranks)) <= _PASSES_AT_ONCE
     for (start, end), panel in zip(windows, axes[:, 0], strict=True):
-        seen: dict[str, Any] = {}
+        alike: dict[tuple[Op, int], list[tuple[int, Span]]] = {}  # drawn at once: by kind and chunk, with their ranks
         for rank, spans in enumerate(lanes.ranks):
             for span in spans:
                 if span.end > start and span.start < end:
-                    name, bar = _draw(panel, span, rank, size, chunks, numbered=len(spans) <= _PASSES_AT_ONCE)
-                    seen.setdefault(name, bar)
+                    alike.setdefault((span.instruction.op, span.instruction.stage // size), []).append((rank, span))
+        seen: dict[str, Any] = {}
+        for (op, chunk), passes in alike.items():
+            name, colour = _KINDS[op]
+            bars = panel.barh(
+                [rank for rank, _ in passes], [span.end - span.start for _, span in passes], 0.9,
+                [span.start for _, span in passes], color=colour, alpha=1 - 0.6 * chunk / chunks, edgecolor="white",
+            )  # fmt: skip
+            seen.setdefault(name, bars)
+            if numbered:
+                numbers = [str(span.instruction.micro_batch) for _, span in passes]
+                panel.bar_label(bars, numbers, label_type="center", fontsize=6)
         panel.legend(seen.values(), seen.keys(), loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
         panel.set(xlim=(start, end), ylim=(size - 0.5, -0.5), xlabel="time", ylabel="pipeline rank", facecolor=_IDLE)
     figure.suptitle(title)
@@ -54,18 +65,7 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
 
 
 def _windows(lanes: Timeline) -> Sequence[tuple[float, float]]:
-    """The whole step, or its begin and its end."""
+    """Return the whole step, or its beginning and its end."""
     end = lanes.makespan
     part = end * _PASSES_AT_ONCE / 2 / max(map(len, lanes.ranks))
     return [(0.0, end)] if part >= end / 2 else [(0.0, part), (end - part, end)]
-
-
-def _draw(panel: Any, span: Span, rank: int, size: int, chunks: int, *, numbered: bool) -> tuple[str, Any]:
-    """Draw a pass, with its micro-batch if it is to be numbered; (its kind, the bar)."""
-    op, stage, micro_batch = span.instruction
-    name, colour = _KINDS[op]
-    alpha = 1 - 0.6 * (stage // size) / chunks
-    bar = panel.barh(rank, span.end - span.start, 0.9, span.start, color=colour, alpha=alpha, edgecolor="white")
-    if numbered:
-        panel.bar_label(bar, [str(micro_batch)], label_type="center", fontsize=6)
-    return name, bar

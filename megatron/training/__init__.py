@@ -1,1 +1,1 @@
-"""The run: set-up, loop, evaluation, batch ramp-up, metrics and logs, text generation."""
+"""The run (`run`), its reports (`report`) and what protects it (`safety`)."""

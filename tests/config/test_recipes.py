@@ -12,9 +12,10 @@ from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
-from megatron.planner.placement import choose_placement, rank_rows
-from megatron.planner.recipes import RECIPES, Recipe
+from megatron.planner.placement import choose_placement
 from tools import show_recipe
+from tools.show_placement import rank_rows
+from tools.show_recipe import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/frontier.md"

@@ -21,7 +21,7 @@ from megatron.jobs.experiment import Experiment, least_time_s, state_of
 from megatron.jobs.points import KINDS, Cost, Point, Request, bubble_of, cost, plan
 from megatron.jobs.runner import START_UP_S, Place, Runner
 from megatron.planner.cluster import load_cluster
-from megatron.training.micro_batches import BatchSchedule
+from megatron.training.run.batches import BatchSchedule
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops

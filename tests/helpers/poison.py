@@ -14,7 +14,7 @@ from tests.helpers.fault_points import on
 
 def poisoned(poison: dict[str, Any]) -> None:
     """From now on `train` of this process strikes as `poison` says."""
-    from megatron.training import setup
+    from megatron.training.run import setup
 
     plain = setup.train
 
@@ -71,7 +71,7 @@ def flip_bit(p: torch.Tensor) -> None:
 def flipped(name: str, step: int) -> None:
     """A bit of this process's copy of the parameter `name` changes when step `step` of its run is over."""
     from megatron.parallel.sharding import sharding_of
-    from megatron.training import setup
+    from megatron.training.run import setup
 
     plain = setup.train
 

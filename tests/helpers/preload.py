@@ -23,7 +23,7 @@ import pytest  # noqa: E402, F401
 import megatron.checkpoint.load  # noqa: E402
 import megatron.checkpoint.save  # noqa: E402
 import megatron.model.gpt  # noqa: E402
-import megatron.training.run  # noqa: E402, F401
+import megatron.training.run.setup  # noqa: E402, F401
 import tests.helpers.training  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):  # DeepSpeed's initialize takes it where it is there

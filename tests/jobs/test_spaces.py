@@ -14,7 +14,7 @@ from megatron.config.command_line import parse_plan
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, Machine, enumerate_candidates
 from megatron.jobs.space import Value, load_space
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.recipes import RECIPES
+from tools.show_recipe import RECIPES
 
 ANYWHERE = Machine(None, 8, 16)
 WHOLE = pytest.mark.campaign("search")

@@ -19,9 +19,9 @@ from megatron.planner.placement import (
     naive_placement,
     place_with,
     placement_cost,
-    rank_rows,
 )
 from tests.planner.layouts import made
+from tools.show_placement import rank_rows
 
 FRONTIER = load_cluster("frontier")
 LINKS = node_links(FRONTIER)

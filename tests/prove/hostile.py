@@ -137,8 +137,8 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planner.search.command", "megatron.jobs.tune",
-    "megatron.jobs.check_job", "megatron.planner.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planner.search.tables", "megatron.jobs.tune",
+    "megatron.jobs.check_job", "megatron.planner.dryrun.rehearsal", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 
 

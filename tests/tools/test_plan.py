@@ -14,8 +14,8 @@ import pytest
 from megatron.config.command_line import parse_plan
 from megatron.config.layout import Layout
 from megatron.planner.cluster import load_cluster
-from megatron.planner.search.script import flags_of
 from megatron.planner.search.space import Space, make_config
+from megatron.planner.search.tables import flags_of
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
@@ -154,7 +154,7 @@ def test_mistakes(capsys, words, parts):
 
 
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("megatron.planner.search.command.search", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("tools.plan.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
     for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")],
                   ["--nodes", "99999"], ["--layout", "nodes=99999"]):  # fmt: skip

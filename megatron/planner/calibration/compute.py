@@ -1,4 +1,4 @@
-"""What one device computes: the products, attention and memory-bound kernels of a model, the optimizer's update.
+"""Tasks that measure one device: the products, attention and memory-bound kernels of a model, the optimizer's update.
 
 What a trace of the model lists (planner/recorder.py) is called as the code calls it: the same operators, with tensors
 of the same shapes and strides. In each call they are others, as in a model that no cache holds, and so are outputs.
@@ -27,7 +27,7 @@ from megatron.planner.calibration.tasks import Make, Task, Work
 from megatron.planner.rates import BACKWARD_OPERATIONS
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
-from megatron.planner.timing.update import bytes_per_element
+from megatron.planner.timing.estimate import bytes_per_element
 from megatron.planner.trace import that_counts
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it
 
 
 def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)) -> list[Task]:
-    """All tasks of one device, for the shapes of a model cut over these tensor-parallel sizes; attention also for
+    """List all tasks of one device, for the shapes of a model cut over these tensor-parallel sizes; attention also for
     sequences of other lengths."""
     found: dict[tuple[str, tuple[float, ...]], Task] = {}
     s = config.model.seq_length
@@ -59,7 +59,7 @@ def _calls(
     config: Config, device: torch.device, tensor_size: int, micro_batch: int, seq: int,
     parts: tuple[str, ...] = ("embedding", "layer", "head"),
 ) -> list[Calls]:
-    """What a model computes for one micro-batch on one of so many tensor ranks, without recomputation."""
+    """List what a model computes for one micro-batch on one of so many tensor ranks, without recomputation."""
     longest = max(seq, config.model.max_position_embeddings)
     model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
     batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
@@ -100,7 +100,7 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
-    """Work that calls all of these operators, each time on the next of several sets of tensors."""
+    """Make work that calls all of these operators, each time on the next of several sets of tensors."""
     empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
     n_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values())
 
@@ -122,8 +122,8 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Tasks of what a model lists: its products and attention one by one, its memory-bound kernels of a kind together,
-    each once, by their mean size."""
+    """Generate the tasks of a model: products and attention one by one; memory-bound kernels of a kind together, each
+    once, by their mean size."""
     dtype_name, kinds = config.precision.dtype_name, dict[str, dict[Any, Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:

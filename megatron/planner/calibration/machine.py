@@ -5,26 +5,93 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.engine.assemble import build_executor
+from megatron.engine.engine import Engine
 from megatron.model.formulas import peak_tflops
+from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import environment
 from megatron.parallel.rendezvous import connect
-from megatron.parallel.topology import Group
+from megatron.parallel.topology import Group, Layout, Topology
 from megatron.planner.calibration.compute import compute_tasks
-from megatron.planner.calibration.host import HostSeconds, host_seconds
-from megatron.planner.calibration.messages import kinds_of_groups, message_tasks, open_groups
-from megatron.planner.calibration.tasks import measure
+from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
-from megatron.training.setup import set_up_host
+from megatron.training.run.setup import set_up_host
+
+FEW, MANY = 1, 5
+SEQUENCE = 16
+_KIND = (
+    "swiglu", "squared_relu", "openai_gelu", "normalization", "add_bias_linear", "position_embedding_type",
+    "untie_embeddings_and_output_weights", "bf16", "fp16", "fp32_residual_connection", "attention_backend",
+)  # fmt: skip
+
+
+class HostSeconds(NamedTuple):
+    """Seconds of one layer's forward and backward pass, of a micro-batch without layers, and of the rest of a step."""
+
+    forward: float
+    backward: float
+    micro_batch: float
+    step: float
+
+
+def tiny(config: Config, layers: int) -> Config:
+    """Configure the same kind of model with hardly any data."""
+    kind = {name: config.given[name] for name in _KIND if name in config.given}
+    return Config.create(
+        num_layers=layers, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, seq_length=SEQUENCE,
+        vocab_size=64, attention_dropout=0.0, hidden_dropout=0.0, global_batch_size=1, world_size=1, **kind,
+    )  # fmt: skip
+
+
+def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
+    """Measure in a process that is alone in its job, for about `seconds`.
+
+    On a GPU these are the times after which the host may go on, without those of the device.
+    """
+    few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
+    forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
+    return HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
+
+
+def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
+    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a micro-batch by the executor,
+    and of the optimizer's step."""
+    topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
+    chunks = build_chunks(config, topology)
+    engine = Engine(config, topology, chunks)
+    executor, chunk = build_executor(config, topology, chunks, engine), next(iter(chunks.values())).train()
+    tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device=device)
+    batch = MicroBatch(
+        tokens=tokens, labels=tokens, loss_mask=torch.ones(1, SEQUENCE, device=device),
+        position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0), cu_seqlens=None, first_sample=0,
+    )  # fmt: skip
+    passed = list[torch.Tensor]()
+    pieces: tuple[Callable[[], object], ...] = (
+        lambda: passed.append(chunk(batch, None, late_loss=True)), lambda: passed.pop().backward(),
+        engine.clear_gradients, lambda: executor.train([batch], loss_scale=engine.loss_scale),
+        lambda: engine.step(1e-4),
+    )  # fmt: skip
+    begin, found = time.perf_counter(), [list[float]() for _ in pieces]
+    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
+        for piece, took in zip(pieces, found, strict=True):
+            start = time.perf_counter()
+            piece()
+            took.append(time.perf_counter() - start)
+    return [statistics.median(took[1:]) for took in found]  # the first is a warm-up
+
 
 _HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
 """Shares of the time for what the host does, and of the rest for computations where there are messages."""
@@ -37,8 +104,9 @@ Points = dict[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class Found:
-    """What processes measured. points: by figure; the rest says on what.
+    """The measurements of all processes.
 
+    points   by figure; the other fields say on what they were taken
     threads  of each process; cores: of a node that the processes may use; memory_gib: of a device, or of a CPU node
     """
 
@@ -77,8 +145,8 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """On the first rank the points of all figures: of what each process does by itself the mean, of messages the
-    slowest process."""
+    """Measure; the first rank returns the points of all figures: the mean over processes of what each does alone, and
+    messages of the slowest process."""
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
@@ -106,7 +174,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 
 
 def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
-    """Powers of two within a node by which heads and MLP divide."""
+    """List the powers of two within a node by which heads and MLP divide."""
     model = config.model
     divided = (model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size)
     sizes = [1 << i for i in range(per_node.bit_length())]
@@ -146,8 +214,8 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
 
 
 def _overheads(found: Found) -> dict[str, float]:
-    """Seconds of the host; of a GPU only those of a step: there it runs ahead of the device, and the rest is not
-    seen."""
+    """Return the seconds of the host; with a GPU only those of a step: it runs ahead of the device, which hides the
+    rest."""
     host = found.host
     if found.device_type != "cpu":
         return {"step_overhead_s": host.step}

@@ -1,27 +1,101 @@
-"""Follows what one rank of a job allocates and posts, over tensors without data."""
+"""Record of what one rank of a job allocates and posts, over tensors without data, and the checks of what is posted."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import unittest.mock
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.parallel.flight import FlightRecorder
-from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.planner import tensors
-from megatron.planner.dryrun.checks import Collective, Message
 from megatron.planner.events import Give, Take
 from megatron.planner.tensors import Work
+
+
+class Finding(NamedTuple):
+    """A problem of a rank.
+
+    kind  "memory", "messages" or "error" (the code could not run)
+    """
+
+    kind: str
+    rank: int
+    text: str
+
+
+class Message(NamedTuple):
+    """One message between two pipeline ranks, as one of them posts it."""
+
+    instruction: Instruction
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} of {self.dtype} ({self.instruction})"
+
+
+class Collective(NamedTuple):
+    """One collective of a group, as one member posts it.
+
+    shapes   of what goes in, then of what comes out
+    content  the dtype, or what is said where that is no tensor
+    """
+
+    call: str
+    shapes: tuple[tuple[int, ...], ...]
+    content: str
+
+    def __str__(self) -> str:
+        return f"{self.call} {' -> '.join(str(list(shape)) for shape in self.shapes)} of {self.content}"
+
+
+Collectives = Mapping[tuple[int, ...], Sequence[Collective]]
+"""The collectives of one rank by the ranks of the group, in order."""
+
+
+def check_messages(
+    rank: int, posted: Sequence[Message], plan: Sequence[Instruction], shape: tuple[int, ...], dtype: str
+) -> list[Finding]:
+    """Find the first message of a rank that is not its schedule's, or not of this shape and dtype.
+
+    Messages have no tags: the n-th that one rank sends to another is the n-th that the other receives from it. A
+    schedule's own lists go together (pipeline/schedule.py), so each rank is held to its list.
+    """
+    expected = [Message(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
+    for n, (here, there) in enumerate(itertools.zip_longest(posted, expected), 1):
+        if here != there:
+            text = f"its message {n} is {here or 'missing'}, and the other side waits for {there or 'none'}"
+            return [Finding("messages", rank, text)]
+    return []
+
+
+def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
+    """Find, for each two ranks that are members of one group, the first collective that they do not both post."""
+    findings = []
+    for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
+        for group in dict.fromkeys((*of_a, *of_b)):
+            if a not in group or b not in group:
+                continue
+            for n, (x, y) in enumerate(itertools.zip_longest(of_a.get(group, ()), of_b.get(group, ())), 1):
+                if x != y:
+                    ranks = ", ".join(map(str, group[:4])) + (f", ... {group[-1]}" if len(group) > 4 else "")
+                    text = f"collective {n} in the group of ranks {ranks} is {x or 'missing'}"
+                    findings.append(Finding("messages", a, f"{text}, on rank {b} {y or 'missing'}"))
+                    break
+    return findings
+
 
 _aten = torch.ops.aten
 
 
 class Follower(tensors.Follower):
-    """Keeps what is taken and given back, and what is posted.
+    """Record tensors that are taken and given back, and messages that are posted.
 
     device       "cpu", or "meta" for a GPU
     steps        in order; a storage that changes its category is given back and taken again
@@ -103,7 +177,7 @@ class Follower(tensors.Follower):
             self._of(group).append(Collective(name, shapes, _word(posted[0].dtype) if posted else ""))
 
     def gather_objects(self, found: list[Any], mine: Any, group: Any = None) -> None:
-        """In place of dist.all_gather_object: every member has the same to say. What it was is compared later."""
+        """Stand in for dist.all_gather_object: every member gives the same. The content is compared later."""
         self._of(dist.group.WORLD if group is None else group).append(Collective("all_gather_object", (), repr(mine)))
         found[:] = [mine] * len(found)
 
@@ -115,7 +189,7 @@ class Follower(tensors.Follower):
 
 
 class _Flight(FlightRecorder):
-    """Hears from the executor what it does."""
+    """A flight recorder that hands the executor's instructions on."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
@@ -140,7 +214,7 @@ def _word(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Inside, tensors on the follower's device have no data, and what is done with them is followed."""
+    """Follow operations on tensors of the follower's device, which have no data inside this context."""
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
         yield

@@ -24,18 +24,17 @@ from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
-from megatron.planner.dryrun.checks import Collectives, Message
-from megatron.planner.dryrun.follower import Follower, followed
+from megatron.planner.dryrun.follower import Collectives, Follower, Message, followed
 from megatron.planner.events import Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, fullest
-from megatron.training.streams import reads_data
+from megatron.training.run.data import reads_data
 
 _LARGEST = 3
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What came of one rank's steps.
+    """The result of one rank's steps.
 
     parameters   elements on the device, padding included
     peak         memory at the fullest moment of a training step
@@ -60,13 +59,13 @@ class RankRun:
 
     @property
     def needed_bytes(self) -> float:
-        """The most at any time."""
+        """The most memory at any time."""
         return max(self.peak.total, self.setup_bytes)
 
 
 @contextlib.contextmanager
 def member(config: Config, rank: int, device: str, flight: FlightRecorder | None = None) -> Iterator[Topology]:
-    """The topology of `rank` over a process group whose messages go nowhere; nothing of it is left afterwards.
+    """Yield the topology of `rank` over a process group whose messages go nowhere; nothing of it is left afterwards.
 
     Raises ConfigError where this process has a process group already.
     """
@@ -175,7 +174,7 @@ def _fullest(
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:
-    """All micro-batches of a step; empty ones on a stage that reads no data, as in a run."""
+    """Make all micro-batches of a step; empty ones on a stage that reads no data, as in a run."""
     count, b, s = config.num_micro_batches(), config.batch.micro_batch_size, config.model.seq_length
     if not reads_data(config, topology):
         empty = torch.empty(0)

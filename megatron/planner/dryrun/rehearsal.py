@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,27 @@ from typing import Any
 import torch
 
 from megatron.config import Config
+from megatron.config.command_line import parse_plan
+from megatron.config.pieces import PLAIN, Pieces
+from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
+from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from megatron.pipeline.orders import group_sizes
 from megatron.pipeline.schedule import build_schedule
-from megatron.planner.cluster import Cluster
-from megatron.planner.dryrun.checks import Finding, check_collectives, check_messages
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.dryrun.follower import Finding, check_collectives, check_messages
 from megatron.planner.dryrun.rank import RankRun, run_rank
 from megatron.planner.memory import CATEGORIES, sized_model
 from megatron.planner.placement import choose_placement
+from megatron.planner.table import Table
 
 GIB = 2.0**30
 RESERVE_GIB = 2.0
-"""Of a GPU's memory, for what no tensor shows: the runtime's context and code, the communication library's buffers, the
+"""A GPU's memory for what no tensor shows: the runtime's context and code, the communication library's buffers, the
 workspaces of matrix products, and what the allocator cannot reuse. Assumed; it was measured nowhere."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -43,7 +49,7 @@ _HELPS = {
     "activations": _LESS_AT_A_TIME, "temporary": _LESS_AT_A_TIME, "buffers": _LESS_AT_A_TIME,
     "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits at once)",
 }  # fmt: skip
-"""What makes each category smaller."""
+"""Flags that make each category smaller."""
 
 
 # -- which ranks, and how long -----------------------------------------------------------------------------------------
@@ -59,7 +65,7 @@ class Member:
 
 
 def layout_of(config: Config) -> Layout:
-    """The sizes of the job's directions, in the order of its ranks."""
+    """Return the sizes of the job's directions, in the order of its ranks."""
     parallel = config.parallel
     return Layout(
         parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size,
@@ -68,7 +74,7 @@ def layout_of(config: Config) -> Layout:
 
 
 def members_of(config: Config) -> list[Member]:
-    """One rank of every distinct kind, in pipeline order, then those that are only compared.
+    """Choose one rank of every distinct kind, in pipeline order, then those that are only compared.
 
     Of a kind are pipeline ranks with as many layers in each chunk, with and without embedding and head alike. The first
     one is run, which has the most micro-batches in flight; under zb-h1, where later ranks keep more of what waits for
@@ -95,7 +101,7 @@ def members_of(config: Config) -> list[Member]:
 
 
 def enough_micro_batches(config: Config) -> int:
-    """So many micro-batches that a step with more of them needs no more memory, nor other messages between passes.
+    """Count the micro-batches after which a step needs no more memory, nor other messages between passes.
 
     After its warm-up a rank alternates between one forward and one backward pass, so that what it holds repeats from
     round to round (a round is one micro-batch, with several chunks a group of at least as many as there are ranks). The
@@ -164,7 +170,7 @@ def rehearse(
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """With GPT-2's vocabulary where only the tokenizer's files would tell, and the order of ranks that a run takes.
+    """Settle the vocabulary, GPT-2's where only the tokenizer's files would tell, and the order of ranks as in a run.
 
     Raises ConfigError for a job that the cluster cannot hold.
     """
@@ -181,7 +187,7 @@ def device_of(cluster: Cluster | None) -> str:
 
 
 def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
-    """Bytes that one rank may use; None where nobody says what it has."""
+    """Return the bytes that one rank may use; None where its memory is unknown."""
     reserve = RESERVE_GIB * GIB if device == "gpu" else 0.0
     if cluster is not None:
         return GIB * cluster.memory_gib - reserve
@@ -219,7 +225,7 @@ def _too_much(run: RankRun, capacity: float) -> Finding:
 
 
 def gib(n_bytes: float) -> str:
-    """Bytes in GiB.
+    """Write bytes in GiB.
 
     >>> gib(3 * 2**30), gib(5 * 2**20), gib(0)
     ('3.00', '0.00488', '0')
@@ -228,12 +234,12 @@ def gib(n_bytes: float) -> str:
 
 
 def decimal(value: float) -> str:
-    """A number in few digits."""
+    """Write a number in few digits."""
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
 def _describe(error: BaseException) -> str:
-    """What an exception says, and the line of the run's code that it came from."""
+    """Describe an exception, with the line of the run's code that it came from."""
     text = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}".rstrip(": ")
     frames = [
         f"{path.relative_to(_PACKAGE.parent)}:{frame.lineno}"
@@ -241,3 +247,117 @@ def _describe(error: BaseException) -> str:
         if (path := Path(frame.filename)).is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "planner")
     ]
     return f"{text} ({frames[-1]})" if frames else text
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+EXIT_DOES_NOT_RUN = 3
+_WIDTH = 120
+_ACROSS = 8  # kinds of ranks in one table
+
+
+def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
+    """Print what a job of these flags would need, and return the exit code. `launched` processes were started, of
+    which this is the first: --world-size, where it is not given. Raises ConfigError."""
+    words = list(arguments)
+    if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
+        words += ["--world-size", str(launched)]
+    config = parse_plan(words, pieces)
+    name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
+    cluster = None if name in ("", "none") else load_cluster(name)
+    config, unknown = with_vocabulary(config)
+    assumed = "GPT-2's vocabulary" if config.model.vocab_size is None else f"--vocab-size {config.model.vocab_size}"
+    notes = [f"{unknown}: {assumed} is taken"] if unknown else []
+    if config.checkpoint.use_checkpoint_args:
+        notes.append("--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given here")
+    config = settled(config, cluster)
+    print(_heading(config, cluster), flush=True)
+    found = rehearse(config, cluster)
+    print(render(found))
+    for note in (*notes, *config.notices):
+        print(f"note: {note}")
+    return EXIT_DOES_NOT_RUN if found.findings else 0
+
+
+def _heading(config: Config, cluster: Cluster | None) -> str:
+    layout, chunks = layout_of(config), config.parallel.num_chunks
+    machine = f"this machine's kind of device ({device_of(cluster)})"
+    if cluster is not None:
+        nodes = -(-layout.world_size // cluster.devices_per_node)
+        device = f"{cluster.device}, {cluster.memory_gib:g} GiB"
+        machine = f"{nodes} x {cluster.devices_per_node} devices of {cluster.name} ({device})"
+    return (
+        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+        f"{layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
+        f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
+        f"model: {parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
+        f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
+    )
+
+
+def render(found: Rehearsal) -> str:
+    """Show the memory of each kind of rank, what it rests on, what was checked and what is wrong."""
+    tables = [
+        _table(found, found.ranks[first : first + _ACROSS]).text(_WIDTH)
+        for first in range(0, len(found.ranks), _ACROSS)
+    ]
+    lines = [textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in _foot(found)]
+    return "\n".join([*tables, *lines])
+
+
+def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
+    """Categories down, kinds of ranks across."""
+    small = max(run.needed_bytes for run in found.ranks) < GIB / 10
+    unit, size = ("MiB", 2.0**20) if small else ("GiB", GIB)
+
+    def amounts(name: str, values: Iterable[float]) -> tuple[str, ...]:
+        return (name, *(decimal(value / size) for value in values))
+
+    rows = [
+        ("rank", *(str(run.rank) for run in ranks)),
+        ("stands for ranks", *(str(run.stands_for) for run in ranks)),
+        ("parameters", *(f"{run.parameters:,}" for run in ranks)),
+        *(amounts(name, (getattr(run.peak, name) for run in ranks)) for name in CATEGORIES),
+        amounts("in all, at the fullest", (run.peak.total for run in ranks)),
+        amounts("before the first step", (run.setup_bytes for run in ranks)),
+    ]
+    if (capacity := found.capacity_bytes) is not None:
+        rows.append(amounts("left", (capacity - run.needed_bytes for run in ranks)))
+    return Table("", (f"{unit} on each device", *(f"pp rank {run.pipeline_rank}" for run in ranks)), rows)
+
+
+def _foot(found: Rehearsal) -> Iterator[str]:
+    config, on_gpu = found.config, found.device == "gpu"
+    if found.capacity_bytes is not None:
+        reserve = (
+            f", {RESERVE_GIB:g} GiB less than a device has: an assumption for the runtime, the communication library "
+            f"and what the allocator cannot reuse" if on_gpu else ""
+        )
+        yield f"There are {gib(found.capacity_bytes)} GiB for each rank{reserve}."
+    if copy := max((run.copy_bytes for run in found.ranks), default=0):
+        yield f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank of a node."
+    if found.micro_batches < config.num_micro_batches():
+        yield (
+            f"Each rank took {found.micro_batches} of the {config.num_micro_batches()} micro-batches: after its "
+            f"warm-up it alternates between forward and backward passes, so that what it holds repeats."
+        )
+    if on_gpu:
+        yield "assumed: fused kernels are built for the device, and attention keeps no scores where no flag says so."
+    if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
+        yield "assumed: every sample is one document."
+    for finding in found.findings:
+        yield f"{_TITLES[finding.kind]}: rank {finding.rank}: {finding.text}."
+    if not found.findings:
+        messages = sum(len(run.messages) for run in found.ranks)
+        collectives = sum(len(calls) for run in found.ranks for calls in run.collectives.values())
+        yield (
+            f"checked: set-up and two steps run; {messages} messages have the other side they need; {collectives} "
+            f"collectives are the same on the members that were looked at."
+        )
+        yield "It runs, and it fits." if found.capacity_bytes is not None else (
+            "It runs. Whether it fits is not known: --cluster names a machine to compare with."
+        )
+
+
+_TITLES = {"memory": "DOES NOT FIT", "messages": "MESSAGES DIFFER", "error": "CANNOT RUN"}

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.config.layout import DIMENSIONS, Layout, kind_of_recompute, recompute_settings
-from megatron.config.parallel import RecomputeConfig
+from megatron.config.layout import DIMENSIONS, Layout, Wanted, kind_of_recompute, recompute_settings, write_value
+from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
 from megatron.parallel.pool import process_pool
 from megatron.planner.channels import Channels
+from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
-from megatron.planner.placement import Placement
-from megatron.planner.search.places import worthwhile_placements
+from megatron.planner.placement import Placement, check_device_order, place_with
 from megatron.planner.search.space import Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
@@ -38,8 +38,10 @@ Value = tuple[str, Any]
 
 
 class Ranked(NamedTuple):
-    """A layout by its score, seconds of a step per sample: by the folded cost, or on the clock where it is estimated.
-    memory: bytes on each device of the fullest pipeline rank, 0 where nobody asked yet."""
+    """A layout and its score: seconds of a step per sample, by the folded cost or, once estimated, on the clock.
+
+    memory  bytes on each device of the fullest pipeline rank, 0 while unknown
+    """
 
     score: float
     layout: Layout
@@ -51,7 +53,10 @@ class Ranked(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A layout that does not fit or is not valid. miss: bytes that it needs, 0 for another reason."""
+    """A layout that does not fit or is not valid.
+
+    miss  bytes that it needs, 0 for another reason
+    """
 
     reason: str
     example: str
@@ -60,7 +65,10 @@ class Rejected(NamedTuple):
 
 @dataclass
 class Found:
-    """What a search has found. estimated: the layouts that were estimated, the best first."""
+    """The result of a search.
+
+    estimated  the layouts that were estimated, the best first
+    """
 
     estimated: list[Ranked] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
@@ -69,14 +77,14 @@ class Found:
 
     @property
     def best(self) -> list[Ranked]:
-        """The best of each size."""
+        """Return the best layout of each size."""
         found: dict[Any, Ranked] = {}
         for one in self.estimated:
             found.setdefault(one.layout.sizes, one)
         return list(found.values())
 
     def by_value(self, per_node: int) -> dict[Value, Ranked]:
-        """The best layout with each (dimension, value); recomputation without numbers of layers."""
+        """Return the best layout with each (dimension, value); recomputation without numbers of layers."""
         return {value: one for one in reversed(self.estimated) for value in values_of(one.layout, per_node)}
 
     @property
@@ -102,7 +110,10 @@ def values_of(layout: Layout, per_node: int) -> list[Value]:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and the answers on single layouts. capacity: bytes of a device that a layout may use."""
+    """A space to search, and the answers on single layouts.
+
+    capacity  bytes of a device that a layout may use
+    """
 
     space: Space
     capacity: float
@@ -149,8 +160,12 @@ class Search:
             return _refused(error)
         return min(misfits, key=lambda rejected: rejected.miss)
 
-    def judge(self, ranked: Ranked) -> Ranked:
-        """Estimate a layout on the best of the placements."""
+    def judge(self, alike: Sequence[Ranked]) -> list[Ranked]:
+        """Estimate layouts whose schedule has the same lists, which are made once."""
+        return [self._judged(ranked) for ranked in alike]
+
+    def _judged(self, ranked: Ranked) -> Ranked:
+        """Estimate a layout on the best of its placements."""
         layout, cluster = ranked.layout, self.space.cluster
         config = self.space.config(layout)
         costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
@@ -164,7 +179,7 @@ class Search:
     # -- one layout ----------------------------------------------------------------------------------------------------
 
     def _too_big(self, sizes: Sequence[Layout]) -> Rejected | None:
-        """Why nothing of these sizes, of one micro-batch, fits; None where something does or is not valid."""
+        """Say why no layout of these sizes, of one micro-batch, fits; None where one fits or is not valid."""
         least: dict[int, Layout] = {}  # of each pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
@@ -194,7 +209,7 @@ class Search:
         return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
 
     def _folded(self, layout: Layout, config: Config) -> float:
-        """The score by the folded cost, on the placement that is best for the first variant of these sizes."""
+        """Score by the folded cost, on the placement that is best for the first variant of these sizes."""
         if layout.sizes not in self._known:
             first = _with(config, next(self.space.variants(layout)))
             channels = [channels for _, channels in self._placements(first)]
@@ -202,7 +217,7 @@ class Search:
         return folded_seconds(config, self.space.cluster, self._known[layout.sizes]) / layout.batch
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
-        """Those worth an estimate."""
+        """Return the placements worth an estimate, with their channels."""
         parallel, cluster = config.parallel, self.space.cluster
         key = (parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
                parallel.num_chunks > 1)  # fmt: skip
@@ -213,12 +228,13 @@ class Search:
         return known
 
     def _fullest(self, config: Config) -> RankMemory:
-        """The pipeline rank that needs most memory; of a layout that does not fit, one that is too big."""
+        """Find the pipeline rank that needs most memory; for a layout that does not fit, any that is too big."""
         device = self.space.cluster.device_type
         first = memory_of_ranks(config, device, ranks=(0,))[0]  # which holds most micro-batches
         if first.total > self.capacity:
             return first
-        return max(memory_of_ranks(config, device), key=lambda rank: (rank.total, -rank.rank))
+        others = range(1, config.parallel.pipeline_model_parallel_size)
+        return max((first, *memory_of_ranks(config, device, ranks=others)), key=lambda rank: (rank.total, -rank.rank))
 
     def _states(self, config: Config) -> tuple[float, int]:
         """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the rank)."""
@@ -241,7 +257,7 @@ def _refused(error: ConfigError) -> Rejected:
 
 
 def _with(config: Config, layout: Layout) -> Config:
-    """A configuration of the same sizes with other switches, which nobody has checked: to rank it."""
+    """Return a configuration of the same sizes with other switches, unchecked: good enough to rank it."""
     again = recompute_settings(layout.recompute)
     return dataclasses.replace(
         config,
@@ -290,7 +306,13 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                     heapq.heappush(ranked, answer)
                 else:
                     found.rejections.add(*answer)
-        found.estimated = sorted(run("judge", fit))
+        alike: dict[object, list[Ranked]] = {}
+        for one in fit:
+            pp, chunks, schedule, micro = one.layout[3:7]
+            micro_batches = one.layout.batch // (one.layout.replicas * micro)
+            alike.setdefault((pp, chunks, schedule, micro_batches), []).append(one)
+        judged = run("judge", sorted(alike.values(), key=len, reverse=True))
+        found.estimated = sorted(itertools.chain.from_iterable(judged))
     if outdone:
         found.rejections.add("slower by the formula than those that were estimated", "", times=outdone)
     found.seconds = time.monotonic() - start
@@ -314,7 +336,7 @@ def _in_process(task: tuple[str, Any]) -> Any:
 
 @contextmanager
 def _workers(given: Search, processes: int) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
-    """A function that answers tasks in their order."""
+    """Yield a function that answers tasks in their order."""
     if processes < 2:
         yield lambda kind, tasks: (getattr(given, kind)(task) for task in tasks)
         return
@@ -322,3 +344,52 @@ def _workers(given: Search, processes: int) -> Iterator[Callable[[str, Sequence[
     killed = "a process of the search was killed, as where memory ends: search with fewer --processes, or with --fix"
     with process_pool(processes, "fork", killed, _start, given) as in_processes:
         yield lambda kind, tasks: in_processes(_in_process, [(kind, task) for task in tasks])
+
+
+# -- placements --------------------------------------------------------------------------------------------------------
+
+
+_SIZES = (1.0, 2.0**24, 2.0**32)
+
+
+def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
+    """List the placements with the rank orders and device orders that are wanted ("order", "devices"), all by default.
+
+    One is left out when another is as fast in every collective and over the boundaries of stages. They carry no cost.
+    Raises ConfigError for a device order that does not name each device of a node once.
+    """
+    for device_order in wanted.get("devices", ()):
+        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
+    parallel = config.parallel
+    devices = min(parallel.world_size, cluster.devices_per_node)
+    sizes = {"tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,
+             "dp": parallel.data_parallel_size}  # fmt: skip
+    different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike count once
+    for order in RANK_ORDERS:
+        if order in wanted.get("order", RANK_ORDERS):
+            different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
+    device_orders = wanted.get("devices") or cluster.device_orders
+    if devices < cluster.devices_per_node:
+        device_orders = (cluster.local_order[:devices],)
+    times: dict[tuple[float, ...], Placement] = {}
+    for order, device_order in itertools.product(different.values(), device_orders):
+        placement = place_with(config, cluster, order, device_order)
+        times.setdefault(_times(config, cluster, placement), placement)
+    return [
+        placement for own, placement in times.items()
+        if not any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in times)
+    ]  # fmt: skip
+
+
+def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
+    """Time messages of each kind and size; between stages over the slowest boundary, and over all in turn."""
+    channels, found = Channels(config, cluster, placement), list[float]()
+    ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
+    for size in _SIZES:
+        for kind in ("all_reduce", "reduce_scatter"):
+            found += (channels.tensor_s(kind, size), channels.data_s(kind, size))
+        found.append(channels.tied_s(size))
+        if placement.layout.pipeline > 1:
+            boundaries = [channels.boundary(rank, True, size) for rank in ranks]
+            found += (*max(boundaries), sum(map(sum, boundaries)))
+    return tuple(round(seconds, 12) for seconds in found)

@@ -36,6 +36,21 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     return finish(settings)
 
 
+def headroom_bytes(text: str, cluster: Cluster) -> float:
+    """Convert --headroom, GiB or a percentage, into bytes of a device's memory. Raises ConfigError."""
+    number, percent = text.removesuffix("%"), text.endswith("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    total = cluster.memory_gib * 2**30
+    found = total * value / 100 if percent else value * 2**30
+    if not 0 <= found < total:
+        raise ConfigError(f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} GiB of "
+                          f"a {cluster.device}")  # fmt: skip
+    return found
+
+
 @dataclass
 class Rejections:
     """Reasons why layouts or sizes were rejected: how many of each, and the example that missed by least."""
@@ -120,7 +135,7 @@ class Space:
                         rejections.add("no variant of these sizes is allowed", self.write(size))
 
     def _problem(self, tp: int) -> str | None:
-        """What validation says against a tensor-parallel size alone."""
+        """Return what validation says against a tensor-parallel size alone."""
         try:
             settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {"global_batch_size": None}
             self.base.replace(pipeline_layout=None, rampup_batch_size=None, **settings)

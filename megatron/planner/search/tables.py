@@ -5,6 +5,8 @@ import csv
 import functools
 import io
 import json
+import math
+import shlex
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,16 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron import drawing
+from megatron.config import Config, command_line_of
 from megatron.config.layout import DIMENSIONS, Layout, write_value
 from megatron.errors import ConfigError
 from megatron.model import formulas
+from megatron.parallel.pool import process_pool
+from megatron.pipeline.clock import timeline
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import sized_model
 from megatron.planner.placement import place_with
 from megatron.planner.search.find import GIB, Found, Search
-from megatron.planner.search.script import write_script
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import PARTS, Estimate, estimate
@@ -32,8 +36,11 @@ _CHOOSE = "another --output folder"
 
 
 class Chosen(NamedTuple):
-    """A layout with its estimate. record: its values and figures by name, as files have them; the days and node-hours
-    are of the whole run, or of a billion tokens."""
+    """A layout with its estimate.
+
+    record  its values and figures by name, as in the files; days and node-hours of the whole run, or of a billion
+            tokens
+    """
 
     layout: Layout
     found: Estimate
@@ -115,19 +122,16 @@ def bounds_table(chosen: Sequence[Chosen]) -> Table:
     """Tabulate how far the seconds of a step may be off, and what they would be at the device's peak."""
     rows = []
     for _, found, _ in chosen:
-        dtype = found.config.precision.dtype_name
-        spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
+        def seconds(cluster: Cluster, found: Estimate = found) -> float:
+            return estimate(found.config, cluster, found.placement).seconds
+
+        spread = error_bars.spread(seconds, found.cluster, found.config.precision.dtype_name)
         peak = "-" if found.hfu is None else _number(found.hfu * found.seconds)
         rows.append({
             "s/step": _number(spread.value), "fast ends": _number(spread.low), "slow ends": _number(spread.high),
             "+-": _number(spread.likely), "at the peak": peak, "moved most by": spread.effects[0].figure,
         })  # fmt: skip
     return _numbered("bounds: all figures at the fast or the slow ends of their ranges; +-: off independently", rows)
-
-
-def _seconds_on(found: Estimate, cluster: Cluster) -> float:
-    """Of the same step on the machine with other figures."""
-    return estimate(found.config, cluster, found.placement).seconds
 
 
 def values_table(given: Search, found: Found, name: str) -> Table:
@@ -167,7 +171,7 @@ def rejection_table(found: Found, title: str) -> Table:
 
 
 def first_problem(text: str) -> str:
-    r"""The first of the problems that a configuration has, on one line.
+    r"""Return the first of a configuration's problems on one line.
 
     >>> first_problem("the configuration has 2 problems:\n  1. this\n  2. that")
     'this'
@@ -194,8 +198,10 @@ def make_folder(folder: Path) -> None:
 def write_files(
     folder: Path, given: Search, found: Found, chosen: Sequence[Chosen], preset: str | None, tokens: float | None
 ) -> list[Path]:
-    """Write the tables, the pictures, the winner's trace and the script that starts it; their paths. Raises
-    ConfigError."""
+    """Write the tables, the pictures, the winner's trace and the script that starts it; return their paths.
+
+    Raises ConfigError.
+    """
     space, (layout, winner, record), rows = given.space, chosen[0], io.StringIO()
     writer = csv.DictWriter(rows, list(record))
     writer.writeheader()
@@ -211,12 +217,17 @@ def write_files(
     }  # fmt: skip
     predicted = f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
-    plot_timeline(winner.run, folder / "timeline.png")
-    write_trace(winner.run, folder / "trace.json")
+    timeline(winner.run)  # made here once, for both processes
+    killed = "the process that writes the trace was killed, as where memory ends"
+    with process_pool(1, "fork", killed) as in_process:
+        traced = in_process(functools.partial(write_trace, winner.run), [folder / "trace.json"])
+        plot_timeline(winner.run, folder / "timeline.png")
+        front = _draw_front(given, found, folder / "pareto.png")
+        list(traced)  # raises what it raised
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
-        _draw_front(given, found, folder / "pareto.png"), folder / "timeline.png", folder / "trace.json",
+        front, folder / "timeline.png", folder / "trace.json",
         write_script(folder, winner.config, preset, space.cluster, tokens, notes),
     ]  # fmt: skip
 
@@ -236,3 +247,94 @@ def _draw_front(given: Search, found: Found, path: Path) -> Path:
     axes.legend()
     drawing.tidy(axes)
     return drawing.save(figure, path, choose=_CHOOSE)
+
+
+# -- the script --------------------------------------------------------------------------------------------------------
+
+
+_TOKENS_FOR_EACH_PARAMETER = 20
+"""Hoffmann et al. 2022, where nobody says how long the run is."""
+
+
+_SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
+"""Machines that the launch scripts know, and lines of the header beside the usual."""
+
+
+def flags_of(config: Config) -> list[str]:
+    """Write the flags of pretrain_gpt.py that give this configuration, without the number of processes."""
+    return [word for word in command_line_of(config) if not word.startswith("--world-size")]
+
+
+def _site_script(
+    flags: Sequence[str], config: Config, preset: str | None, cluster: Cluster, tokens: float | None,
+    notes: Sequence[str],
+) -> str:
+    """Write a batch script over examples/frontier/job.sh. Where `flags`, which give `config`, say no length, the run
+    gets one of `tokens`, or of so many for each parameter."""
+    devices, site = config.parallel.world_size, f"examples/{cluster.name}/site.env"
+    nodes, name = devices // cluster.devices_per_node, preset or "gpt"
+    hours = cluster.wall_limit_hours(nodes)
+    length = int(tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config)))
+    flags = [*flags, *([] if _has_length(config) else ["--train-tokens", str(length)])]
+    whole, minutes = divmod(math.floor(60 * hours), 60)
+    header = [
+        f"-J {name}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *_SITES[cluster.name],
+        f"--ntasks-per-node={cluster.devices_per_node}", f"-c {cluster.cpus_per_task}", "--signal=USR1@600",
+        "--requeue", "--open-mode=append", "-o %x-%j.out",
+    ]  # fmt: skip
+    model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
+    lines = [
+        "#!/bin/bash",
+        f"# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:",
+        f"#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]",
+        f"#     source {site} && python tools/preflight.py check FOLDER/job.sbatch",
+        *(f"# {note}" for note in notes),
+        *(f"#SBATCH {line}" for line in header),
+        "set -uo pipefail",
+        f"MODEL={name}",
+        "PRESET='' # all is said below",
+        "FLAGS=(",
+        *(f"    {line}" for line in _by_flag(flags)),
+        ")",
+        'for root in "${MEGATRON_ROOT:-}" "${SLURM_SUBMIT_DIR:-}" "$PWD"; do',
+        "    [[ ! -f $root/examples/frontier/job.sh ]] || break",
+        "done",
+        "# shellcheck source=/dev/null",
+        'source "$root/examples/frontier/job.sh" || { echo "source site.env first, then sbatch" >&2 && exit 2; }',
+        'train_job "${FLAGS[@]}" "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _has_length(config: Config) -> bool:
+    return any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
+
+
+def _by_flag(words: Sequence[str]) -> list[str]:
+    """Write a line for each flag with its values."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return [shlex.join(line) for line in lines]
+
+
+def write_script(
+    folder: Path, config: Config, preset: str | None, cluster: Cluster, tokens: float | None, notes: Sequence[str]
+) -> Path:
+    """Write job.sbatch, or command.sh for a machine that the launch scripts do not know and for a part of a node, which
+    they do not start. Raises ConfigError."""
+    flags, choose = flags_of(config), "another --output folder"
+    devices, each = config.parallel.world_size, cluster.devices_per_node
+    if cluster.name in _SITES and devices % each == 0:
+        text = _site_script(flags, config, preset, cluster, tokens, notes)
+        return write_text(folder / "job.sbatch", text, choose=choose)
+    nodes = -(-devices // each)
+    start = ["torchrun", f"--nproc-per-node={devices}"]
+    if nodes > 1:
+        start = ["srun", "-N", str(nodes), "-n", str(devices), f"--ntasks-per-node={each}", "python"]
+    flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
+    flags += ["--train-tokens", str(int(tokens))] if tokens is not None and not _has_length(config) else []
+    lines = ["#!/bin/bash", *(f"# {note}" for note in notes), f'{shlex.join([*start, "pretrain_gpt.py", *flags])} "$@"']
+    return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=choose)

@@ -1,17 +1,22 @@
 """Time of a training step of any configuration on any described machine, and its parts.
 
-Passes of the stages (stage.py) run on the clock of the schedule (pipeline/clock.py) with the messages between stages.
-After the last pass come gradients that are not summed yet, the optimizer, and waiting for new weights at the beginning
-of the next step. Messages of different kinds do not slow each other down, nor the computations beside them.
+The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py), with the messages
+between stages. After the last pass come the gradients that are not summed yet, the optimizer, and the wait for new
+weights at the beginning of the next step. Messages of different kinds do not slow each other down, nor the
+computations beside them. Making a trace that is not in the user's cache folder yet needs torch, but no device.
 """
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.config import Config
+from megatron.engine.bucket_size import bucket_elements
+from megatron.engine.optimizer_state import has_kernel, optimizer_state
+from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import Channels
@@ -22,9 +27,16 @@ from megatron.planner.events import Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement
 from megatron.planner.rates import Rates
-from megatron.planner.stage import StageSeconds, stage_flops, stage_seconds, stages_of, tied_elements
-from megatron.planner.timing.replicas import exchange
-from megatron.planner.timing.update import update_seconds
+from megatron.planner.stage import (
+    Stage,
+    StageSeconds,
+    owners,
+    parameters_of,
+    stage_flops,
+    stage_seconds,
+    stages_of,
+    tied_elements,
+)  # fmt: skip
 from megatron.planner.trace import trace
 
 PARTS = (
@@ -35,7 +47,7 @@ PARTS = (
 recompute            computations of recomputation, within backward passes
 tensor messages      waiting for tensor-parallel collectives in all passes
 bubble               neither computing nor waiting for a message that is under way
-pipeline messages    waiting for messages between stages that have been made
+pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
 host                 what the host adds to each layer's pass and to a step"""
@@ -45,26 +57,23 @@ host                 what the host adds to each layer's pass and to a step"""
 class Estimate:
     """One step with the full global batch, in the steady state of a run.
 
-    seconds        of a step: the sum of parts, as the pipeline rank that computes longest spends them
-    model_flops, hardware_flops   of a step on all devices, of products and attention; the second with recomputation
-    mfu, hfu       of the machine's peak in this format; None where it has none
-    links          figures that messages rest on; confidence: all figures
-    run            the schedule on its clock; stage_seconds: by global stage
-    memory         of a device of each pipeline rank
+    parts          seconds by name, as spent by the pipeline rank that computes longest
+    channels       the links, with the figures that they were asked for
+    run            the schedule on its clock
+    stage_seconds  by global stage
     """
 
     config: Config
     cluster: Cluster = field(repr=False)
     placement: Placement = field(repr=False)
     parts: Mapping[str, float]
-    model_flops: float
-    hardware_flops: float
-    links: Confidence = field(repr=False)
+    channels: Channels = field(repr=False)
     run: PipelineRun = field(repr=False)
     stage_seconds: tuple[StageSeconds, ...] = field(repr=False)
 
     @property
     def seconds(self) -> float:
+        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -75,12 +84,34 @@ class Estimate:
     def tokens_per_s(self) -> float:
         return self.config.batch.global_batch_size * self.config.model.seq_length / self.seconds
 
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """FLOPs of the products and the attention of a step on all devices, without recomputation."""
+        return self._flops(again=False)
+
+    @functools.cached_property
+    def hardware_flops(self) -> float:
+        """The same with recomputation."""
+        return self._flops(again=None)
+
+    def _flops(self, *, again: bool | None) -> float:
+        """Count FLOPs of a step; padding of the vocabulary is no work of the model."""
+        config, parallel, traced = self.config, self.config.parallel, trace(self.config, self.cluster.device_type)
+        of_pipeline = sum(
+            n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in Counter(stages_of(config)).items()
+        )
+        tensor, head = parallel.tensor_model_parallel_size, traced.head
+        of_pipeline -= head.padding(tensor) * (head.forward.flops() + head.backward.flops())
+        return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()
+
     @property
     def mfu(self) -> float | None:
+        """The model's share of the machine's peak in this format; None where its file gives no peak."""
         return self._utilization(self.model_flops)
 
     @property
     def hfu(self) -> float | None:
+        """The same with recomputation."""
         return self._utilization(self.hardware_flops)
 
     def _utilization(self, flops: float) -> float | None:
@@ -89,41 +120,42 @@ class Estimate:
 
     @functools.cached_property
     def confidence(self) -> Confidence:
-        rates = Rates(self.cluster, self.config.precision.dtype_name)  # which has not been asked for anything else
+        """The figures that this estimate used, and no other."""
+        rates, device = Rates(self.cluster, self.config.precision.dtype_name), self.cluster.device_type
         for stage in set(stages_of(self.config)):
-            stage_seconds(trace(self.config, self.cluster.device_type), stage, rates, None)
-        update_seconds(self.config, self.cluster.device_type, rates)
-        return rates.confidence | self.links
+            stage_seconds(trace(self.config, device), stage, rates, None)
+        update_seconds(self.config, device, rates)
+        return rates.confidence | self.channels.confidence
 
     @functools.cached_property
     def memory(self) -> tuple[RankMemory, ...]:
+        """The memory of a device of each pipeline rank."""
         return memory_of_ranks(self.config, self.cluster.device_type)
 
 
 def estimate(config: Config, cluster: Cluster, placement: Placement | None = None) -> Estimate:
     """Estimate the time of a step on a placement, by default the cheapest.
 
-    Raises ConfigError for a world that does not fit on the machine, and for a format of which it knows no rates.
+    Raises ConfigError for a world that does not fit on the machine, and for a format whose rates it does not know.
     """
     placement = placement or choose_placement(config, cluster)
     rates, channels = rates_of(cluster, config.precision.dtype_name), Channels(config, cluster, placement)
-    traced, stages = trace(config, cluster.device_type), stages_of(config)
+    traced, stages, crowd = trace(config, cluster.device_type), stages_of(config), crowding(config, cluster)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores themselves
     each = {stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides) for stage in set(stages)}
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
-
-    crowd, replicas = crowding(config, cluster), exchange(config, traced, channels, run, hides=hides)
+    reduced, gathered = exchange(config, traced, channels, run, hides=hides)
     parts = _parts_of_passes(config, seconds, run)
-    parts["data-parallel"] = crowd * (replicas.reduced + replicas.gathered)
+    parts["data-parallel"] = crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         parts["data-parallel"] += channels.tied_s(4 * tied)
     parts["optimizer"] = crowd * update_seconds(config, cluster.device_type, rates)
     parts["host"] += rates.step_overhead_s
-    return Estimate(
-        config, cluster, placement, {name: parts[name] for name in PARTS}, _flops(config, traced, again=False),
-        _flops(config, traced, again=None), channels.confidence, run, seconds,
-    )  # fmt: skip
+    return Estimate(config, cluster, placement, {name: parts[name] for name in PARTS}, channels, run, seconds)
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
 
 
 def busiest_rank(run: PipelineRun) -> int:
@@ -176,11 +208,118 @@ def _parts_of_passes(config: Config, stages: tuple[StageSeconds, ...], run: Pipe
     }  # fmt: skip
 
 
-def _flops(config: Config, traced: Trace, *, again: bool | None) -> float:
-    """FLOPs of a step on all devices, without recomputation (again=False) or with it (None). Padding of the vocabulary
-    is no work of the model."""
-    parallel, stages = config.parallel, Counter(stages_of(config))
-    of_pipeline = sum(n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in stages.items())
-    tensor = parallel.tensor_model_parallel_size
-    of_pipeline -= traced.head.padding(tensor) * (traced.head.forward.flops() + traced.head.backward.flops())
-    return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()
+# -- gradients and new weights -----------------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Seconds that data parallelism adds to a step.
+
+    reduced   from the end of the last pass until all gradients are summed
+    gathered  delay of the next step, which waits for new weights
+    """
+
+    reduced: float
+    gathered: float
+
+
+class Weight(NamedTuple):
+    """A weight, or a bucket of them.
+
+    needed  when a rank's first forward passes reach it
+    ready   when the last backward passes have made its gradient
+    """
+
+    elements: int
+    needed: float
+    ready: float
+
+
+def exchange(config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool) -> Exchange:
+    """Time the engine's buckets beside the last backward and first forward passes of each pipeline rank.
+
+    hides  whether messages travel while a device computes
+    """
+    parallel, engine, precision = config.parallel, config.engine, config.precision
+    replicas, size, owned = parallel.data_parallel_size, parallel.pipeline_model_parallel_size, engine.zero_stage > 0
+    if replicas == 1:
+        return Exchange(0.0, 0.0)
+    limit, stages = bucket_elements(engine.zero_reduce_bucket_size, replicas), stages_of(config)
+    early, late = engine.overlap_grad_reduce and hides, engine.overlap_param_gather and hides
+    reduced, gathered = run.makespan, 0.0
+    for rank in range(size):
+        own = range(rank, len(stages), size)
+        weights = [weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)]
+        first, end = min(run.first_forward_start[i] for i in own), max(run.last_backward_end[i] for i in own)
+        others = sum(parameters_of(traced, stages[i]) for i in own) - sum(weight.elements for weight in weights)
+        buckets = [*buckets_of(weights[::-1], limit), Weight(others, first, end)]
+        free = arrived = 0.0
+        for bucket in buckets:
+            n_bytes = precision.gradient_bytes * bucket.elements
+            free = max(free, bucket.ready if early else end)
+            free += reduction_seconds(channels, n_bytes, replicas, owned=owned, hides=hides)
+        for bucket in reversed(buckets if owned else []):
+            arrived += channels.data_s("all_gather", precision.weight_bytes * bucket.elements)
+            gathered = max(gathered, arrived - (bucket.needed if late else first))
+        reduced = max(reduced, free)
+    return Exchange(reduced - run.makespan, gathered)
+
+
+def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
+    """List the weights of stage `number` in the model's order: layers evenly over a pass, embedding and head at its
+    ends. Norms and biases are left out: they have a bucket of their own."""
+    head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
+    places = [
+        *[(0.0, traced.embedding.parameters)] * stage.first,
+        *((i / stage.layers, traced.layer.parameters) for i in range(stage.layers)), *[(1.0, head)] * stage.last,
+    ]  # fmt: skip
+    start, forward = run.first_forward_start[number], run.pipeline.times.forward[number]
+    end, backward = run.last_backward_end[number], run.last_backward_end[number] - run.last_backward_start[number]
+    return [
+        Weight(p.elements, start + place * forward, end - place * backward)
+        for place, parameters in places for p in parameters if p.decays
+    ]  # fmt: skip
+
+
+def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
+    """Put weights into buckets, each of at most `limit` elements or one weight."""
+    found: list[Weight] = []
+    for weight in weights:
+        if found and found[-1].elements + weight.elements <= limit:
+            last = found.pop()
+            weight = Weight(last.elements + weight.elements, min(last.needed, weight.needed),
+                            max(last.ready, weight.ready))  # fmt: skip
+        found.append(weight)
+    return found
+
+
+def reduction_seconds(channels: Channels, n_bytes: float, replicas: int, *, owned: bool, hides: bool) -> float:
+    """Time the sum of gradients for their owners (reduce_to_owners): on a CPU, one reduction for each owner."""
+    if not owned:
+        return channels.data_s("all_reduce", n_bytes)
+    if hides:
+        return channels.data_s("reduce_scatter", n_bytes)
+    return replicas * channels.data_s("reduce", n_bytes / replicas)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def bytes_per_element(config: Config, device: str) -> float:
+    """Count bytes read and written per element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
+    norm = gradient = float(config.precision.gradient_bytes)
+    update = optimizer_state(config).traffic_bytes(gradient)
+    kernels, dtype_name = config.kernels, config.precision.dtype_name
+    if dtype_name == "float32":
+        return norm + update
+    on_cpu = device == "cpu"
+    fusions = choose_fusions(kernels, None, dtype_name) if on_cpu else assumed_fusions(kernels, device, dtype_name)
+    same_pass = fusions.optimizer and config.precision.bf16 and has_kernel(config)
+    return norm + update + (2.0 if same_pass else 6.0)
+
+
+def update_seconds(config: Config, device: str, rates: Rates) -> float:
+    """Time the update on the device with the most elements, which all others wait for."""
+    stages, traced = stages_of(config), trace(config, device)
+    size = config.parallel.pipeline_model_parallel_size
+    most = max(sum(parameters_of(traced, stage) for stage in stages[rank::size]) for rank in range(size))
+    return rates.update_s(most / owners(config), bytes_per_element(config, device))

@@ -6,7 +6,6 @@ from collections import Counter
 
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
-from megatron.planner.channels import Channels
 from megatron.planner.clocked import rates_of, seconds_of
 from megatron.planner.events import Part, Pass
 from megatron.planner.rates import BACKWARD_OPERATIONS
@@ -51,9 +50,9 @@ def _time(seconds: float) -> str:
 
 
 def _pass(found: Estimate, title: str, of: Pass) -> Table:
-    """A row for each different operation of each module, and for each different message."""
+    """Tabulate each different operation of each module, and each different message."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
-    channels, rows = Channels(found.config, found.cluster, found.placement), []
+    channels, rows = found.channels, []
     total, rest = sum(seconds_of(operation, rates) for operation in of.computations()), 0.0
     for again in (False, True):
         for (label, operation), count in Counter(of.labelled(again=again)).items():
@@ -88,7 +87,7 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
 
 
 def _stages(found: Estimate, rank: int) -> Table:
-    """A row for each pass of each stage of a rank."""
+    """Tabulate each pass of each stage of a rank."""
     rows, stages = [], stages_of(found.config)
     for number in range(rank, len(stages), found.config.parallel.pipeline_model_parallel_size):
         seconds, name = found.stage_seconds[number], f"stage {number}, {stages[number].layers} layer(s)"

@@ -1,4 +1,4 @@
-"""A step's seconds without a clock, from the seconds of its stages: what a search ranks layouts by."""
+"""Seconds of a step by a formula over those of its stages, without a clock: what a search ranks layouts by."""
 from __future__ import annotations
 
 import functools
@@ -11,8 +11,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.events import Trace
 from megatron.planner.rates import Rates
 from megatron.planner.stage import Stage, parameters_of, stage_seconds, stages_of
-from megatron.planner.timing.replicas import reduction_seconds
-from megatron.planner.timing.update import update_seconds
+from megatron.planner.timing.estimate import reduction_seconds, update_seconds
 from megatron.planner.trace import trace
 
 
@@ -59,7 +58,9 @@ def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, flo
 
 
 def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
-    """A rank's first pass waits for the forward passes of the stages before; the backward passes of those follow its
+    """Time the passes of a step.
+
+    A rank's first pass waits for the forward passes of the stages before; the backward passes of those follow its
     last one. Between the two it does all its work, but for the weight gradients of a split backward pass that follow
     its last backward pass: of one micro-batch on the first rank, of one more on each after it."""
     most = ahead = behind = 0.0

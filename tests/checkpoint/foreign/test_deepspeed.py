@@ -16,7 +16,7 @@ from megatron.checkpoint.foreign.convert import Plan, convert, find_source, plan
 from megatron.checkpoint.foreign.names import ours
 from megatron.checkpoint.foreign.zero import ZeroShards, shards_in
 from megatron.errors import CheckpointError, MegatronError
-from megatron.training.metrics import read_metrics
+from megatron.training.report.metrics import read_metrics
 from tests.checkpoint.foreign import runs, theirs
 from tests.checkpoint.foreign.whole import whole_tensors
 from tests.helpers.launching import ROOT, launch

@@ -11,10 +11,8 @@ from megatron.config import Config
 from megatron.kernels.work import Product
 from megatron.planner.calibration import tasks
 from megatron.planner.calibration.compute import compute_tasks
-from megatron.planner.calibration.host import HostSeconds, tiny
-from megatron.planner.calibration.machine import Found, machine
-from megatron.planner.calibration.messages import Kind, kinds_of_groups, members
-from megatron.planner.calibration.tasks import Task, measure
+from megatron.planner.calibration.machine import Found, HostSeconds, machine, tiny
+from megatron.planner.calibration.tasks import Kind, Task, kinds_of_groups, measure, members
 from megatron.planner.cluster import read_cluster, write_cluster
 from megatron.planner.rates import Rates
 from megatron.planner.timing import estimate

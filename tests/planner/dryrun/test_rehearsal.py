@@ -17,9 +17,8 @@ from megatron.parallel.topology import DEFAULT_ORDER
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun import rehearsal
-from megatron.planner.dryrun.command import render
 from megatron.planner.dryrun.rank import run_rank
-from megatron.planner.dryrun.rehearsal import Rehearsal, enough_micro_batches, members_of, rehearse
+from megatron.planner.dryrun.rehearsal import Rehearsal, enough_micro_batches, members_of, rehearse, render
 from megatron.planner.events import Give, Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, changes, fullest
 from megatron.planner.tensors import Follower

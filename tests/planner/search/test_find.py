@@ -14,8 +14,7 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find
-from megatron.planner.search.find import GIB, Search, search, values_of
-from megatron.planner.search.places import worthwhile_placements
+from megatron.planner.search.find import GIB, Search, search, values_of, worthwhile_placements
 from megatron.planner.search.space import Rejections, Space, make_config
 from megatron.planner.timing import estimate
 

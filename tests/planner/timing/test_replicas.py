@@ -16,7 +16,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.pipeline.clock import StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements
-from megatron.planner.timing.replicas import buckets_of, exchange, weights_of
+from megatron.planner.timing.estimate import buckets_of, exchange, weights_of
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 

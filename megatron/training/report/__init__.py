@@ -1,0 +1,1 @@
+"""Reports of a run: metrics, log, TensorBoard, timers, slow ranks."""

@@ -1,0 +1,293 @@
+"""Measurements of a run between two log lines, and the JSON-lines file that every tool reads."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.data.batch import MicroBatch
+from megatron.errors import ConfigError
+from megatron.metrics_file import read_records
+from megatron.parallel import collectives
+from megatron.parallel.topology import Group, Topology
+from megatron.untrusted import without_waiting
+
+_OF_LAST_STEP = (
+    "iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "learning_rate", "loss_scale", "grad_norm",
+    "num_zeros", "params_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, as known to every rank without communication.
+
+    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device; None on ranks without
+    a part (see local_loss). Counts include this step.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    learning_rate: float
+    loss: torch.Tensor | None
+    skipped: bool
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that any rank has held, the first rank that did, and the most that the allocator of any rank has
+    reserved, None where that is unknown."""
+
+    size_bytes: int
+    rank: int
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """The figures of one log line. Times and rates are means over the interval; losses leave out skipped steps.
+
+    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
+    where that is unknown. memory_bytes is the most that any rank has held since the job began, not only in the
+    interval, memory_rank that rank. reserved_bytes is the most that the allocator of any rank has reserved, None on a
+    CPU. `steps` are the steps of the interval with `step_losses`, their losses over all ranks.
+    """
+
+    iteration: int
+    total_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    seq_length: int
+    learning_rate: float
+    lm_loss: float | None
+    loss_scale: float | None
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    skipped: int
+    nan: int
+    step_time_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    hfu: float | None
+    memory_bytes: int
+    memory_rank: int
+    reserved_bytes: int | None = None
+    steps: tuple[StepRecord, ...] = ()
+    step_losses: tuple[float, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the fields for the metrics file, unrounded."""
+        left_out = ("steps", "step_losses")
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs per sample over the whole model, and the peak of one device: samples per second become FLOP/s."""
+
+    world_size: int
+    seq_length: int
+    model_flops_per_sample: float
+    hardware_flops_per_sample: float
+    peak_flops_per_s: float | None = None
+
+
+class Interval:
+    """The steps since the last log line. No rank communicates or waits for its device before `reduce`."""
+
+    def __init__(self, topology: Topology, rates: Rates) -> None:
+        self._topology, self._rates = topology, rates
+        self._steps: list[StepRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: StepRecord) -> None:
+        self._steps.append(step)
+
+    def reduce(
+        self, memory_bytes: int, reserved_bytes: int | None = None, unfinished: Sequence[torch.Tensor | None] = ()
+    ) -> tuple[list[float], Peak]:
+        """Return the loss of each step of the interval over all ranks, with the `unfinished` steps last, and the peak
+        memory; this rank has held `memory_bytes` and its allocator has reserved `reserved_bytes`.
+
+        A single collective call of the world: each rank has elements of its own for its bytes, to which the sum adds
+        zeros, exact in float64 up to 2**53. Waits for the device.
+        """
+        own, world = [*(step.loss for step in self._steps), *unfinished], self._topology.world
+        steps = len(own)
+        total = torch.zeros(steps + 2 * world.size, dtype=torch.float64, device=self._topology.device)
+        if own and own[0] is not None:
+            total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(torch.float64)
+        total[steps + world.rank] = memory_bytes
+        total[steps + world.size + world.rank] = reserved_bytes or 0
+        found: list[float] = collectives.all_reduce(total, world).tolist()
+        held, reserved = found[steps : steps + world.size], int(max(found[steps + world.size :]))
+        rank = max(range(world.size), key=held.__getitem__)
+        return found[:steps], Peak(int(held[rank]), rank, reserved or None)
+
+    def report(
+        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak
+    ) -> IterationReport:
+        """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new one."""
+        steps, self._steps = tuple(self._steps), []
+        assert steps, "a log line needs at least one step"
+        last, rates = steps[-1], self._rates
+        advanced = [loss for step, loss in zip(steps, losses, strict=True) if not step.skipped]
+        samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
+        tokens_per_s = samples_per_s * rates.seq_length
+        model = samples_per_s * rates.model_flops_per_sample / rates.world_size
+        hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
+        peak = rates.peak_flops_per_s
+        of_last_step = {name: getattr(last, name) for name in _OF_LAST_STEP}
+        return IterationReport(
+            **of_last_step,
+            total_iterations=total_iterations,
+            seq_length=rates.seq_length,
+            lm_loss=sum(advanced) / len(advanced) if advanced else None,
+            skipped=sum(s.skipped for s in steps),
+            nan=sum(not math.isfinite(loss) for loss in losses),
+            step_time_s=elapsed_s / len(steps),
+            samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / rates.world_size,
+            model_tflops=model / 1e12,
+            hardware_tflops=hardware / 1e12,
+            mfu=model / peak if peak else None,
+            hfu=hardware / peak if peak else None,
+            memory_bytes=memory.size_bytes,
+            memory_rank=memory.rank,
+            reserved_bytes=memory.reserved_bytes,
+            steps=steps,
+            step_losses=tuple(losses),
+        )
+
+
+class TokenWeights(Sequence[torch.Tensor]):
+    """Weights of this rank's micro-batches that give every unmasked token of the global batch the same weight.
+
+    The total number of tokens is reduced in the background from the beginning, and is needed only when a weight is
+    read. All ranks of the data-parallel `group` create one.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
+        self._counts = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).double()
+        self._all = self._counts.sum()
+        self._sent: Any = collectives.all_reduce_async(self._all, group)
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """Return all weights, float64 [micro-batches]."""
+        self._sent.wait()
+        return self._counts / self._all.clamp(min=1.0)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor[index]
+
+
+def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology) -> torch.Tensor | None:
+    """Return this rank's term of the global batch's mean loss, for a sum over the world.
+
+    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` [micro-batches] their
+    weights, equal when None. All tensor ranks of a stage have the same losses: the first one counts.
+    """
+    if not topology.pipeline.is_last or topology.tensor.rank != 0:
+        return None
+    together = torch.stack([loss.detach().float() for loss in losses])
+    if weights is None:
+        return together.mean() / topology.data.size
+    return (together * weights.to(together)).sum()
+
+
+class MetricsFile:
+    """The metrics file, with one JSON object per line: {"event": ..., "time": seconds since 1970, ...}, unrounded.
+
+    Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed, rejected_checkpoint,
+    not_finite, loss_spike, generate, end. A resumed run appends to the same file. Every record is written at once, so
+    that a killed run leaves everything that it reported. NaN and infinity are written as null, because JSON has no
+    such numbers; nan iterations are counted. Raises ConfigError when the file cannot be opened; the message names
+    `flag`, which chose it. A disk that fills up later loses records, not the run, with one call of `warn`.
+    """
+
+    def __init__(
+        self, path: str | Path | None, clock: Callable[[], float] = time.time, *, flag: str = "--metrics-file",
+        warn: Callable[[str], object] = print,
+    ) -> None:
+        self.path = Path(path) if path is not None else None
+        self._clock = clock
+        self._warn: Callable[[str], object] | None = warn
+        self._file: io.RawIOBase | None = None
+        self._torn = False  # whether the last record was cut short, in a run that was killed or on a full disk
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self.path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115 - open for the whole run
+            self._file = file
+            if file.tell() > 0:
+                with open(self.path, "rb") as written:
+                    written.seek(-1, os.SEEK_END)
+                    self._torn = written.read(1) != b"\n"
+        except OSError as error:
+            raise ConfigError(f"{flag}: {self.path}: {error.strerror}: choose a place that can be written") from error
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one record, if there is a file."""
+        if self._file is None:
+            return
+        record = {"event": event, "time": self._clock(), **fields}
+        line = (json.dumps(_finite(record), default=str) + "\n").encode()
+        line = b"\n" + line if self._torn else line
+        try:
+            self._torn = (self._file.write(line) or 0) < len(line)
+            reason = "No space left on device" if self._torn else None
+        except OSError as error:
+            self._torn, reason = True, error.strerror or str(error)
+        if reason and self._warn is not None:
+            self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
+            self._warn = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of a metrics file in order, of one event if given. A truncated last line is left out."""
+    return [record for record in read_records(Path(path)) if event in (None, record["event"])]

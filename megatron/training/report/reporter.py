@@ -1,0 +1,300 @@
+"""Where the figures of a run go: log lines, progress line, TensorBoard and metrics file. Only rank 0 writes.
+
+Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's. TensorBoard's tags are Megatron-LM's
+and, for losses, Megatron-DeepSpeed's as well.
+"""
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, TextIO
+
+from megatron.config import Config
+from megatron.config.files import LoggingConfig
+from megatron.data.ledger import Ledger
+from megatron.errors import ConfigError
+from megatron.training.report.metrics import IterationReport, MetricsFile, StepRecord
+from megatron.training.report.timers import StragglerReport
+from megatron.training.run.batches import Progress
+
+_GROWTH = 1.05  # of memory since it was last reported, which is worth another line
+_PLAUSIBLE_UTILISATION = 0.9  # no training run comes near it; a higher figure is an error in time or peak
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), with the loss limited to 20."""
+    return math.exp(min(20.0, loss))
+
+
+def format_iteration(report: IterationReport) -> str:
+    """Return the iteration line.
+
+    `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU follow where the
+    device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm appear only where they exist.
+    """
+    fields = [
+        f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
+        f"consumed samples: {report.consumed_samples:12d}",
+        f"consumed tokens: {report.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {report.step_time_s * 1000.0:.1f}",
+        f"learning rate: {report.learning_rate:.3E}",
+        f"global batch size: {report.global_batch_size:5d}",
+    ]
+    optional = [
+        ("lm loss: {:.6E}", report.lm_loss if report.lm_loss != 0.0 else None),
+        ("loss scale: {:.1f}", report.loss_scale),
+        ("grad norm: {:.3f}", report.grad_norm),
+        ("num zeros: {:.1f}", report.num_zeros),
+        ("params norm: {:.3f}", report.params_norm),
+    ]
+    fields += [form.format(value) for form, value in optional if value is not None]
+    fields += [
+        f"actual seqlen: {report.seq_length:5d}",
+        f"number of skipped iterations: {report.skipped:3d}",
+        f"number of nan iterations: {report.nan:3d}",
+        f"samples per second: {report.samples_per_s:.3f}",
+        f"tokens per gpu per second (tgs): {report.tokens_per_s_per_device:.3f}",
+        f"TFLOPs: {report.hardware_tflops:.2f}",
+    ]
+    if report.mfu is not None and report.hfu is not None:
+        fields += [f"MFU: {report.mfu:.3f}", f"HFU: {report.hfu:.3f}"]
+    return " " + " | ".join(fields) + " |"
+
+
+def format_validation(prefix: str, loss: float) -> str:
+    """Return the validation line between two dashed lines; `prefix` names the iteration and the data."""
+    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax") -> str:
+    """Return the milliseconds per step of each part of a step; `times_ms` has one value per rank.
+
+    `option` as in --timing-log-option: minmax, max, or all for one value per rank.
+    """
+    rows = [{"minmax": "(min, max) time", "max": "max time", "all": "times"}[option] + " across ranks (ms):"]
+    for name, times in times_ms.items():
+        label = "    " + (name + " ").ljust(48, ".") + ":"
+        if option == "all":
+            rows.append(f"  {name}:")
+            rows += [f"     rank {rank:3d}: {t:.2f}" for rank, t in enumerate(times)]
+        elif option == "max":
+            rows.append(f"{label} {max(times):.2f}")
+        else:
+            rows.append(f"{label} ({min(times):.2f}, {max(times):.2f})")
+    return "\n".join(rows)
+
+
+class Console:
+    """Prints on the rank that reports; silent on the others.
+
+    On a terminal a progress line stays below the printed lines; elsewhere there is none. Lines are never wrapped, cut
+    or coloured, so that they can be parsed.
+    """
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+        self._enabled = enabled
+        self._stream: IO[str] = stream if stream is not None else sys.stdout
+        self._live: Any = None
+        self._task: Any = None
+
+    def say(self, text: str) -> None:
+        """Print one or more lines."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
+
+    def begin(self, done: int, total: int) -> None:
+        """Show the progress line, `done` of `total` iterations, if this is a terminal and rich is installed."""
+        if not self._enabled or not self._stream.isatty():
+            return
+        try:
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError:
+            return
+        self._live = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"), console=RichConsole(file=self._stream), transient=True,
+            refresh_per_second=4,
+        )  # fmt: skip
+        self._task = self._live.add_task("training", total=total, completed=done, note="")
+        self._live.start()
+
+    def update(self, done: int, note: str | None = None) -> None:
+        """Advance the progress line; `note` stays at its end until the next one."""
+        if self._live is not None:
+            fields = {} if note is None else {"note": note}
+            self._live.update(self._task, completed=done, **fields)
+
+    def end(self) -> None:
+        """Remove the progress line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class TensorBoard:
+    """Writes every --tensorboard-log-interval'th step at the next log line, when its loss is known.
+
+    A writer that is off accepts every call and does nothing. A disk that fills up during the run turns it off, with a
+    call of `warn`.
+    """
+
+    def __init__(self, config: Config, enabled: bool, warn: Callable[[str], object] = print) -> None:
+        self._flags, self._warn, self._world_size = config.logging, warn, config.parallel.world_size
+        self._writer = _open_writer(self._flags) if enabled and self._flags.tensorboard_dir else None
+
+    def iteration(
+        self, report: IterationReport, times_ms: Mapping[str, Sequence[float]], epochs: Mapping[str, float]
+    ) -> None:
+        """Write the steps of one interval, its timers (one number per rank), and the epochs of each data source."""
+        flags = self._flags
+        with self._writing():
+            for step, loss in zip(report.steps, report.step_losses, strict=True):
+                if step.iteration % flags.tensorboard_log_interval == 0:
+                    self._step(step, loss)
+            figures: dict[str, float | None] = {f"data-epochs/{source}": number for source, number in epochs.items()}
+            if flags.log_memory_to_tensorboard:
+                figures |= {"mem-allocated-bytes": report.memory_bytes, "mem-reserved-bytes": report.reserved_bytes}
+            if flags.log_timers_to_tensorboard:
+                figures["iteration-time"] = report.step_time_s
+                figures["iteration-time/samples-per-second"] = report.samples_per_s
+                figures |= {f"{part}-time": max(times) / 1e3 for part, times in times_ms.items()}
+            self._add(figures, report.iteration)
+
+    def _step(self, step: StepRecord, loss: float) -> None:
+        flags, figures = self._flags, dict[str, float | None]()
+        if math.isfinite(loss) and not step.skipped:
+            figures = {"lm loss": loss, "lm-loss-training/lm loss": loss}
+            self._add({f"{tag} vs tokens": loss for tag in figures}, step.consumed_tokens)
+        if flags.log_learning_rate_to_tensorboard:
+            figures["learning-rate"] = step.learning_rate
+        if flags.log_batch_size_to_tensorboard:
+            figures["batch-size"] = step.global_batch_size
+        if flags.log_loss_scale_to_tensorboard:
+            figures["loss-scale"] = step.loss_scale
+        if flags.log_world_size_to_tensorboard:
+            figures["world-size"] = self._world_size
+        figures |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        self._add(figures, step.iteration, step.consumed_samples)
+
+    def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
+        """Write one evaluation of the validation set."""
+        tags = ("lm loss validation", "lm-loss-validation/lm loss validation")
+        figures: dict[str, float | None] = dict.fromkeys(tags, loss)
+        if self._flags.log_validation_ppl_to_tensorboard:
+            figures |= {f"{tag} ppl": perplexity(loss) for tag in tags}
+        with self._writing():
+            self._add(figures, iteration, consumed_samples)
+
+    def _add(self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
+        """Write the figures there are, over iterations and, where `samples` is given, over samples."""
+        for tag, value in figures.items():
+            if self._writer is not None and value is not None:
+                self._writer.add_scalar(tag, value, iteration)
+                if samples is not None:
+                    self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Flush at the end; an OSError inside the context ends TensorBoard, not the run."""
+        try:
+            yield
+            if self._writer is not None:
+                self._writer.flush()
+        except OSError as error:
+            self._writer = None
+            folder = self._flags.tensorboard_dir
+            self._warn(f" warning: --tensorboard-dir {folder}: {error.strerror}: nothing more is written there")
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with self._writing():
+                self._writer.close()
+
+
+def _open_writer(flags: LoggingConfig) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): install it, or leave "
+            f"the flag out"
+        ) from error
+    try:
+        return SummaryWriter(log_dir=flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size)
+    except OSError as error:
+        raise ConfigError(f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another") from error
+
+
+class Reporter:
+    """Reports a run to people and tools. Every rank may call it; rank 0 writes."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._timing_option = config.logging.timing_log_option
+        self._memory_reported = 0.0
+        self.console = Console(enabled=rank == 0)
+        self.say = self.console.say
+        flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
+        self.metrics = MetricsFile(config.metrics_path if rank == 0 else None, flag=flag, warn=self.say)
+        self._tensorboard = TensorBoard(config, enabled=rank == 0, warn=self.say)
+
+    def iteration(
+        self, report: IterationReport, times_ms: Mapping[str, Sequence[float]], epochs: Mapping[str, float]
+    ) -> None:
+        """Report an interval: log line, timers, record, and its steps for TensorBoard, with the `epochs` of each data
+        source. The peak memory is reported after the first interval and when it has grown."""
+        self.say(format_iteration(report))
+        if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
+            self.say(f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the peak is wrong")
+        timers: dict[str, Any] = {}
+        if times_ms:
+            self.say(format_timers(times_ms, self._timing_option))
+            timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
+        held = report.memory_bytes
+        if held > _GROWTH * self._memory_reported:
+            reserved = "" if report.reserved_bytes is None else (
+                f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
+            )
+            self.say(f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank {report.memory_rank}{reserved}")
+            self._memory_reported = held
+        self.metrics.write("iteration", **report.as_record(), **timers)
+        self._tensorboard.iteration(report, times_ms, epochs)
+        loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
+        self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
+
+    def validation(
+        self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float
+    ) -> None:
+        """Report one evaluation on `samples` samples of the 'valid' or 'test' data set."""
+        self.say(format_validation(prefix, loss))
+        self.metrics.write(
+            "validation", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens, dataset=dataset, lm_loss=loss, perplexity=perplexity(loss),
+            samples=samples, elapsed_s=seconds,
+        )  # fmt: skip
+        if dataset == "valid":
+            self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
+
+    def sources(self, progress: Progress, ledger: Ledger) -> None:
+        """Report what the run has taken of each source of training data."""
+        self.say(ledger.line())
+        self.metrics.write(
+            "data", iteration=progress.iteration, consumed_samples=progress.consumed_samples, sources=ledger.record()
+        )
+
+    def stragglers(self, iteration: int, found: StragglerReport | None) -> None:
+        """Report the computing time of each rank; None on all ranks but the first."""
+        if found is not None:
+            self.say("\n".join(found.lines))
+            self.metrics.write("stragglers", iteration=iteration, **found.record)
+
+    def close(self) -> None:
+        self.console.end()
+        self.metrics.close()
+        self._tensorboard.close()

@@ -1,0 +1,1 @@
+"""The run: set-up, loop, data, checkpoints, and its end."""

@@ -1,0 +1,214 @@
+"""The data of a run: copies on the nodes' disks, index files, and the micro-batches of this rank.
+
+Ranks with nothing to do wait at the store, not in a collective: a copy or an index can take longer than the timeout of
+collectives.
+"""
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.data import index_cache
+from megatron.data.batch import MicroBatch
+from megatron.data.datasets import Datasets, data_prefixes
+from megatron.data.file_lock import flush_to_disk, temporary_name
+from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.sampler import MicroBatchStream
+from megatron.errors import DataError, LaunchError
+from megatron.parallel.topology import Topology
+
+WAIT_S = 4 * 3600.0
+_SUFFIXES = (".bin", ".idx")
+
+
+class Stream(Protocol):
+    """Micro-batches in order, as of megatron.data.sampler.MicroBatchStream."""
+
+    consumed_samples: int
+
+    def take(self, n: int) -> list[MicroBatch]: ...
+
+    def close(self) -> None: ...
+
+
+class PlaceholderStream:
+    """Micro-batches without content, for stages between the first and the last: only their sample numbers."""
+
+    def __init__(self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0) -> None:
+        self.consumed_samples = consumed_samples
+        self._chunk, self._offset = micro_batch_size * data_size, micro_batch_size * data_rank
+        self._empty = torch.empty(0)
+
+    def take(self, n: int) -> list[MicroBatch]:
+        """Return the next n placeholders, with the first_sample of the real micro-batches."""
+        e, start = self._empty, self.consumed_samples + self._offset
+        self.consumed_samples += n * self._chunk
+        return [MicroBatch(e, e, e, e, None, start + i * self._chunk) for i in range(n)]
+
+    def close(self) -> None:
+        return None
+
+
+def reads_data(config: Config, topology: Topology) -> bool:
+    """Whether this rank's stages read micro-batches: the first for tokens, the last for labels, and all of them when
+    positions or attention depend on where documents end."""
+    ends = topology.pipeline.is_first or topology.pipeline.is_last
+    return ends or config.data.reset_position_ids or config.data.reset_attention_mask
+
+
+def open_stream(
+    config: Config, topology: Topology, dataset: TokenDataset | None, consumed_samples: int, eod: int | None,
+    left_out: Iterable[Sequence[int]] = (),
+) -> Stream:
+    """Return this rank's micro-batches of `dataset` after the first `consumed_samples`, without the positions that are
+    `left_out`; placeholders where this rank reads no data. Close it when done."""
+    data, size, group = config.data, config.batch.micro_batch_size, topology.data
+    if dataset is None or not reads_data(config, topology):
+        return PlaceholderStream(size, group.rank, group.size, consumed_samples)
+    return MicroBatchStream(
+        dataset, size, group.rank, group.size, consumed_samples, topology.device,
+        dataloader_type=data.dataloader_type, num_workers=data.num_workers, prefetch=not data.mmap_bin_files, eod=eod,
+        reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss, vocab_size=config.model.vocab_size, left_out=left_out,
+    )  # fmt: skip
+
+
+def staged_locations(
+    config: Config, topology: Topology, say: Callable[[str], None], store: dist.Store | None = None
+) -> dict[str, str]:
+    """Copy the data to --stage-data-to, in one process of each node that reads it; return where to read each prefix.
+
+    The result is empty where nothing is staged. All ranks call this and return when all copies are complete. Data that
+    cannot be copied is read from its original place. Raises LaunchError when some rank is not done after WAIT_S.
+    """
+    target = config.data.stage_data_to
+    prefixes = [] if target is None else data_prefixes(config)
+    if target is None or not prefixes:
+        return {}
+    folder = Path(os.path.expandvars(os.path.expanduser(target)))
+    if "$" in str(folder):
+        say(f" note: --stage-data-to {target} names a variable that is not set: data is read from its original place")
+        return {}
+    store = store or job_store(topology)
+    locations: dict[str, str] = {}
+    if reads_data(config, topology):
+        key = f"staging/{socket.gethostname()}"
+        if store.add(f"{key}/readers", 1) == 1:
+            for prefix in prefixes:
+                try:
+                    locations[prefix] = copy_to_node(prefix, folder)
+                    say(f" {prefix} is read from {locations[prefix]}")
+                except OSError as error:
+                    locations[prefix] = prefix
+                    store.set("staging/why", f"{prefix}: {error}")
+            store.set(key, json.dumps(locations))
+        _wait(store, key, topology)
+        locations = json.loads(store.get(key))
+    if store.add("staging/ranks", 1) == topology.world.size:
+        store.set("staging/all", "")
+    _wait(store, "staging/all", topology)
+    if store.check(["staging/why"]):
+        why = store.get("staging/why").decode()
+        say(f" note: --stage-data-to {folder}: some data is read from its original place: {why}")
+    return locations
+
+
+def copy_to_node(prefix: str, folder: Path) -> str:
+    """Copy the two files of a data set into `folder`, unless an earlier copy exists; return the prefix of the copy.
+
+    The copy's name depends on the paths, sizes and times of the originals, so that changed data is copied again. It
+    appears when complete. Raises OSError, also when the files do not fit or change during the copy.
+    """
+    files = _identity(prefix)
+    mark = hashlib.md5(repr(files).encode(), usedforsecurity=False).hexdigest()[:16]
+    name = os.path.basename(prefix)
+    copy = folder / f"staged-{name[:100]}-{mark}"
+    if not copy.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        if sum(size for _, size, _ in files) > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        part = temporary_name(copy)
+        part.mkdir()
+        try:
+            for suffix in _SUFFIXES:
+                shutil.copyfile(f"{prefix}{suffix}", part / f"{name}{suffix}")
+                with open(part / f"{name}{suffix}", "rb+") as file:
+                    flush_to_disk(file)
+            if _identity(prefix) != files:
+                raise OSError(errno.EAGAIN, "changed while it was copied", prefix)
+            if not copy.is_dir():  # another job may have been quicker
+                part.rename(copy)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return str(copy / name)
+
+
+def _identity(prefix: str) -> list[tuple[str, int, int]]:
+    """Return path, size in bytes and modification time of each file of a data set."""
+    paths = [os.path.realpath(f"{prefix}{suffix}") for suffix in _SUFFIXES]
+    return [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+
+
+def first_builds(
+    config: Config, topology: Topology, build: Callable[[int, int, int], Datasets], say: Callable[[str], None],
+    store: dist.Store | None = None,
+) -> Callable[[int, int, int], Datasets]:
+    """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
+
+    An error on rank 0 becomes a DataError on all ranks. `say` receives what is built and what is waited for.
+    """
+    if not data_prefixes(config):
+        return build
+    turns = itertools.count()
+    shared = store or job_store(topology)
+
+    def listen(record: logging.LogRecord) -> None:
+        if record.msg.startswith(("building", "waiting")):
+            say(f" index files: {record.getMessage()}")
+
+    def build_in_turn(train: int, valid: int, test: int) -> Datasets:
+        key = f"index files/{next(turns)}"
+        if not topology.world.is_first:
+            _wait(shared, key, topology)
+            if failure := shared.get(key).decode():
+                raise DataError(failure)
+            return build(train, valid, test)
+        try:
+            with index_cache.heard(listen):
+                datasets = build(train, valid, test)
+        except BaseException as error:
+            shared.set(key, str(error) or type(error).__name__)
+            raise
+        shared.set(key, "")
+        return datasets
+
+    return build_in_turn
+
+
+def job_store(topology: Topology) -> dist.Store:
+    """Return the store that all ranks of the job share."""
+    return dist.HashStore() if topology.world.size == 1 else dist.distributed_c10d._get_default_store()
+
+
+def _wait(store: dist.Store, key: str, topology: Topology) -> None:
+    """Wait until `key` is set by some rank. Raises LaunchError after WAIT_S."""
+    deadline, pause_s = time.monotonic() + WAIT_S, 0.01
+    while not store.check([key]):  # in steps, so that a signal can end it
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{key}: not done after {WAIT_S / 3600:g} hours: look at the file systems of the nodes")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, max(1.0, topology.world.size / 4000))

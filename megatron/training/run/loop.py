@@ -1,0 +1,336 @@
+"""The training loop."""
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from megatron.data.batch import MicroBatch
+from megatron.data.gpt_dataset import TokenDataset
+from megatron.errors import TrainingError
+from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
+from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
+from megatron.training.run.data import Stream, open_stream
+from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
+from megatron.training.run.state import Run
+from megatron.training.run.stopping import Stop
+from megatron.training.safety.bad_steps import check_step, roll_back
+from megatron.training.safety.rules import Spike, StepUnderWay
+
+
+def train(run: Run) -> Stop | None:
+    """Train to the last iteration or to a reason to stop, which is returned; measure, report and save on the way.
+
+    Raises CheckpointError at the end when the last checkpoint could not be written.
+    """
+    progress, stop = run.progress, None
+    if run.watchdog is not None:
+        run.watchdog.start()
+    if not run.config.training.skip_train:
+        if progress.iteration >= run.total_iterations:
+            run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
+        run.reporter.console.begin(progress.iteration, run.total_iterations)
+        with run.topology.flight.phase("training"), saving_what_is_under_way(run):
+            stop = train_steps(run)
+        run.reporter.console.end()
+        report(run)
+        save(run, last=True)
+        run.account_data()
+    if stop is None:
+        final_evaluations(run)
+    else:
+        run.reporter.say(stop.reason)
+    run.reporter.metrics.write(
+        "end", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+        skipped_iterations=progress.skipped_iterations, reason=stop.reason if stop else "done",
+    )  # fmt: skip
+    if run.saves is not None:
+        with run.topology.flight.phase("saving"):
+            run.saves.close()
+        run.saves.check()
+    run.call("on_end")
+    return stop
+
+
+def train_steps(run: Run) -> Stop | None:
+    """Take steps up to the last iteration; return why to stop where training ends earlier."""
+    training, progress = run.config.training, run.progress
+    if training.manual_gc:
+        gc.disable()
+    run.call("on_start")
+    stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
+    if stop is None and progress.iteration == 0:
+        validate(run)  # the loss that training starts from
+        stop = run.stop.check_at_start(progress.iteration, run.agreement.now())
+    run.watch.lap()
+    run.done_before(False)  # a first step may compile, or connect thousands of ranks
+    while stop is None and progress.iteration < run.total_iterations:
+        start = time.perf_counter()
+        spike = train_step(run)
+        sys.audit("megatron.run.step", progress.iteration)
+        if copies_are_due(run):
+            check_copies(run)
+        run.done_before(True)
+        if spike is not None:
+            report(run)
+            run.agreement.read()  # discarded
+            with run.watch.paused(), run.topology.flight.phase("loading"):
+                went_back = roll_back(run, spike)
+            if went_back:
+                continue
+        iteration = progress.iteration
+        if iteration % run.config.logging.log_interval == 0:
+            report(run)
+        if run.wall_time is not None:  # on average the host is as fast as the device
+            ahead = run.wall_time.steps_ahead
+            evaluations = sum((iteration + i) % training.eval_interval == 0 for i in range(1, ahead + 1))
+            saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
+            run.wall_time.after_step(time.perf_counter() - start, evaluations=evaluations, saves_ahead=saves)
+        if iteration % training.eval_interval == 0:
+            validate(run)
+        if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
+            gc.collect()
+        stop = between_steps(run)
+    run.agreement.read()  # discarded
+    return stop
+
+
+def between_steps(run: Run) -> Stop | None:
+    """Do what was agreed on during the last step: complete a save in the background, save, or stop. Then start the next
+    agreement."""
+    iteration, agreed = run.progress.iteration, run.agreement.read()
+    stop = run.stop.check(iteration, agreed)
+    if run.saves is not None:
+        if run.saves.under_way:
+            with run.watch.paused(), run.topology.flight.phase("saving"):
+                run.saves.commit_written(agreed)
+        if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
+            save(run)
+    if stop is None:
+        run.agreement.post()
+    return stop
+
+
+def copies_are_due(run: Run) -> bool:
+    """Whether to compare copies of weights after this step: the first one not skipped, or at the flag's interval."""
+    if not run.copies_checked:
+        finish_step(run)
+        return run.skips.consecutive == 0
+    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+    return interval is not None and run.progress.iteration % interval == 0
+
+
+def check_copies(run: Run) -> None:
+    """Compare the copies of weights on several ranks. Where they differ, raises TrainingError or ConfigError on every
+    rank, after a save under way is complete."""
+    finish_step(run)
+    with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
+        run.engine.check_copies(f"after iteration {run.progress.iteration}")
+    run.copies_checked |= run.skips.consecutive == 0
+
+
+@contextmanager
+def saving_what_is_under_way(run: Run) -> Iterator[None]:
+    """Complete the save under way when training cannot continue, which every rank knows."""
+    try:
+        yield
+    except TrainingError:
+        if run.saves is not None:
+            run.saves.settle()
+        raise
+
+
+def train_step(run: Run) -> Spike | None:
+    """Train on one global batch: forward and backward through the pipeline, then the optimizer; return its loss spike.
+
+    The host does not wait for the step: `finish_step` reads its figures when they are needed, at the latest before the
+    optimizer's next step, whose learning rate depends on whether this one was skipped.
+    """
+    progress, batches = run.progress, run.batches
+    run.topology.flight.step(progress.iteration)
+    run.profiler.step(progress.iteration)
+    with run.timers("data-wait"):
+        micro_batches = run.train_stream.take(batches.num_micro_batches(progress.consumed_samples))
+    per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
+    weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
+    with run.timers("forward-backward"):
+        losses = run.executor.train(micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights)
+    finish_step(run)  # the previous one
+    at = progress.schedule_position
+    lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
+    with run.timers("optimizer"):
+        run.engine.start_step(lr, weight_decay)
+    loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
+    samples = batches.global_batch_size(progress.consumed_samples)
+    progress.advance(samples, run.config.model.seq_length)
+    run.count_data()
+    run.under_way = StepUnderWay(
+        progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr, loss, micro_batches,
+        losses, weights,
+    )  # fmt: skip
+    run.reporter.console.update(progress.iteration)
+    if not run.spikes.on:
+        return None
+    mean = run.spikes.mean_loss(loss)
+    step = finish_step(run)
+    assert step is not None, "it has just been taken"
+    return run.spikes.add(step, mean)
+
+
+def finish_step(run: Run) -> StepRecord | None:
+    """Count the last step, skipped or not, add it to the interval, and return it; None where that was done already. All
+    ranks call this; waits for the device."""
+    under_way, run.under_way = run.under_way, None
+    if under_way is None:
+        return None
+    result = run.engine.finish_step()
+    check_step(run, under_way, result)
+    run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
+    step = StepRecord(
+        under_way.iteration, under_way.consumed_samples, under_way.consumed_tokens, under_way.samples,
+        under_way.learning_rate, under_way.loss, result.skipped, result.loss_scale, result.grad_norm, result.num_zeros,
+        result.params_norm,
+    )  # fmt: skip
+    run.interval.add(step)
+    run.call("on_step", step)
+    return step
+
+
+def report(run: Run) -> None:
+    """Reduce the figures of the interval over the ranks and report them, if there are any."""
+    unfinished = [] if run.under_way is None else [run.under_way.loss]
+    if not unfinished and not len(run.interval):
+        return
+    device = run.topology.device
+    losses, memory = run.interval.reduce(peak_memory_bytes(device), reserved_memory_bytes(device), unfinished)
+    finish_step(run)  # behind the wait for the losses
+    elapsed_s = run.watch.lap()
+    steps = len(run.interval)
+    times_ms = run.timers.collect(steps)
+    epochs = {} if run.ledger is None else run.ledger.epochs()
+    figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
+    run.reporter.iteration(figures, times_ms, epochs)
+    run.call("on_log", figures)
+    if run.stragglers is not None:
+        run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
+
+
+def validate(run: Run) -> None:
+    """Measure the validation loss inside the loop. The evaluation before the first step and the next one use the same
+    samples, so that a run needs as many samples as in Megatron."""
+    if run.datasets.valid is None or not run.config.training.eval_iters:
+        return
+    finish_step(run)
+    prefix = f"iteration {run.progress.iteration}"
+    evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
+    run.account_data()
+
+
+def final_evaluations(run: Run) -> None:
+    """Measure validation and test loss at the end of the run, unless a signal asks to end: everything is saved then."""
+    if not run.config.training.eval_iters:
+        return
+    for name, label, dataset in (
+        ("valid", "validation", run.datasets.valid), ("test", "test", run.datasets.test)
+    ):  # fmt: skip
+        if run.stop.signalled(run.agreement.now()):
+            run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
+        elif dataset is not None:
+            prefix = f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from {label} set"
+            evaluate(run, name, dataset, prefix, advance=False)
+    run.agreement.read()  # discarded
+
+
+def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
+    """Measure and report the loss on the next eval_iters global batches of a data set, 'valid' or 'test'."""
+    progress, start = run.progress, time.perf_counter()
+    position = progress.consumed_valid_samples if name == "valid" else 0
+    if position + run.eval_samples > len(dataset):
+        position = 0  # a run longer than the data set was made for starts it again
+
+    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = run.executor.evaluate(micro_batches)
+        if run.watchdog is not None and run.watchdog.patient:  # until all stages have done this once
+            collectives.all_reduce(torch.zeros((), device=run.topology.device), run.topology.world).item()
+            run.done_before(True)
+        return losses
+
+    not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
+        if run.config.training.manual_gc:
+            gc.collect()
+        stream = open_stream(run.config, run.topology, dataset, position, run.eod)
+        run.chunks.eval()
+        try:
+            loss = mean_loss(
+                forward, stream, run.topology, run.config.training.eval_iters,
+                run.batches.eval_micro_batches, per_token=run.config.batch.calculate_per_token_loss,
+                interrupted=lambda: signalled(run),
+            )  # fmt: skip
+        finally:
+            stream.close()
+            run.chunks.train()
+        if loss is None:
+            run.reporter.say(f" note: the evaluation at {prefix} was interrupted, because a signal asks to end")
+            return
+        if advance:
+            progress.consumed_valid_samples = position + run.eval_samples
+        seconds = time.perf_counter() - start
+        run.reporter.validation(prefix, progress, name, loss, run.eval_samples, seconds)
+        if run.wall_time is not None:
+            run.wall_time.after_evaluation(seconds)
+
+
+def mean_loss(
+    forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]], stream: Stream, topology: Topology,
+    iterations: int, micro_batches: int, *, per_token: bool = False, interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
+
+    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere.
+    Micro-batches have equal weight; with `per_token` each is weighted by its unmasked tokens, so that the result is the
+    mean over tokens. `interrupted` is called before each iteration but the first, on all ranks; once it returns True
+    the result is None. A collective call of the world; every rank gets the result.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+    for iteration in range(iterations):
+        if iteration and interrupted():
+            return None
+        batches = stream.take(micro_batches)
+        losses = forward(batches)
+        if not losses or topology.tensor.rank != 0:
+            continue  # every tensor rank has the same losses: the first one counts
+        values = torch.stack(losses).double()
+        weights = torch.ones_like(values)
+        if per_token:
+            weights = torch.stack([batch.loss_mask.sum() for batch in batches]).to(values)
+        total += torch.stack([(values * weights).sum(), weights.sum()])
+    sum_, count = collectives.all_reduce(total, topology.world).tolist()
+    return float(sum_ / max(count, 1.0))
+
+
+def signalled(run: Run) -> bool:
+    """Whether a signal had asked to end at the previous call, between two iterations of an evaluation."""
+    answer = run.stop.signalled(run.agreement.read())
+    run.agreement.post()
+    return answer
+
+
+def save(run: Run, *, last: bool = False) -> None:
+    """Save the current state, unless there is no --save folder or it is saved already. The `last` save of a run is
+    complete when this returns; others may continue in the background."""
+    if run.saves is None:
+        return
+    finish_step(run)
+    if run.saves.saved_iteration != run.progress.iteration:
+        check_copies(run)  # a checkpoint keeps one of the copies
+    with run.watch.paused(), run.topology.flight.phase("saving"):
+        if run.config.training.manual_gc:
+            gc.collect()
+        run.saves.save(run.progress.iteration, run.state(), last=last)
+        run.account_data()

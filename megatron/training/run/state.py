@@ -1,0 +1,121 @@
+"""The run: everything that the loop works with, put together by setup.py."""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.config import Config
+from megatron.data.datasets import Datasets
+from megatron.data.ledger import Ledger
+from megatron.data.tokenizer import Tokenizer
+from megatron.engine.engine import Engine
+from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
+from megatron.parallel.topology import Topology
+from megatron.pipeline.executor import Executor
+from megatron.training.report.metrics import Interval
+from megatron.training.report.reporter import Reporter
+from megatron.training.report.timers import Profiler, Stopwatch, Stragglers, Timers
+from megatron.training.run.batches import BatchSchedule, Progress
+from megatron.training.run.checkpoints import Saves
+from megatron.training.run.data import Stream
+from megatron.training.run.stopping import Agreement, StopRules, WallTime
+from megatron.training.safety.rules import SkipRules, SpikeRule, StepUnderWay
+from megatron.training.safety.watchdog import Watchdog
+
+
+@dataclass
+class Run:
+    """The parts of a run on this rank.
+
+    saves           None without --save
+    wall_time       None where the end of the job is unknown
+    stragglers      None without --straggler-report
+    watchdog        patient until the first step is done; None with --hang-timeout 0
+    copies_checked  whether copies of weights were compared after a step of this job that was not skipped
+    under_way       the last step, until its figures are read: `progress` does not know yet whether it was skipped
+    """
+
+    config: Config
+    topology: Topology
+    tokenizer: Tokenizer | None
+    chunks: torch.nn.ModuleDict
+    engine: Engine
+    executor: Executor
+    learning_rate: LearningRateSchedule
+    weight_decay: WeightDecaySchedule
+    batches: BatchSchedule
+    progress: Progress
+    total_iterations: int
+    datasets: Datasets
+    train_stream: Stream
+    ledger: Ledger | None
+    interval: Interval
+    reporter: Reporter
+    agreement: Agreement
+    stop: StopRules
+    skips: SkipRules
+    spikes: SpikeRule
+    saves: Saves | None
+    wall_time: WallTime | None
+    timers: Timers
+    stragglers: Stragglers | None
+    profiler: Profiler
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    watchdog: Watchdog | None = None
+    accounted_iteration: int | None = None
+    copies_checked: bool = False
+    under_way: StepUnderWay | None = None
+
+    @property
+    def eod(self) -> int | None:
+        """Return the token id that ends a document; None without a tokenizer."""
+        return self.tokenizer.eod if self.tokenizer is not None else None
+
+    @property
+    def eval_samples(self) -> int:
+        """Return the number of samples of one evaluation."""
+        return self.config.training.eval_iters * self.batches.global_batch_size_at_end
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of `progress` for a checkpoint.
+
+        Dropout masks and the order of the data are functions of seed and position, so there is no generator state.
+        """
+        if self.ledger is not None:
+            self.progress.sources = self.ledger.record()
+        return dataclasses.asdict(self.progress)
+
+    def count_data(self) -> None:
+        """Count the samples of the last step in the ledger, and report which sources begin a new epoch."""
+        if self.ledger is not None:
+            for source, epoch in self.ledger.advance(self.progress.consumed_samples):
+                self.reporter.say(f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}")
+
+    def account_data(self) -> None:
+        """Report what was taken of each source, if anything since the last report."""
+        if self.ledger is not None and self.accounted_iteration != self.progress.iteration:
+            self.reporter.sources(self.progress, self.ledger)
+            self.accounted_iteration = self.progress.iteration
+
+    def done_before(self, before: bool) -> None:
+        """Set whether what comes next was done before: what is done for the first time may take longer."""
+        if self.watchdog is not None:
+            self.watchdog.patient = not before
+
+    def call(self, event: str, *figures: Any) -> None:
+        """Call the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
+        for callback in self.config.pieces.callbacks:
+            getattr(callback, event)(self, *figures)
+
+    def close(self) -> None:
+        """Close files and stop reading ahead."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        self.profiler.finish()
+        if self.wall_time is not None:
+            self.wall_time.close()
+        self.train_stream.close()
+        self.reporter.close()

@@ -1,0 +1,326 @@
+"""When a run ends before its last iteration: what its ranks agree on, the time that the job has left, and --requeue."""
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.config.duration import duration_s, show_duration
+from megatron.parallel import collectives
+from megatron.parallel.environment import job_name, whole
+from megatron.parallel.slurm import ask_slurm
+from megatron.parallel.topology import Topology
+from megatron.training.run.process import Signals
+
+_ASK_EVERY_S = 60.0  # a job may be extended or cut short
+_ANSWER_S = 30.0  # a busy controller takes long to answer
+_RECENT_STEPS = 100  # the next step is expected to take as long as the longest of these
+_SPREAD = 1.5  # a save may take this much longer than the longest so far: a parallel file system is shared
+_MARGIN_S = 30.0  # to end the processes; Slurm counts whole seconds and checks limits only periodically
+_GUESSED_BYTES_PER_S = 100e6  # per rank, until the first save is measured: low even for a busy file system
+
+
+class Agreement:
+    """Numbers of which every rank needs the maximum: a signal that one rank received, a decision of rank 0.
+
+    Each user adds its numbers once, in the same order on every rank. They are reduced from host memory, independently
+    of the device, and no step waits for them: `post` starts the reduction after one step, `read` returns the result
+    after the next, the same on every rank. `own` is called when the reduction starts, so its value must still be valid
+    one step later. Nothing is communicated while all numbers are off. A single rank gets its own numbers at once.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._own: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
+        self._posted: tuple[npt.NDArray[np.int32], list[str], Any] | None = None
+
+    def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
+        """Agree on `name` from now on. `own` returns this rank's number, 0 or more. `on` says whether the number is
+        needed now and must return the same on every rank."""
+        assert name not in self._own, f"{name} is agreed on already"
+        self._own[name] = (own, on)
+
+    def add_first(self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True) -> None:
+        """Like `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may differ on other ranks."""
+        first = self._topology.world.is_first
+        self.add(name, lambda: int(first and decide()), on)
+
+    def post(self) -> None:
+        """Start the reduction. The previous one must have been read. All ranks call this."""
+        assert self._posted is None, "one reduction at a time"
+        if self._topology.world.size > 1 and (own := self._current()):
+            numbers = np.array(list(own.values()), np.int32)
+            work = collectives.all_reduce_async(torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX)
+            self._posted = numbers, list(own), work
+
+    def read(self) -> Mapping[str, int]:
+        """Return the maximum over all ranks of each number that was on in `post`. All ranks call this."""
+        if self._topology.world.size == 1:
+            return self._current()
+        if self._posted is None:
+            return {}
+        (numbers, names, work), self._posted = self._posted, None
+        work.wait()
+        return dict(zip(names, numbers.tolist(), strict=True))
+
+    def now(self) -> Mapping[str, int]:
+        """Return the maxima of this moment and discard those under way. All ranks call this and wait."""
+        self.read()
+        self.post()
+        return self.read()
+
+    def _current(self) -> dict[str, int]:
+        return {name: own() for name, (own, on) in self._own.items() if on()}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ends early. `requeue` is set when the job ends although the user wants the run to continue."""
+
+    reason: str
+    requeue: bool = False
+
+
+class StopRules:
+    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, --kill-switch-file and --walltime.
+
+    Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several ranks they take
+    effect one step later (Agreement). Rules that are off cost no communication.
+    """
+
+    def __init__(
+        self, config: Config, agreement: Agreement, signals: Signals, wall_time: WallTime | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        training, start = config.training, clock()
+        self._interval, self._kill_switch = training.exit_interval, training.kill_switch_file
+        self._wall_time = wall_time
+        self._minutes = lambda: (clock() - start) / 60.0
+        limit = training.exit_duration_in_mins
+        if signals.enabled:
+            agreement.add("signal", lambda: signals.received)
+        if self._kill_switch:
+            agreement.add_first("kill switch", Path(self._kill_switch).exists)
+        if limit is not None:
+            agreement.add_first("duration", lambda: self._minutes() > limit)
+        if wall_time is not None:
+            agreement.add_first("wall time", wall_time.is_ending)
+
+    def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
+        """Return why to stop after `iteration`, given what the ranks agreed on; None to continue."""
+        stop = self._stop(iteration, agreed)
+        if stop is None and self._interval and iteration % self._interval == 0:
+            return Stop(f"exiting program at iteration {iteration}")
+        return stop
+
+    def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
+        """Like `check`, before the first step: without --exit-interval, which counts finished steps. A job too short
+        for a single step is not requeued, because the next one would end the same way."""
+        stop = self._stop(iteration, agreed)
+        if stop is None or self.signalled(agreed) or not stop.requeue:
+            return stop
+        return Stop(f"{stop.reason}: not enough for one step, so that another job like it would not help either")
+
+    def _stop(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
+        if self.signalled(agreed):
+            return Stop(f"exiting program after receiving {signal.Signals(agreed['signal']).name}", requeue=True)
+        if agreed.get("kill switch"):
+            return Stop(f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists")
+        if agreed.get("duration"):
+            return Stop(f"exiting program after {self._minutes():.2f} minutes")
+        if agreed.get("wall time"):
+            return Stop(f"exiting program at iteration {iteration}: {self._wall_time}", requeue=True)
+        return None
+
+    def signalled(self, agreed: Mapping[str, int]) -> bool:
+        """Whether a signal asks the run to end."""
+        return bool(agreed.get("signal"))
+
+
+class JobEnd:
+    """The end of the job: `end_s` on `clock`, None where it is unknown or there is none."""
+
+    def __init__(self, end_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._end, self._clock = end_s, clock
+
+    def left_s(self) -> float | None:
+        """Return the seconds until the job ends; None where that is unknown or never."""
+        return None if self._end is None else self._end - self._clock()
+
+    def close(self) -> None:
+        """Stop updating the end."""
+
+
+class SlurmEnd(JobEnd):
+    """The end of this Slurm job according to squeue, queried in a thread so that no step waits for Slurm's controller.
+
+    The last answer counts down between queries and when one fails. A failure is reported once. Without any answer
+    SLURM_JOB_END_TIME is used where this Slurm sets it; otherwise the end is unknown.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], say: Callable[[str], object], *,
+        clock: Callable[[], float] = time.monotonic, every_s: float = _ASK_EVERY_S,
+    ) -> None:
+        super().__init__(None, clock)
+        self._job, self._say, self._every_s, self._warned = job_name(environ) or "", say, every_s, False
+        self._closed = threading.Event()
+        promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
+        self._promised = None if promised is None else clock() + promised - time.time()
+        self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _keep_asking(self) -> None:
+        while True:
+            try:
+                self.ask()
+            except FileNotFoundError:
+                self._failed("squeue is not installed")
+                return
+            except subprocess.TimeoutExpired:
+                self._failed(f"squeue gave no answer within {_ANSWER_S:g} s")
+            except (OSError, subprocess.SubprocessError) as error:
+                self._failed(f"squeue failed: {error}")
+            if self._closed.wait(self._every_s):
+                return
+
+    def ask(self) -> None:
+        """Query squeue once. Raises OSError and SubprocessError."""
+        answer = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
+        if answer.returncode:
+            lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+            self._failed(f"squeue failed: {lines[-1] if lines else f'exit code {answer.returncode}'}")
+            return
+        word = next(iter(answer.stdout.split()), "nothing")
+        left = duration_s(word)
+        if left is not None:
+            if self._end is None:
+                self._say(f" wall time: job {self._job} has {show_duration(left)} left")
+            self._end = self._clock() + left
+        elif word == "UNLIMITED":
+            self._end = None
+        else:  # INVALID: past its limit, or longer than a year; NOT_SET: no limit yet
+            self._failed(f"squeue says {word}")
+
+    def _failed(self, reason: str) -> None:
+        if self._end is None:
+            self._end = self._promised
+        if self._warned:
+            return
+        self._warned = True
+        left = self.left_s()
+        self._say(
+            f" warning: the time left to job {self._job} is unknown ({reason}): the run continues without it; set it "
+            f"with --walltime" if left is None else
+            f" warning: {reason}; job {self._job} is assumed to have {show_duration(left)} left, as last reported"
+        )  # fmt: skip
+
+
+class WallTime:
+    """Whether the time left is enough for another step and what follows it.
+
+    end                the end of the job
+    checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first save
+    eval_iters         iterations of an evaluation, each assumed to take as long as a step until one is measured
+    steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it meanwhile
+    """
+
+    def __init__(self, end: JobEnd, checkpoint_bytes: float, eval_iters: int = 0, steps_ahead: int = 1) -> None:
+        self._end, self._eval_iters, self.steps_ahead = end, eval_iters, steps_ahead
+        self._steps_s: deque[float] = deque([0.0], maxlen=_RECENT_STEPS)
+        self._evaluation_s = self._save_s = 0.0
+        self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
+        self._evaluations, self._saves_ahead = 0, 1
+
+    def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
+        """Note that a step took `seconds`. The next `steps_ahead` include `evaluations`; `saves_ahead` is the number
+        of saves needed before the run can end: the last one, and those that are due or under way."""
+        self._steps_s.append(seconds)
+        self._evaluations, self._saves_ahead = evaluations, saves_ahead
+
+    def after_evaluation(self, seconds: float) -> None:
+        """Note the time of an evaluation; the longest counts."""
+        self._evaluation_s = max(seconds, self._evaluation_s)
+
+    def after_save(self, seconds: float) -> None:
+        """Note the time of a save from beginning to end, also of one in the background; the longest counts."""
+        self._save_s = max(seconds, self._save_s)
+
+    @property
+    def save_s(self) -> float:
+        """Return the time of the longest save, or the estimate until one is measured."""
+        return self._save_s or self._guess_s
+
+    @property
+    def needed_s(self) -> float:
+        """Return the time needed at the beginning of a step: the steps ahead, their evaluations, saves and a margin."""
+        evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
+        steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
+        return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
+
+    def is_ending(self) -> bool:
+        """Whether to end now."""
+        left = self._end.left_s()
+        return left is not None and left < self.needed_s
+
+    def close(self) -> None:
+        """Stop querying Slurm."""
+        self._end.close()
+
+    def __str__(self) -> str:
+        left = self._end.left_s()
+        return (
+            f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step takes up to "
+            f"{max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
+            + ("" if self._save_s else " (estimated from its size)")
+        )
+
+
+def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
+    """Requeue the Slurm job of this process; return whether Slurm accepted. Failures are reported through `say`.
+
+    One rank calls this as its last action: Slurm ends the processes of the job at once. A job that somebody cancelled
+    is no longer running and stays cancelled; one that reached its time limit is requeued.
+    """
+    job = job_name(environ)
+    if not job:
+        say(" note: --requeue does nothing: this is not a Slurm job")
+        return False
+    try:
+        answer = ask_slurm("squeue", "-h", "-j", job, "-o", "%T %r")
+        state, _, why = ("" if answer.returncode else answer.stdout.strip()).partition(" ")
+    except (OSError, subprocess.SubprocessError):
+        state = why = ""
+    if state not in ("", "RUNNING") and not why.startswith("TimeLimit"):
+        say(f" note: job {job} is not requeued: it is {state}, so somebody ended it")
+        return False
+    try:
+        answer = ask_slurm("scontrol", "requeue", job)
+        # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
+        taken = answer.returncode in (0, -signal.SIGTERM)
+        reason = None if taken else answer.stderr.strip() or f"exit code {answer.returncode}"
+    except FileNotFoundError:
+        reason = "scontrol is not installed"
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(error)
+    if reason is not None:
+        say(f" ERROR: job {job} could not be requeued: {' '.join(reason.split())}. Submit it again by hand; sbatch "
+            f"--requeue, or the site, may have to allow it")  # fmt: skip
+        return False
+    say(f" job {job} is back in the queue")
+    return True

@@ -1,0 +1,331 @@
+"""Ends a job that hangs, after a report on which rank waits in which call for which other ranks.
+
+A thread of each rank checks the rank's flight record. When nothing was written there for the time limit, the first rank
+to notice asks all others for their state, over the store of the rendezvous. Each answers with its record and its Python
+stacks, and the first living rank of a node answers for those of its node that cannot: stopped, dead, or with a blocked
+interpreter. From the answers megatron.training.safety.hangs distinguishes a hang from a slow rank. After a hang the
+report is printed once, every other rank prints one line, torch's flight recorders are written, processes that cannot
+end themselves are killed, and all end with exit code 75. Where the store does not answer, each node reports for itself.
+An error that NCCL or RCCL reports is investigated at once.
+
+Nothing here needs the main thread, which may be in a C call that never returns.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import LaunchError
+from megatron.parallel.device_calls import DeviceCalls
+from megatron.parallel.environment import TRACE_FILE, Variables
+from megatron.parallel.flight import FlightState
+from megatron.parallel.processes import STOPPED, kill_process
+from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.report import bounded, python_stacks
+from megatron.parallel.topology import Topology
+from megatron.training.run.process import EXIT_LOST_RANK
+from megatron.training.safety.hangs import judge, report
+
+REPORT_NAME = "hang_report.txt"
+_ANSWER_S = 5.0  # time for ranks, and for the store, to answer
+_NODE_S = 1.0  # time for the first rank of a node to wait for the answers of the others
+_LONGEST_PAUSE_S = 1.0
+_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7  # characters of a rank's stacks, and of all ranks' together
+_ALONE = -1  # the number of an inquiry within the node
+# A rank with a blocked interpreter prints its stacks at this signal. Where it is not registered it does nothing.
+_DUMP_SIGNAL = signal.SIGURG
+
+
+@dataclass(eq=False)
+class Watchdog:
+    """The thread that finds out whether this rank, and with it the job, hangs.
+
+    timeout_s  seconds without progress; greater than 0
+    folder     of hang_report.txt; None: the report is only printed
+    first_s    seconds without progress while `patient`, if more than `timeout_s`
+    clock, sleep    the clock in seconds and a pause; by default real ones, with pauses that `stop` ends
+    broken     returns what NCCL reports, "" for nothing; default on a GPU: nccl_error
+    trace      returns the contents of torch's flight recorder; None without one
+    patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    before_leaving  called on the rank that reports, before any rank ends
+
+    Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever is written to the
+    flight record: instructions, collectives, steps, phases and `flight.alive()`.
+    """
+
+    rendezvous: Rendezvous
+    topology: Topology
+    timeout_s: float
+    folder: Path | None = None
+    first_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    broken: Callable[[], str] | None = None
+    trace: Callable[[], bytes] | None = None
+    patient: bool = True
+    before_leaving: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._recorder = self.topology.flight
+        self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
+        self._pause = self._stopped.wait if self.sleep is time.sleep else self.sleep
+        if self.topology.device.type == "cuda":
+            self.broken = self.broken or partial(nccl_error, self.topology)
+            self.trace = self.trace or getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        self._reporting = False  # whether this rank announces the verdict
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start watching. Harmless when called twice."""
+        if self._thread is not None:
+            return
+        with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):  # standard error is no file
+            faulthandler.register(_DUMP_SIGNAL, all_threads=True)
+        if self.topology.device.type == "cuda" and self._recorder.meter is None:
+            self._recorder.meter = DeviceCalls.of(self.topology.device)
+        self.rendezvous.on_inquiry = self._answer
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching: at the end of the run, when ranks leave one after the other."""
+        self._stopped.set()
+        self.rendezvous.on_inquiry = None
+        self.rendezvous.judged.set()
+        faulthandler.unregister(_DUMP_SIGNAL)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LONGEST_PAUSE_S)
+
+    @property
+    def limit_s(self) -> float:
+        """Return the current limit on seconds without progress."""
+        return max(self.first_s, self.timeout_s) if self.patient else self.timeout_s
+
+    def _watch(self) -> None:
+        pause = min(self.timeout_s / 10, _LONGEST_PAUSE_S)
+        last, quiet_s, at, error = self._recorder.progress(), 0.0, self.clock(), ""
+        while True:
+            self._pause(pause)
+            if self._stopped.is_set():
+                return
+            now, progress = self.clock(), self._recorder.progress()
+            # At most two pauses at a time: a suspended job is not a hang.
+            quiet_s, at = quiet_s + min(now - at, 2 * pause), now
+            if progress != last:
+                last, quiet_s = progress, 0.0
+            if self.broken is not None and not error and (error := self.broken()):
+                self._write(error)
+                quiet_s = self.limit_s
+            if quiet_s >= self.limit_s:
+                self._investigate()
+                quiet_s, at = self.limit_s / 2, self.clock()
+
+    def _investigate(self) -> None:
+        """Find out whether the job hangs, when this rank makes no progress, and end it if so."""
+        self.rendezvous.judged.clear()
+        self._cleared.clear()
+        sys.audit("megatron.training.inquiry")
+        own, store = str(self.topology.rank), self.rendezvous.store if self.topology.world.size > 1 else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError, LaunchError):  # perhaps the rank with the store hangs
+                if bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode() == own:
+                    self._ask_all(store)
+                    return
+                if self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
+                    return
+        self._report_alone()
+
+    def _ask_all(self, store: dist.Store) -> None:
+        """Ask all ranks for their state, judge, and announce the verdict."""
+        self._reporting = True
+        rendezvous, layout, size = self.rendezvous, self.topology.layout, self.topology.world.size
+        number = bounded(rendezvous.inquire, _ANSWER_S)
+
+        def gather() -> dict[int, FlightState]:
+            """Return the answers that arrive in time, by rank."""
+            kind, deadline = f"hang/{number}", self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
+            while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
+                self.sleep(rendezvous.pause_s / 2)
+            missing = set(rendezvous.ranks_without(kind, size))
+            ranks = [rank for rank in range(size) if rank not in missing]
+            answers = rendezvous.values([f"{kind}/{rank}" for rank in ranks])
+            return {rank: FlightState.from_json(text) for rank, text in zip(ranks, answers, strict=True)}
+
+        seen = bounded(gather, 4 * _ANSWER_S + rendezvous.pause_s)
+        places = bounded(lambda: rendezvous.places, _ANSWER_S) if len(seen) < size else ()
+        verdict = judge(seen, layout, self.limit_s, places)
+        if verdict is None:
+            self._reporting = False
+            bounded(lambda: store.delete_key("hang/claim"), _ANSWER_S)
+            self._all_clear()
+        else:
+            self._report(report(verdict, seen, layout))
+            self.before_leaving()
+        conclusion = "" if verdict is None else verdict.conclusion
+        bounded(lambda: store.set(f"hang/{number}/verdict", conclusion), _ANSWER_S)
+        if verdict is not None:
+            self._leave(number)
+
+    def _answer(self, number: int) -> None:
+        """Answer an inquiry for this rank and for neighbours that cannot; then follow the verdict."""
+        store, own = self.rendezvous.store, self.topology.rank
+        self.rendezvous.judged.clear()
+        self._record_state(number)
+        state = FlightState.read(self._recorder.buffer)
+        assert state is not None, "the rendezvous has described it"
+        store.set(f"hang/{number}/{own}", state.to_json())
+        states, speaks = self._neighbours(number)
+        for state in states:
+            if speaks and state.inquiry != number:
+                store.set(f"hang/{number}/{state.rank}", state.to_json())
+        # Where no verdict arrives in time, each rank without progress reports alone.
+        if self.rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self.rendezvous.pause_s):
+            conclusion = store.get(f"hang/{number}/verdict").decode()
+            if not conclusion:
+                self._all_clear()
+            elif not self._reporting:
+                self._write(f"the job hangs: {conclusion}")
+                self._leave(number)
+
+    def _record_state(self, number: int) -> None:
+        """Write the state of this rank into its record, with a note if the device does not answer its host."""
+        meter, note = self._recorder.meter, ""
+        if meter is not None:
+            try:
+                self._recorder.device_is(*bounded(lambda: meter.where(self._recorder.posted), 1.0))
+            except (RuntimeError, LaunchError) as error:
+                note = f"\nthe device does not answer: {str(error).splitlines()[0]}"
+        limit = max(_LEAST_STACK, min(_STACK, _ALL_STACKS // self.topology.world.size))
+        self._recorder.answer(number, python_stacks(limit) + note)
+
+    def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
+        """Return the records of this node, once all that can have answered, and whether this rank is the first."""
+        sys.audit("megatron.training.answered", number)
+        self.sleep(_NODE_S)
+        states = [
+            state if state.inquiry == number else dataclasses.replace(state, stack="")
+            for state in self.rendezvous.flight_file.states()
+        ]
+        own = self.topology.rank
+        return states, own == next((state.rank for state in states if state.inquiry == number), own)
+
+    def _all_clear(self) -> None:
+        """Withdraw the answer: the job does not hang."""
+        self._recorder.answer(0)
+        self._recorder.device_is(None, None)
+        self.rendezvous.judged.set()
+        self._cleared.set()
+        sys.audit("megatron.training.cleared")
+
+    def _report_alone(self) -> None:
+        """Judge by the records of this node, without the store; its first rank without progress reports for all."""
+        self._record_state(_ALONE)
+        states, speaks = self._neighbours(_ALONE)
+        layout, seen = self.topology.layout, {state.rank: state for state in states}
+        verdict = judge(seen, layout, self.limit_s)
+        if verdict is None:
+            self._all_clear()
+            return
+        if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
+            text = f"the store, which rank {self.rendezvous.server} serves, does not answer; the ranks of this node "
+            verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
+        if speaks:
+            self._report(report(verdict, seen, layout))
+        else:
+            self._write(f"the job hangs: {verdict.conclusion}")
+            self.sleep(_NODE_S)  # a launcher may end all ranks with the first one that ends
+        self._leave(None)
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"rank {self.topology.rank}: {text}\n")
+            sys.stderr.flush()
+
+    def _report(self, text: str) -> None:
+        """Write the report to standard error and into the folder."""
+        self._write(text)
+        if self.folder is None:
+            return
+        path = self.folder / REPORT_NAME
+
+        def append() -> None:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
+
+        with contextlib.suppress(OSError, LaunchError):  # the file system may be what hangs
+            bounded(append, _ANSWER_S)
+
+    def _leave(self, number: int | None) -> None:
+        """End this process, and those of this node that cannot; the one with the store stays until the others have read
+        the verdict."""
+
+        def signal_silent(what: int) -> None:
+            for state in self.rendezvous.flight_file.states():
+                if state.inquiry == 0 or state.process == STOPPED:
+                    kill_process(state.pid, state.process_start, what)
+
+        def await_others() -> None:
+            rendezvous, key = self.rendezvous, f"hang/{number}/gone"
+            deadline, gone = self.clock() + _ANSWER_S - 1 + rendezvous.pause_s, rendezvous.store.add(key, 1)
+            while rendezvous.serves_store and gone < self.topology.world.size and self.clock() < deadline:
+                self.sleep(0.02)
+                gone = rendezvous.store.add(key, 0)
+
+        with self._leaving:
+            sys.audit("megatron.training.leaving")
+            signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
+            self._write_trace()
+            if number is None:
+                self.sleep(_NODE_S)  # for the others to see that this rank has reported
+            else:
+                with contextlib.suppress(RuntimeError, LaunchError):
+                    bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
+            signal_silent(signal.SIGKILL)
+            sys.audit("megatron.training.left")
+            os._exit(EXIT_LOST_RANK)
+
+    def _write_trace(self) -> None:
+        """Write torch's flight recorder into the file that torch itself would use for this rank."""
+        prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
+        if self.trace is None or prefix is None:
+            return
+        # torch holds the interpreter's lock while it queries the device: if that never answers, no Python thread can
+        # end this process, but the signal can.
+        signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
+        path, trace = Path(f"{prefix}{self.topology.rank}"), self.trace
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(trace())
+
+        with contextlib.suppress(OSError, RuntimeError, LaunchError):
+            bounded(write, _ANSWER_S)
+
+
+def nccl_error(topology: Topology) -> str:
+    """Return which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and where torch cannot tell.
+
+    torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it. Local.
+    """
+    groups = (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world)
+    for group in groups:
+        error = "SUCCESS"
+        if group is not None and group.handle is not None:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                error = group.handle._get_backend(topology.device).get_error().name
+        if group is not None and error != "SUCCESS":
+            return f"NCCL reports {error} in the {group.kind} group of {len(group.ranks)} ranks"
+    return ""

@@ -1,0 +1,147 @@
+"""What malloc does after tune_allocator, seen from outside: where the heap ends, and what the kernel was asked for."""
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launching import ROOT, TINY, Script
+from tests.helpers.processes import free_port, rank_environment
+
+# Four blocks of 16 MiB are taken and given back, then one of 400 MiB is taken. glibc's own rules would have them mapped
+# or, once it has seen that size, give the end of the heap back above twice 16 MiB. Then, by how much the heap grows for
+# two blocks of 16 MiB within and after mapped_blocks().
+PROBE = """
+import ctypes, json, os
+from megatron.training.run.host import mapped_blocks, tune_allocator
+said = [tune_allocator() for _ in range({calls})]
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+end = lambda: libc.sbrk(0) >> 20
+def grown(number):
+    before = end()
+    blocks = [libc.malloc(16 << 20) for _ in range(number)]
+    return end() - before, blocks
+start = end()
+taken, blocks = grown(4)
+for block in reversed(blocks): libc.free(block)
+kept = end() - start
+libc.malloc(400 << 20)
+large = end() - start
+with mapped_blocks(): within, _ = grown(2)
+grown(4)
+after, _ = grown(2)
+print(json.dumps(dict(said=said, taken=taken, kept=kept, large=large, within=within, after=after,
+                      huge=os.environ.get("THP_MEM_ALLOC_ENABLE"))))
+"""
+MOST = 60  # MiB: the four blocks, less what was free at the end of the heap before
+SETTINGS = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
+
+def clean(**environment: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    return {**kept, "PYTHONPATH": str(ROOT), **environment}
+
+
+def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", PROBE.format(calls=calls)]
+    done = subprocess.run(command, env=clean(**environment), capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("calls", "environment", "named", "taken", "kept", "huge"),
+    [
+        (0, {}, None, False, False, None),  # the memory goes back: else the other rows would show nothing
+        (3, {}, None, True, True, "1"),
+        (1, {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"}, "glibc.malloc.mmap_threshold",
+         False, False, None),
+        (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", False, False, None),
+        (1, {"THP_MEM_ALLOC_ENABLE": "0"}, "THP_MEM_ALLOC_ENABLE", True, True, "0"),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
+    calls: int, environment: dict[str, str], named: str | None, taken: bool, kept: bool, huge: str | None
+) -> None:
+    found = probe(calls, **environment)
+    assert (found["taken"] >= MOST, found["kept"] >= MOST, found["huge"]) == (taken, kept, huge)
+    assert all(named is None or named in said for said in found["said"])
+    if calls and not environment:
+        assert found["large"] == found["kept"] == found["taken"]  # the large one is mapped, so that free gives it back
+        assert all("256 MiB" in said for said in found["said"])
+    if taken:
+        assert found["within"] == 0 and found["after"] > 0
+
+
+@pytest.mark.slow
+def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text(
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
+    )
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
+    except OSError:
+        pytest.skip("no C compiler")
+    found = probe(LD_PRELOAD=str(library))
+    assert str(library) in found["said"][0] and found["kept"] < MOST and found["huge"] is None
+
+
+# Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets; and the peak of the process
+# at its start, and after it held 256 MiB for a moment.
+RANK_0 = """
+import torch
+from megatron.config import parse_args
+from megatron.parallel.launch import detect_launch
+from megatron.parallel.rendezvous import connect
+from megatron.training.run.host import peak_memory_bytes
+from megatron.training.run.setup import set_up_host
+cpu = torch.device("cpu")
+before, held = peak_memory_bytes(cpu), bytearray(b"x" * (256 * 2**20))
+del held
+after = peak_memory_bytes(cpu)
+launch = detect_launch()
+with connect(launch, backend="gloo") as rendezvous:
+    set_up_host(parse_args({arguments!r}), rendezvous.device, launch)
+tensor = torch.empty(64 << 20, dtype=torch.uint8)
+middle = tensor.data_ptr() + (32 << 20)
+inside = False
+for line in open("/proc/self/smaps"):
+    first = line.split()[0]
+    if "-" in first:
+        low, high = (int(x, 16) for x in first.split("-"))
+        inside = low <= middle < high
+    elif inside and first == "VmFlags:":
+        print(before, after, "hg" in line.split())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_asks_for_huge_pages_and_knows_its_own_peak_of_memory(tmp_path: Path) -> None:
+    """torch reads the variable once, for its first tensor: that must not be one of those that ask for others' cores.
+    And the peak is not that of the large process that started it, which the system counts until its program begins."""
+    rank_1 = tmp_path / "rank_1.py"
+    code = RANK_0.format(arguments=TINY)
+    rank_1.write_text(code)
+    starter = f"import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', {code!r}])"
+    port = free_port()
+    with Script(str(rank_1), [], tmp_path / "log", rank_environment(1, 2, port)) as other:
+        done = subprocess.run(
+            [sys.executable, "-c", starter], env=clean(**rank_environment(0, 2, port)), capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        assert other.wait().code == 0
+    before, after, huge = done.stdout.split()
+    assert 2**24 < int(before) < 2**30 and int(after) > int(before) + 200 * 2**20  # the most, not what is held now
+    assert huge == "True" or not os.path.exists("/sys/kernel/mm/transparent_hugepage")

@@ -1,0 +1,382 @@
+"""What ranks find out together: figures, decisions and texts that all of them must share. Four processes do all cases
+one after the other, over several layouts."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.errors import ConfigError
+from megatron.kernels import choose, library
+from megatron.model.gpt import build_chunks
+from megatron.parallel import device_calls
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
+from megatron.pipeline.executor import Executor
+from megatron.training.report.metrics import Interval, Peak, Rates, StepRecord, local_loss
+from megatron.training.report.timers import Stragglers
+from megatron.training.run.data import PlaceholderStream
+from megatron.training.run.generate import Sampling, generate
+from megatron.training.run.host import check_kernels, masks_on_this_node, share_cores
+from megatron.training.run.loop import mean_loss
+from megatron.training.run.process import Signals
+from megatron.training.run.stopping import Agreement, StopRules
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+RANKS = 4
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+# -- agreement and stopping --------------------------------------------------------------------------------------------
+
+
+def agree(topology: Topology, folder: str) -> Any:
+    """What was sent, and the answers: with nothing on, one step late, and at once."""
+    sent: list[int] = []
+    plain = dist.all_reduce
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(x.numel())
+        return plain(x, *args, **kwargs)
+
+    agreement, on, rank, own = Agreement(topology), [False], topology.rank, [10 + topology.rank]
+    agreement.add("signal", lambda: own[0], lambda: on[0])
+    agreement.add_first("save", lambda: rank == 1, lambda: on[0])  # what rank 1 would decide does not count
+    agreement.add_first("late", lambda: rank == 0, lambda: on[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        agreement.post()
+        answers = [dict(agreement.read())]
+        on[0] = True
+        word = torch.zeros(1)
+        if rank == 0:  # the others ask when it is through: whoever asks waits for nobody
+            agreement.post()
+            for other in range(1, RANKS):
+                dist.send(word, other)
+        else:
+            dist.recv(word, 0)
+            agreement.post()
+        own[0] = 99
+        answers += [dict(agreement.read()), dict(agreement.read()), dict(agreement.now())]
+        agreement.post()
+        agreement.read()
+        return [*answers, dict(agreement.read())], sent
+
+
+def stop(topology: Topology, folder: str) -> Any:
+    """A signal on rank 1 alone, then a file that only rank 0 may decide on."""
+
+    def reason(iteration: int, signals: Signals, switch: str | None) -> bool:
+        settings: Any = SimpleNamespace(training=SimpleNamespace(
+            exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False, kill_switch_file=switch,
+        ))  # fmt: skip
+        agreement = Agreement(topology)
+        return StopRules(settings, agreement, signals).check(iteration, agreement.now()) is not None
+
+    with Signals() as signals:
+        if topology.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        seen = [reason(1, signals, None)]
+    # Ranks look for different files: rank 0's answer must win over the others' own views.
+    switch, nothing = os.path.join(folder, "stop") if topology.rank == 0 else os.devnull, Signals(enabled=False)
+    seen.append(reason(2, nothing, switch))
+    if topology.rank == 0:
+        Path(switch).touch()
+    return [*seen, reason(3, nothing, switch)]
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+# Bytes that each rank has held, which single precision could not tell apart; ranks 2 and 3 the most.
+HELD = (2**52 - 1, 2**40, 2**52 + 3, 2**52 + 3)
+RESERVED = (2**52, 2**52 + 7, 2**52 + 6, 2**52 + 6)
+
+
+def figures(topology: Topology, folder: str) -> Any:
+    """Only the last stage has losses, its tensor ranks the same ones. The last step's are not finite."""
+    losses: list[torch.Tensor] = []
+    if topology.pipeline.is_last:
+        losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
+    mine, weighted = local_loss(losses, None, topology), local_loss(losses, weights, topology)
+    interval = Interval(topology, Rates(RANKS, 8, 1.0, 1.0))
+    for iteration, loss in ((1, mine), (2, weighted)):
+        interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
+    unfinished = [None if mine is None else mine * math.nan]
+    return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
+
+
+def loss_of(first_sample: int) -> float:
+    return 1.0 + 0.37 * first_sample**1.5
+
+
+def tokens_of(first_sample: int) -> int:
+    return 1 + first_sample % 5
+
+
+class MaskedStream(PlaceholderStream):
+    """Placeholders with a loss mask of as many ones as tokens_of says."""
+
+    def take(self, n: int) -> list[MicroBatch]:
+        masks = torch.arange(5)
+        return [
+            dataclasses.replace(b, loss_mask=(masks < tokens_of(b.first_sample)).float()) for b in super().take(n)
+        ]
+
+
+def evaluate(topology: Topology, folder: str) -> Any:
+    def forward(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        return [torch.tensor(loss_of(b.first_sample)) for b in batches] if topology.pipeline.is_last else []
+
+    def measure(per_token: bool) -> float | None:
+        stream = MaskedStream(3, topology.data.rank, topology.data.size, consumed_samples=12)
+        return mean_loss(forward, stream, topology, 3, 2, per_token=per_token)
+
+    return measure(False), measure(True)
+
+
+def stragglers(topology: Topology, folder: str) -> Any:
+    """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the same pass."""
+    plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_calls, "_clock", lambda: now[0])
+
+        def wait_and_reduce(*args: Any, **kwargs: Any) -> Any:
+            now[0] += 0.0 if slow else 0.029
+            return plain(*args, **kwargs)
+
+        patch.setattr(dist, "all_reduce", wait_and_reduce)
+
+        def chunk(_: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            now[0] += 0.03 if slow else 0.001
+            all_reduce(torch.ones(4), topology.tensor)
+            return torch.zeros((), requires_grad=True) * 1.0
+
+        executor = Executor(topology, {0: chunk}, "1f1b", 1, (1,), torch.float32)
+        measured = Stragglers(topology, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
+        with measured.paused():  # not counted, however long it takes
+            executor.train([0, 1])
+            executor.train([0, 1])
+        for _ in range(2):
+            executor.train([0, 1])
+        result = measured.report(2)
+    return None if result is None else result.record
+
+
+# -- kernels and cores -------------------------------------------------------------------------------------------------
+
+MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+LARGE = 2**63 - 1
+LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {  # paths, fingerprints, whether all choose alike
+    "none": ([None] * RANKS, [0] * RANKS, True),
+    "equal": (["/l.so"] * RANKS, [LARGE] * RANKS, True),
+    "missing": (["/l.so", "/l.so", None, "/l.so"], [LARGE, LARGE, 0, LARGE], True),
+    "first": (["/l.so"] * RANKS, [-1, 0, 0, 0], True),  # the same path on each node's own disk
+    "choices": (["/l.so"] * RANKS, [5] * RANKS, False),
+}
+
+
+def kernels(topology: Topology, folder: str) -> Any:
+    """What check_kernels says on this rank of each case of LIBRARIES."""
+    said = {}
+    for name, (paths, prints, alike) in LIBRARIES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            path = paths[topology.rank]
+            host = library.Found(None, "", "", "nobody built one") if path is None else (
+                library.Found(Path(path), "host", "x86-64-v3", "", object())
+            )
+            patch.setattr(library, "find", lambda device_type, host=host: host)
+            patch.setattr(library, "fingerprint", lambda _, found=prints[topology.rank]: found, raising=False)
+            result = choose.HostResult(choose.EVERY_TYPE if alike or topology.rank > 0 else (), "")
+            patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, result))
+            config = Config.create(**MODEL, tensor_model_parallel_size=2, world_size=RANKS)
+            try:
+                check_kernels(config, topology)
+                said[name] = ""
+            except ConfigError as error:
+                said[name] = str(error)
+    return said
+
+
+def bound_cores(topology: Topology, folder: str) -> Any:
+    mine, rank = os.sched_getaffinity(0), topology.rank
+    cores = sorted(mine)
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    before = os.environ.pop("OMP_NUM_THREADS") if rank == 0 else ""  # which must not keep the others waiting
+    try:
+        masks = masks_on_this_node(os.sched_getaffinity(0))
+        return masks, "OMP_NUM_THREADS" in share_cores(torch.device("cpu"), RANKS)
+    finally:
+        os.environ.update({"OMP_NUM_THREADS": before} if before else {})
+        os.sched_setaffinity(0, mine)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+GPT: dict[str, Any] = dict(
+    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=12, max_position_embeddings=12, vocab_size=50,
+    make_vocab_size_divisible_by=8, init_method_std=0.4, seed=3, hidden_dropout=0.5, attention_dropout=0.5,
+)  # fmt: skip
+PROMPTS = [[1, 2, 3], [7], [49, 0, 5, 6, 30]]
+NEW = 11  # the longest text then has 16 tokens, more than the model has positions
+SPLIT = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    SPLIT, {**SPLIT, "rank_order": "pp-tp-dp"}, dict(tensor_model_parallel_size=4, sequence_parallel=True),
+    dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+)  # fmt: skip
+
+
+def texts(topology: Topology, folder: str) -> Any:
+    """By greedy choice on each layout, and a drawn one on the first."""
+    found = []
+    for fields, sampling in (*((fields, Sampling(temperature=0)) for fields in LAYOUTS), (SPLIT, Sampling(seed=5))):
+        config = Config.create(**{**GPT, **fields}, world_size=RANKS)
+        parallel = config.parallel
+        sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        split = Topology.create(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
+        chunks = build_chunks(config, split)
+        chunks.train()
+        found.append(generate(config, split, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling))
+        assert all(chunk.training for chunk in chunks.values()), "left as it was found"
+    return found
+
+
+# -- the processes -----------------------------------------------------------------------------------------------------
+
+Case = Callable[[Topology, str], Any]
+CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipeline size
+    (agree, (1, 1)), (stop, (1, 1)), (figures, (2, 2)), (figures, (1, 2)), (evaluate, (2, 2)), (evaluate, (1, 2)),
+    (evaluate, (2, 1)), (stragglers, (2, 1)), (kernels, (2, 1)), (bound_cores, (1, 1)),
+    (texts, (1, 1)),
+)  # fmt: skip
+
+
+def do_all(rank: int, folder: str) -> list[Any]:
+    made = {(1, 1): join()}
+    results = []
+    for case, sizes in CASES:
+        if sizes not in made:
+            made[sizes] = Topology.create(*sizes)
+        results.append(case(made[sizes], folder))
+    return results
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """What the ranks gave for a case on a layout."""
+    ranks = run_processes(RANKS, do_all, str(tmp_path_factory.mktemp("ranks")))
+
+    def of(case: Case, tensor: int = 1, pipeline: int = 1) -> list[Any]:
+        return [results[CASES.index((case, (tensor, pipeline)))] for results in ranks]
+
+    return of
+
+
+Found = Callable[..., list[Any]]
+
+
+def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(found: Found) -> None:
+    late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
+    assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
+
+
+def test_all_ranks_stop_alike(found: Found) -> None:
+    assert found(stop) == [[True, False, True]] * RANKS
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "replicas"), [(2, 2, 1), (1, 2, 2)])
+def test_losses_are_averaged_over_micro_batches_and_replicas(
+    found: Found, tensor: int, pipeline: int, replicas: int
+) -> None:
+    every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])[:replicas]
+    weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
+    for losses, memory in found(figures, tensor, pipeline):
+        np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
+        assert memory == Peak(2**52 + 3, 2, 2**52 + 7)  # beside the losses, of whatever value, and exact
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 1, 2)])
+def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
+    found: Found, tensor: int, pipeline: int, replicas: int
+) -> None:
+    # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; replicas take turns.
+    firsts = [12 + 3 * i for i in range(3 * 2 * replicas)]
+    losses, tokens = np.array([loss_of(f) for f in firsts]), np.array([tokens_of(f) for f in firsts])
+    for plain, per_token in found(evaluate, tensor, pipeline):
+        np.testing.assert_allclose(plain, losses.mean(), rtol=1e-6)
+        np.testing.assert_allclose(per_token, (losses * tokens).sum() / tokens.sum(), rtol=1e-6)
+
+
+def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
+    record, *others = found(stragglers, 2)
+    assert others == [None] * (RANKS - 1)
+    # The median of 2, 60, 2 and 60 ms is 31; with the passes that were paused the longest would be 120.
+    assert [one["rank"] for one in record["slow"]] == [1, 3]
+    assert record["max_ms"] == pytest.approx(60.0) and record["min_ms"] == pytest.approx(2.0)
+
+
+def test_ranks_with_different_kernels_stop_on_every_rank(found: Found) -> None:
+    said = found(kernels, 2)
+    assert said == [said[0]] * RANKS
+    assert {name for name, text in said[0].items() if not text} == {"none", "equal"}
+    missing, choices = said[0]["missing"], said[0]["choices"]
+    assert "ranks 0-1, 3: " in missing and "rank 2: " in missing and "/l.so" in missing
+    assert "MEGATRON_KERNELS_LIBRARY" in missing
+    assert "[ffffffff]" in said[0]["first"] and "[00000000]" in said[0]["first"]
+    assert "rank 0: " in choices and "ranks 1-3: " in choices and "bias_activation" in choices
+
+
+def test_processes_tell_each_other_their_cores(found: Found) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    masks = [{cores[rank % len(cores)]} for rank in range(RANKS)]
+    assert found(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
+
+
+def one_process() -> tuple[Config, torch.nn.ModuleDict]:
+    config = Config.create(**GPT)
+    return config, build_chunks(config, SINGLE)
+
+
+def greedy_by_hand() -> list[list[int]]:
+    """One prompt at a time through the whole model, no padding, the most probable token each time."""
+    _, chunks = one_process()
+    chunks.eval()
+    out = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(NEW):
+            tokens = torch.tensor([text[-12:]])
+            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+            batch = MicroBatch(tokens, tokens, torch.ones(tokens.shape), positions, None, 0)
+            with torch.no_grad():
+                scores = chunks["0"].logits(batch, None)  # type: ignore[operator]
+            text.append(int(scores[-1, 0, :50].argmax()))
+        out.append(text[len(prompt) :])
+    return out
+
+
+def test_text_does_not_depend_on_the_layout(found: Found) -> None:
+    greedy = greedy_by_hand()
+    # A test that can fail: the texts differ and do not repeat one token.
+    assert len({tuple(text) for text in greedy}) == 3 and len({token for text in greedy for token in text}) > 5
+    config, chunks = one_process()
+    drawn, other = (
+        generate(config, SINGLE, chunks, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed)) for seed in (5, 6)
+    )
+    assert drawn != other
+    assert found(texts) == [[greedy] * len(LAYOUTS) + [drawn]] * RANKS

@@ -1,0 +1,77 @@
+"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule; counters of a run."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.training.run.batches import BatchSchedule, Progress, planned_samples
+
+ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
+
+
+@given(ramps, st.integers(0, 800))
+def test_ramp_up_is_the_start_plus_whole_shares(ramp: tuple[int, int, int, int], consumed: int) -> None:
+    start, steps, increment, samples = ramp
+    end = start + steps * increment
+    schedule = BatchSchedule(end, 1, (start, increment, samples))
+    expected = end
+    if consumed < samples and steps:
+        # As many increments as whole shares of samples / steps fit into what was consumed.
+        expected = start + increment * max(k for k in range(steps + 1) if k * samples <= consumed * steps)
+    assert schedule.global_batch_size(consumed) == expected
+
+
+@given(ramps, st.integers(0, 60), st.integers(0, 700))
+def test_closed_forms_equal_counting_steps(ramp: tuple[int, int, int, int], iterations: int, begin: int) -> None:
+    start, steps, increment, samples = ramp
+    schedule = BatchSchedule(start + steps * increment, 1, (start, increment, samples))
+    consumed = begin
+    for _ in range(iterations):
+        consumed += schedule.global_batch_size(consumed)
+    assert schedule.samples_after(iterations, begin) == consumed
+    assert schedule.iterations_until(consumed, begin, whole=True) == iterations
+    assert schedule.iterations_until(consumed, begin, whole=False) == iterations
+    if iterations:
+        assert schedule.iterations_until(consumed - 1, begin, whole=True) == iterations - 1
+        assert schedule.iterations_until(consumed + 1, begin, whole=False) == iterations + 1
+
+
+def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
+    schedule = BatchSchedule(4, 1, (2, 2, 10**12))
+    assert schedule.samples_after(10**9) == 2 * 10**9
+    assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
+
+
+def test_more_samples_than_an_index_could_list_are_refused() -> None:
+    config = Config.create(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, train_iters=10**6, eval_iters=10**6,
+        eval_interval=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
+        planned_samples(config, BatchSchedule.from_config(config))
+
+
+@given(st.integers(1, 8), st.integers(1, 64))
+def test_sizes_that_do_not_divide_are_refused(replica: int, size: int) -> None:
+    assume(size % replica)
+    with pytest.raises(ConfigError, match=f"{size}.*{replica}"):
+        BatchSchedule(size, replica)
+
+
+@pytest.mark.parametrize("rampup", [(8, 5, 100), (40, 8, 100), (8, 0, 100)])
+def test_ramps_that_lead_nowhere_are_refused(rampup: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="rampup-batch-size"):
+        BatchSchedule(32, 1, rampup)
+
+
+def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> None:
+    progress = Progress()
+    for skipped in (True, False, True, False, False):
+        progress.advance(4, 8)
+        progress.count(4, 8, skipped=skipped)
+    assert (progress.iteration, progress.consumed_samples, progress.consumed_tokens) == (5, 20, 160)
+    assert progress.skipped_iterations == 2
+    assert progress.schedule_position == (3, 12, 96)

@@ -1,0 +1,141 @@
+"""How often the host waits for its device: in passes and optimizer without data, in whole runs on the CPU."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.host_waits import HostWaits
+from megatron.config import Config
+from megatron.engine.engine import Engine
+from megatron.pipeline.executor import Executor
+from megatron.planner.dryrun.rank import run_rank
+from megatron.program import pretrain
+from megatron.training.run import loop
+from tests.helpers.processes import run_processes
+from tests.training.run.test_run import FIELDS
+
+pytestmark = pytest.mark.slow
+
+MODEL: dict[str, Any] = dict(
+    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=250, micro_batch_size=2,
+    global_batch_size=16, hidden_dropout=0.1, attention_dropout=0.1,
+)  # fmt: skip
+TP2: dict[str, Any] = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2)
+LLAMA: dict[str, Any] = dict(
+    normalization="rmsnorm", swiglu=True, position_embedding_type="rope", num_key_value_heads=2,
+    untie_embeddings_and_output_weights=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+
+
+def test_each_way_to_wait_is_seen() -> None:
+    x = torch.arange(4.0)
+    ways: list[Any] = [
+        lambda: float(x[1]), lambda: bool(x.sum() > 1), x.tolist, x.numpy, x.nonzero, lambda: x[x > 1],
+        lambda: torch.equal(x, x + 1), lambda: torch.tensor([1.0]), lambda: x.new_tensor([1.0]), lambda: x.unique(),
+    ]  # fmt: skip
+    for way in ways:
+        with HostWaits("cpu") as waits:
+            x.add_(0)
+            way()
+        assert len(waits.found) == 1, waits.found
+    with HostWaits("meta") as waits:
+        torch.zeros(2).to("meta", non_blocking=True)
+        y = torch.zeros(2).to("meta")
+        y.copy_(torch.ones(2))
+        y.copy_(torch.ones(2), non_blocking=True)
+    assert len(waits.found) == 2
+    with HostWaits("cpu") as waits:
+        x[0].item(), x[1].item()
+        x.add_(1)
+        x[0].item()
+    assert len(waits.found) == 2, "numbers of one moment are one wait"
+
+
+def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable[..., Any]:
+    """The same, which notes under its name the waits of its last call."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with HostWaits("meta") as waits:
+            out = plain(*args, **kwargs)
+        found[plain.__name__] = waits.found
+        return out
+
+    return counted
+
+
+def count(config: Config, rank: int) -> dict[str, list[str]]:
+    """The waits of the last step of a rank whose device has no data."""
+    found: dict[str, list[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for of, name in ((Executor, "train"), (Engine, "start_step"), (Engine, "finish_step")):
+            patch.setattr(of, name, counting(getattr(of, name), found))
+        run_rank(config, rank, "meta", config.num_micro_batches())
+    return found
+
+
+def on_meta(rank: int, cases: list[tuple[int, dict[str, Any]]]) -> list[dict[str, list[str]]]:
+    return [count(Config.create(**{**MODEL, **fields}), one) for one, fields in cases]
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, dict(world_size=2, bf16=True)),
+    (0, dict(world_size=2, zero_stage=0, log_num_zeros_in_grad=True, log_params_norm=True)),
+    (3, dict(world_size=4, fp16=True, **TP2, recompute_granularity="full", recompute_method="block")),
+    (5, dict(world_size=8, bf16=True, **TP2, **PP2, num_layers_per_virtual_pipeline_stage=1)),
+    (0, dict(world_size=4, **PP2, enable_zbh1_pipeline=True, recompute_granularity="selective")),
+    (1, dict(world_size=2, bf16=True, **PP2, optimizer="sgd", attention_backend="unfused")),
+    (0, dict(world_size=2, bf16=True, **TP2, **LLAMA, optimizer_implementation="torch")),
+]
+
+
+def test_a_step_has_no_wait_before_its_figures_are_read() -> None:
+    (found,) = run_processes(1, on_meta, CASES)
+    for case, waits in zip(CASES, found, strict=True):
+        assert (waits["train"], waits["start_step"]) == ([], []), case
+        assert len(waits["finish_step"]) == 1, (case, waits)
+
+
+def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
+    """The waits of each step of the training loop; of the CPU's tensors, which stand for a device's."""
+    waits, steps = HostWaits("cpu"), list[list[str]]()
+    plain, after = loop.train_steps, loop.between_steps
+
+    def train_steps(run: Any) -> Any:
+        with waits:
+            return plain(run)
+
+    def between_steps(run: Any) -> Any:
+        stop = after(run)
+        steps.append(waits.found[:])
+        waits.found.clear()
+        return stop
+
+    loop.train_steps, loop.between_steps = train_steps, between_steps
+    pretrain(Config.create(**{**FIELDS, "train_iters": 7, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [
+        (2, dict(bf16=True)),
+        (2, dict(calculate_per_token_loss=True, pipeline_model_parallel_size=2, log_num_zeros_in_grad=True)),
+        (1, dict(fp16=True, initial_loss_scale=1024.0, log_interval=1)),
+        (1, dict(loss_spike_factor=3.0, calculate_per_token_loss=True)),
+    ],
+    ids=lambda fields: "-".join(fields) if isinstance(fields, dict) else str(fields),
+)
+def test_a_step_of_the_loop_waits_once(tmp_path: Path, ranks: int, fields: dict[str, Any]) -> None:
+    """For the figures of one step: its own, or where nobody needs them so soon the one's before, after its passes. The
+    first steps also compare copies. With --save the ranks agree in every step, behind the device's back."""
+    fields = {"save": str(tmp_path), "load": str(tmp_path), "log_interval": 100, "eval_interval": 100, **fields}
+    for steps in run_processes(ranks, run_and_count, fields):
+        assert len(steps) == 7
+        for waits in steps[2:]:
+            assert len(waits) == 1, waits

@@ -1,0 +1,93 @@
+"""What a checkpoint says about the run that made it."""
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import megatron
+from megatron.config import Config
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.run.provenance import Provenance, data_identity, environment, git_revision
+
+
+def topology(rank: int = 0) -> Topology:
+    return Topology.from_layout(Layout(tensor=2, data=2), rank, device=torch.device("cpu"))
+
+
+def config(prefix: str) -> Config:
+    return Config.create(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, train_iters=10, lr=1e-3,
+        tensor_model_parallel_size=2, world_size=4, data_path=(prefix,), micro_batch_size=1,
+    )  # fmt: skip
+
+
+def write(prefix: Path, documents: list[int]) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in documents:
+            writer.add_document(range(length))
+    return str(prefix)
+
+
+def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "text", [5, 7])
+    places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
+    passport = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
+    assert passport["program"]["version"] in (megatron.__version__, None) and passport["iteration"] == 40
+    assert passport["versions"]["torch"] == torch.__version__ and passport["versions"]["numpy"] == np.__version__
+    layout = passport["layout"]
+    assert (layout["world"], layout["tensor"], layout["pipeline"], layout["data"]) == (4, 2, 1, 2)
+    assert passport["nodes"] == ["frontier1", "frontier2"]
+    assert passport["git"].keys() >= {"revision", "dirty"}
+    assert [data["prefix"] for data in passport["data"]] == [prefix]
+    assert passport["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
+    assert Provenance(config(prefix), topology(rank=1))(40) == {}
+
+
+def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path) -> None:
+    one, two = (data_identity(write(tmp_path / name, d)) for name, d in (("a", [5, 7]), ("b", [7, 5])))
+    same = data_identity(write(tmp_path / "c", [5, 7]))
+    assert one["bin_bytes"] == two["bin_bytes"] and one["idx_bytes"] == two["idx_bytes"]
+    assert one["idx_digest"] == same["idx_digest"] != two["idx_digest"]
+    assert data_identity(str(tmp_path / "absent"))["reason"]
+
+
+def test_of_a_large_index_the_ends_are_read(tmp_path: Path) -> None:
+    prefix = tmp_path / "large"
+    prefix.with_suffix(".bin").touch()
+    with open(prefix.with_suffix(".idx"), "wb") as f:
+        f.truncate((256 << 20) + 1)  # sparse: takes no disk
+    before = data_identity(str(prefix))
+    with open(prefix.with_suffix(".idx"), "r+b") as f:
+        f.seek(-1, 2)
+        f.write(b"x")
+    assert data_identity(str(prefix))["idx_digest"] != before["idx_digest"]
+
+
+def test_the_revision_and_whether_files_were_changed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_revision(tmp_path)["revision"] is None and git_revision(tmp_path)["reason"]
+    file = tmp_path / "__init__.py"
+    file.write_text("one")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    assert git_revision(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
+    file.write_text("two")
+    assert git_revision(tmp_path)["dirty"] is True
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "__init__.py").touch()  # not part of this work tree
+    assert git_revision(tmp_path / "installed")["revision"] is None
+
+
+def test_secrets_stay_out() -> None:
+    secret = {"TORCH_API_TOKEN": "t", "MEGATRON_KEY": "k"}
+    variables = {"SLURM_JOB_ID": "1", "NCCL_DEBUG": "INFO", "HOME": "/home/me", **secret}
+    assert environment(variables) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "1"}

@@ -1,0 +1,204 @@
+"""When a run saves, and that a save that fails costs it nothing but that save."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.run.checkpoints import Saves
+from megatron.training.run.stopping import Agreement
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+class FakeSaver:
+    """A Saver without a disk: what it was asked for, in order; `broken` names the calls that fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.broken: set[str] = set()
+        self.pending, self.written = False, False
+        self._iteration = 0
+
+    def _do(self, call: str, *details: Any) -> None:
+        self.calls.append((call, *details) if details else call)
+        if call in self.broken:
+            raise CheckpointError(f"{call}: ENOSPC")
+
+    def start(self, iteration: int, engine: Any, state: Any, passport: Any, background: bool) -> Any:
+        assert not self.pending, "a save was under way"
+        self._do("start", iteration, background)
+        self._iteration, self.pending, self.written = iteration, background, False
+        return None if background else self._saved()
+
+    def commit(self) -> Any:
+        self.pending = False
+        self._do("commit", self._iteration)
+        return self._saved()
+
+    def finish(self) -> Any:
+        return self.commit() if self.pending else None
+
+    def _saved(self) -> Any:
+        return SimpleNamespace(
+            folder=Path(f"iter_{self._iteration}"), iteration=self._iteration, bytes=8, elapsed_s=2.0, stall_s=1.0
+        )
+
+
+class Listener:
+    """Stands in for the reporter."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.records: list[tuple[str, int]] = []
+        self.metrics = self
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.records.append((event, fields["iteration"]))
+
+
+class Case:
+    """Saves over a FakeSaver, with a clock that a test moves."""
+
+    def __init__(self, saved: int | None = None, **changes: Any) -> None:
+        values = dict(save="folder", save_interval=None, save_interval_minutes=None, async_save=False)
+        config: Any = SimpleNamespace(checkpoint=SimpleNamespace(**{**values, **changes}))
+        self.now, self.saver, self.listener = 0.0, FakeSaver(), Listener()
+        self.agreement = Agreement(SINGLE)
+        reporter: Any = self.listener
+        self.saves = Saves(
+            config, self.saver, self.agreement, reporter, saved_iteration=saved, clock=lambda: self.now
+        )
+
+    def step(self, iteration: int, seconds: float = 1.0) -> None:
+        """What the loop does after a step."""
+        self.now += seconds
+        agreed = self.agreement.now()
+        self.saves.commit_written(agreed)
+        if self.saves.is_due(iteration, agreed):
+            self.saves.save(iteration, {})
+
+    @property
+    def failure(self) -> str | None:
+        """What the failed save would say at the end of the run."""
+        try:
+            self.saves.check()
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+
+def test_the_interval_counts_iterations() -> None:
+    case = Case(save_interval=3)
+    for i in range(1, 8):
+        case.step(i)
+    assert case.saver.calls == [("start", 3, False), ("start", 6, False)]
+    case.saves.save(7, {}, last=True)
+    case.saves.save(7, {}, last=True)
+    assert case.saver.calls[2:] == [("start", 7, False)]
+    assert case.listener.records == [("checkpoint", i) for i in (3, 6, 7)] and case.failure is None
+
+
+def test_minutes_count_from_the_last_save() -> None:
+    case = Case(save_interval=5, save_interval_minutes=0.5)
+    for i in range(1, 14):
+        case.step(i, seconds=12.0)
+    # At 36 s; 5 is due by iterations; 30 s after those 60 s; 10 by iterations; 36 s later.
+    assert [call[1] for call in case.saver.calls] == [3, 5, 8, 10, 13]
+
+
+def test_a_save_that_is_due_comes_before_the_last_one() -> None:
+    case = Case(save_interval_minutes=1.0)
+    assert case.saves.ahead(7) == 1
+    case.now = 60.0
+    assert case.saves.ahead(7) == 2
+
+
+def test_what_is_loaded_is_not_saved_again() -> None:
+    case = Case(saved=4, save_interval=4)
+    case.saves.save(4, {}, last=True)
+    assert case.saver.calls == []
+
+
+def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
+    case = Case(save_interval=2, async_save=True)
+    case.step(1)
+    case.step(2)
+    case.step(3)
+    assert case.saver.calls == [("start", 2, True)] and case.saves.saved_iteration is None
+    assert case.saves.ahead(4) == 3 and case.saves.ahead(3) == 2  # the last, the pending and, at 4, the one that is due
+    case.saver.written = True
+    case.step(4)
+    assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 4, True)]
+    case.step(5)
+    case.step(6)  # the one of 4 is not written: it is waited for
+    case.saves.save(6, {}, last=True)
+    assert case.saver.calls[3:] == [("commit", 4), ("start", 6, True), ("commit", 6)]
+    assert case.saves.saved_iteration == 6 and not case.saves.settle()
+
+
+def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
+    case = Case(save_interval=10)
+    case.step(10)
+    case.saver.broken = {"start"}
+    case.step(20)
+    assert "iteration 20" in case.listener.said[-2] and "ENOSPC" in case.listener.said[-2]
+    assert "iteration 10" in case.listener.said[-1]
+    for i in range(21, 27):
+        case.step(i, seconds=11.9)  # 59.5 s after 25
+    assert [call[1] for call in case.saver.calls] == [10, 20, 26]
+    assert case.listener.records == [("checkpoint", 10), ("checkpoint_failed", 20), ("checkpoint_failed", 26)]
+    assert case.failure is not None and "iteration 26" in case.failure and "iteration 10" in case.failure
+    case.saver.broken = set()
+    for i in range(27, 34):
+        case.step(i, seconds=11.9)
+    assert [call[1] for call in case.saver.calls[3:]] == [30]  # the regular one comes before the minute is over
+    assert case.failure is None and case.saves.saved_iteration == 30
+    assert "26" in case.listener.said[-1] and "30" in case.listener.said[-1]
+
+
+def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
+    case = Case(save_interval=2, async_save=True)
+    case.saver.broken = {"commit"}
+    case.step(2)
+    case.saver.written = True
+    case.step(3)
+    assert case.listener.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
+    case.saver.broken = set()
+    case.saves.save(3, {}, last=True)
+    assert case.listener.records[1:] == [("checkpoint", 3)] and case.failure is None
+
+
+def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -> None:
+    case = Case(save_interval=2, async_save=True)
+    case.saver.broken = {"commit"}
+    case.step(2)
+    case.saves.save(2, {}, last=True)
+    assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 2, False)] and case.failure is None
+
+
+def test_other_errors_are_not_taken_for_a_full_disk() -> None:
+    """A lost peer, for one, must end the run at once."""
+    case = Case(save_interval=1)
+
+    def start(*_: Any, **__: Any) -> None:
+        raise RuntimeError("pair.cc:1")
+
+    case.saver.start = start  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="pair.cc:1"):
+        case.step(1)
+
+
+def test_the_wall_time_hears_how_long_a_save_takes() -> None:
+    case, heard = Case(save_interval=1), list[float]()
+    case.saves.after_save.append(heard.append)
+    case.step(1)
+    assert heard == [2.0]

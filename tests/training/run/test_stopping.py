@@ -1,0 +1,127 @@
+"""Reasons to stop, and that all ranks take the same decision."""
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.run.process import Signals
+from megatron.training.run.stopping import Agreement, JobEnd, StopRules, WallTime
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+def settings(**changes: Any) -> Any:
+    values = dict(exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False, kill_switch_file=None)
+    return SimpleNamespace(training=SimpleNamespace(**{**values, **changes}))
+
+
+class Rules:
+    """StopRules with an agreement of their own."""
+
+    def __init__(
+        self, topology: Topology = SINGLE, signals: Signals | None = None, wall_time: WallTime | None = None,
+        clock: Callable[[], float] = lambda: 0.0, **changes: Any,
+    ) -> None:
+        self.agreement = Agreement(topology)
+        signals = signals or Signals(enabled=False)
+        self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time, clock)
+
+    def check(self, iteration: int) -> str | None:
+        stop = self.rules.check(iteration, self.agreement.now())
+        return None if stop is None else stop.reason
+
+
+def test_exit_interval_counts_finished_steps() -> None:
+    rules = Rules(exit_interval=5)
+    assert [i for i in range(1, 12) if rules.check(i)] == [5, 10]
+    assert rules.rules.check_at_start(5, rules.agreement.now()) is None
+
+
+def test_duration_is_counted_from_the_beginning() -> None:
+    now = [100.0]
+    rules = Rules(exit_duration_in_mins=2, clock=lambda: now[0])
+    now[0] += 119
+    assert rules.check(1) is None
+    now[0] += 2
+    assert "2.02 minutes" in str(rules.check(2))
+
+
+def test_kill_switch(tmp_path: Path) -> None:
+    switch = tmp_path / "stop"
+    rules = Rules(kill_switch_file=str(switch))
+    assert rules.check(1) is None
+    switch.touch()
+    assert str(switch) in str(rules.check(2))
+    stop = rules.rules.check(2, rules.agreement.now())
+    assert stop is not None and not stop.requeue  # somebody wants the run to end, not to begin again
+
+
+def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        rules = Rules(signals=signals)
+        assert rules.check(2) is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "SIGTERM" in str(rules.check(3))
+    assert signal.getsignal(signal.SIGTERM) is before
+    with Signals(enabled=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(nohup: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop = Rules(signals=signals).check(3)
+            assert stop is None if nohup else "SIGHUP" in str(stop)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_only_the_first_signal_counts() -> None:
+    with Signals() as signals:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        rules = Rules(signals=signals)
+        stop = rules.rules.check(1, rules.agreement.now())
+        assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
+
+
+@pytest.mark.parametrize(
+    ("left_s", "stopped"),
+    [(1000.0, False), (100.0, True)],  # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
+)
+def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
+    wall_time = WallTime(JobEnd(left_s, lambda: 0.0), 0.0)
+    wall_time.after_step(20.0)
+    wall_time.after_save(50.0)
+    rules = Rules(wall_time=wall_time)
+    stop = rules.rules.check(7, rules.agreement.now())
+    assert (stop is not None) == stopped
+    if stop is not None:
+        assert stop.requeue and all(figure in stop.reason for figure in ("iteration 7", "1:40", "20.0 s", "50.0 s"))
+
+
+def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
+    """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
+    wall_time = WallTime(JobEnd(20.0, lambda: 0.0), checkpoint_bytes=0.0)
+    rules = Rules(wall_time=wall_time)
+    stop = rules.rules.check_at_start(7, rules.agreement.now())
+    assert stop is not None and not stop.requeue
+    later = rules.rules.check(8, rules.agreement.now())
+    assert later is not None and later.requeue
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        rules = Rules(signals=signals, wall_time=wall_time)
+        stop = rules.rules.check_at_start(7, rules.agreement.now())
+    assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason

@@ -1,0 +1,153 @@
+"""The time that a job has left: what Slurm says, and what is enough."""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.training.run.stopping import JobEnd, SlurmEnd, WallTime, requeue
+
+Command = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Puts a shell script of that name before all others; what it was called with is in the file that is returned."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+    def write(name: str, body: str) -> Path:
+        script, called = tmp_path / name, tmp_path / f"{name}.called"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{body}\n')
+        script.chmod(0o755)
+        return called
+
+    yield write
+
+
+def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
+    """After the first answer, with everything said; no second question follows."""
+    said: list[str] = []
+    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600)
+    end.close()
+    end.thread.join()
+    return end, said
+
+
+def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
+    called = command("squeue", "echo 1-02:00:30")
+    end, said = asked_once({})
+    assert called.read_text() == "-h -j 4711 -o %L\n"
+    assert end.left_s() == 93630
+    assert len(said) == 1 and "4711" in said[0] and "1-02:00:30" in said[0]
+
+
+def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command) -> None:
+    command("squeue", "echo 10:00")
+    now, said = [0.0], list[str]()
+    end = SlurmEnd({"SLURM_JOB_ID": "1"}, said.append, clock=lambda: now[0], every_s=3600)
+    end.close()
+    end.thread.join()
+    now[0] = 100.0
+    assert end.left_s() == 500
+    command("squeue", "echo 30:00")  # somebody extended the job
+    end.ask()
+    assert end.left_s() == 1800
+    command("squeue", "echo slurm_load_jobs >&2; exit 1")
+    for _ in range(3):
+        now[0] += 100
+        end.ask()
+    assert end.left_s() == 1500
+    (warning,) = said[1:]  # once
+    assert "slurm_load_jobs" in warning and "job 1 " in warning and "28:20" in warning
+
+
+@pytest.mark.parametrize("answer", ["INVALID", "", r"\377\376 10:00"])
+def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> None:
+    command("squeue", f"printf '{answer}'")
+    end, said = asked_once({})
+    assert end.left_s() is None and len(said) == 1 and "4711" in said[0]
+
+
+def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
+    """One task has the number of the array, of which squeue tells all tasks, and scontrol puts back all."""
+    task = {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+    called = command("squeue", '[ "$3" = 4711 ] && echo 2:00:00; echo 1:00')
+    end, _ = asked_once(task)
+    assert called.read_text() == "-h -j 4711_3 -o %L\n" and end.left_s() == 60
+    command("squeue", "echo RUNNING None")
+    called = command("scontrol", "exit 0")
+    assert requeue(task, [].append) and called.read_text() == "requeue 4711_3\n"
+
+
+def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> None:
+    command("squeue", "echo UNLIMITED")
+    end, said = asked_once({})
+    assert end.left_s() is None and said == []
+
+
+def test_without_squeue_slurms_promise_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for promised in ("", "²", "9" * 5000):
+        end, said = asked_once({"SLURM_JOB_END_TIME": promised})
+        assert end.left_s() is None and "--walltime" in said[0]
+    monkeypatch.setattr(time, "time", lambda: 5e8)
+    end, said = asked_once({"SLURM_JOB_END_TIME": str(int(5e8) + 600)})
+    assert end.left_s() == 600 and len(said) == 1
+
+
+def test_what_must_be_left() -> None:
+    now = [0.0]
+    wall_time = WallTime(JobEnd(1100.0, lambda: now[0]), checkpoint_bytes=2e9, eval_iters=10)
+    # Nothing is known but the size: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
+    assert wall_time.needed_s == 60.0
+    wall_time.after_step(4.0)
+    wall_time.after_step(2.0)
+    assert wall_time.needed_s == 64.0  # the longest step lately
+    wall_time.after_step(2.0, evaluations=1)
+    assert wall_time.needed_s == 104.0  # ten iterations, as long as steps
+    wall_time.after_evaluation(7.0)
+    assert wall_time.needed_s == 71.0
+    wall_time.after_save(10.0)
+    wall_time.after_save(8.0)
+    wall_time.after_step(2.0, saves_ahead=2)
+    assert wall_time.needed_s == 64.0  # 4 + 2 * 15 + 30: a save is due, or under way, and then comes the last
+    now[0] = 1036.0
+    assert not wall_time.is_ending()
+    now[0] = 1036.5
+    assert wall_time.is_ending()
+    for _ in range(100):
+        wall_time.after_step(1.0)
+    assert wall_time.needed_s == 46.0  # steps of long ago are forgotten
+    wall_time.steps_ahead = 2
+    wall_time.after_step(1.0, evaluations=2, saves_ahead=2)
+    assert wall_time.needed_s == 2 * 1 + 2 * 7 + 2 * 15 + 30
+
+
+def test_a_job_goes_back_into_the_queue(command: Command) -> None:
+    command("squeue", "echo RUNNING None")
+    called, said = command("scontrol", "exit 0"), list[str]()
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
+    assert called.read_text() == "requeue 4711\n" and len(said) == 1 and "4711" in said[0]
+    # Slurm ends all processes of the job then, at times also the scontrol that asked for it.
+    command("scontrol", "kill -TERM $$")
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) and said[1:] == said[:1]
+
+
+@pytest.mark.parametrize(("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)])
+def test_a_job_that_somebody_cancelled_stays_cancelled(command: Command, state: str, goes: bool) -> None:
+    command("squeue", f"echo {state}")
+    called, said = command("scontrol", "exit 0"), list[str]()
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
+
+
+def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:
+    said: list[str] = []
+    assert not requeue({}, said.append)
+    assert len(said) == 1 and "--requeue" in said[0]
+    command("squeue", r"printf '\377 None'; exit 1")
+    command("scontrol", r"printf '\377 disabled' >&2; exit 1")  # which is no text
+    assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
+    assert "ERROR" in said[1] and "4711" in said[1] and "disabled" in said[1]

@@ -1,0 +1,253 @@
+"""Ranks that train a toy over each kind of group and hang in different ways, with a watchdog.
+
+Their time stands still until all of them are where they will stay: the one that hangs is stuck, the others wait for it.
+Then hours pass at once, and whoever is asked has all the time that it needs. What is seen does not depend on how fast
+the machine is. With `real` all limits are a few seconds of the real clock instead.
+"""
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import LaunchError
+from megatron.parallel import flight
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.flight import FlightState
+from megatron.parallel.launch import detect_launch
+from megatron.parallel.processes import STOPPED, process_state
+from megatron.parallel.rendezvous import Rendezvous, connect
+from megatron.parallel.topology import Topology
+from megatron.pipeline.executor import Executor
+from megatron.training.safety import watchdog
+from megatron.training.safety.watchdog import Watchdog
+
+SHAPE = (2, 4)
+HANGS_AT = 3  # the step, in the first of three micro-batches: whoever is stopped later may still have something to send
+HOURS_S = 1e4
+WAITS_IN = "BACKWARD of stage 0, micro-batch 0"  # for the second stage, which hangs
+
+
+def endless_loop() -> None:
+    while True:
+        pass
+
+
+def hold_interpreter() -> None:
+    """A call of C that keeps the interpreter's lock for days."""
+    sum(range(10**14))
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "loop": endless_loop, "hold": hold_interpreter,
+}  # fmt: skip
+
+
+class Board:
+    """Memory that all ranks share: which of them are there, have answered, leave, and may go on."""
+
+    MARKS = ("there", "answered", "leaving", "alive", "cleared")
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        path, self.rank, self.size = folder / "board", rank, size
+        with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            file.truncate(4096)
+            self._memory = mmap.mmap(file.fileno(), 4096)
+        self._memory[2048 + 8 * rank : 2056 + 8 * rank] = os.getpid().to_bytes(8, "little")
+
+    def mark(self, what: str) -> None:
+        self._memory[256 * self.MARKS.index(what) + self.rank] = 1
+
+    def marked(self, what: str, ranks: list[int]) -> bool:
+        return all(self._memory[256 * self.MARKS.index(what) + rank] for rank in ranks)
+
+    def pid(self, rank: int) -> int:
+        return int.from_bytes(self._memory[2048 + 8 * rank : 2056 + 8 * rank], "little")
+
+
+class Time:
+    """A clock for a rank's watchdog that moves only when all that can happen before has happened."""
+
+    def __init__(self, board: Board, victims: list[int], way: str) -> None:
+        self.board, self.victims, self.way = board, victims, way
+        self.now, self.asked, self.leaving, self.over = 0.0, False, False, False
+        everybody = list(range(board.size))
+        self.speaking = everybody if way != "stop" else [rank for rank in everybody if rank not in victims]
+        flight._clock = lambda: time.monotonic() + HOURS_S * board.marked("there", everybody)
+        sys.addaudithook(self._hear)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.003)
+        while not self._may_pass():
+            time.sleep(0.003)
+        self.now += max(seconds, 1.0)
+
+    def _may_pass(self) -> bool:
+        board = self.board
+        if self.over:
+            return True
+        if not board.marked("there", list(range(board.size))):
+            return False
+        if self.way == "stop" and any(process_state(board.pid(victim)) != STOPPED for victim in self.victims):
+            return False
+        if self.way == "slow" and (board.marked("cleared", [board.rank]) or not board.marked("alive", self.victims)):
+            return False
+        if self.leaving:
+            return board.marked("leaving", self.speaking)
+        return not self.asked or board.marked("answered", self.speaking)
+
+    def _hear(self, event: str, _: Any) -> None:
+        room, _, what = event.rpartition(".")
+        if room != "megatron.training" or self.over:
+            return
+        self.asked = self.asked or what in ("inquiry", "answered")
+        self.leaving = self.leaving or what == "leaving"
+        if what in self.board.MARKS:
+            self.board.mark(what)
+
+    def note_when_there(self, recorder: flight.FlightRecorder, there: Callable[[FlightState], bool]) -> None:
+        """Mark this rank as soon as it enters the call in which it will stay."""
+
+        def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def entering(*args: Any) -> Any:
+                result, state = plain(*args), FlightState.read(recorder.buffer)
+                if state is not None and there(state):
+                    self.board.mark("there")
+                return result
+
+            return entering
+
+        for name in ("enter", "enter_message", "enter_wait"):
+            setattr(recorder, name, noting(getattr(recorder, name)))
+
+
+class Toy:
+    """One step: forward and backward through the pipeline, a sum over the tensor group in each pass, a sum of the
+    gradient over the data-parallel group, a sum over the world."""
+
+    def __init__(self, topology: Topology, hang: Callable[[], object] | None, skips: bool) -> None:
+        self.topology, self.skips, self.step = topology, skips, 0
+        self.weight = torch.nn.Parameter(torch.ones(SHAPE[1]))
+        stage, last = topology.pipeline.rank, topology.pipeline.size - 1
+
+        def chunk(micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            if hang is not None and self.step == HANGS_AT and micro_batch == 0:
+                hang()
+            x = torch.ones(SHAPE) if hidden is None else hidden
+            all_reduce(torch.ones(8), topology.tensor)
+            y = x * self.weight
+            return y.mean() if stage == last else y
+
+        self.executor = Executor(topology, {stage: chunk}, "1f1b", 1, SHAPE, torch.float32)
+
+    def run(self, step: int) -> None:
+        self.step = step
+        self.topology.flight.step(step)
+        self.executor.train([0, 1, 2])
+        if not (self.skips and step == HANGS_AT):
+            all_reduce(torch.ones(16), self.topology.data)
+        all_reduce(torch.ones(4), self.topology.world)
+
+
+def train(
+    rank: int, size: int, tensor: int, pipeline: int, nodes: int, victims: list[int], way: str, folder: str,
+    real: bool,
+) -> str:
+    """Returns "done" only where nothing hung. On several nodes the ranks share no flight file."""
+    torch.set_num_threads(1)
+    with open(Path(folder) / f"output_{rank}", "wb") as output:
+        os.dup2(output.fileno(), 2)
+    here = size // nodes
+    os.environ.update(SLURMD_NODENAME=f"node{rank // here}", LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
+    # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a short one.
+    silent = way == "stop" and 0 in victims
+    watchdog._ANSWER_S, watchdog._NODE_S = (3.0, 0.5) if real else (0.5 if silent else 30.0, 1.0)
+    with connect(detect_launch(), timedelta(seconds=180)) as meeting:
+        topology = Topology.create(tensor, pipeline, timeout=timedelta(seconds=180), flight=meeting.flight)
+        try:
+            board = Board(Path(folder), rank, size)
+            steps(topology, meeting, Path(folder), board, victims, way, real, here)
+        except (LaunchError, RuntimeError) as error:  # as training/run/setup.py does: the watchdog knows more
+            raise meeting.explain(error) from error
+    return "done"
+
+
+def steps(
+    topology: Topology, meeting: Rendezvous, folder: Path, board: Board, victims: list[int], way: str, real: bool,
+    here: int,
+) -> None:
+    rank, recorder = board.rank, topology.flight
+    victim = rank in victims
+
+    def hang() -> None:
+        board.mark("there")
+        WAYS[way]()
+
+    def there(state: FlightState) -> bool:
+        """Where a rank that waits for the victims, or the one that left out a collective, will stay."""
+        if way == "slow":
+            return state.call is not None and (state.call.kind, state.call.sequence) == ("world", 7)
+        if topology.pipeline.size > 1:
+            return state.step == HANGS_AT and state.instruction == WAITS_IN
+        kind = "data" if way != "skip" or (rank not in victims and victims[0] in topology.data.ranks) else "world"
+        return state.call is not None and (state.call.kind, state.call.sequence) == (kind, HANGS_AT + 1)
+
+    toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
+    toy.run(0)
+    if real:
+        limit_s, watch = 3.0, Watchdog(meeting, topology, 3.0, folder)
+    else:
+        limit_s, clock = 30.0, Time(board, victims, way)
+        if not victim or way == "skip":
+            clock.note_when_there(recorder, there)
+        watch = Watchdog(meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
+    end_lost_node(board, victims, here)
+    watch.start()
+    watch.patient = False
+    for step in range(1, 6):
+        toy.run(step)
+    if way == "slow" and victim:  # longer than the limit, but with signs of life
+        be_slow(board, recorder, limit_s, real)
+    all_reduce(torch.ones(1), topology.world)
+    if not real:
+        clock.over = True
+    watch.stop()
+
+
+def be_slow(board: Board, recorder: flight.FlightRecorder, limit_s: float, real: bool) -> None:
+    for _ in range(8 if real else 0):
+        time.sleep(limit_s / 3)
+        recorder.alive()
+    if real:
+        return
+    board.mark("there")
+    while not board.marked("there", list(range(board.size))):
+        time.sleep(0.003)
+    recorder.alive()  # the hours have passed by now
+    board.mark("alive")
+    while not board.marked("cleared", list(range(board.size))):
+        time.sleep(0.003)
+
+
+def end_lost_node(board: Board, victims: list[int], here: int) -> None:
+    """No neighbour can end the processes of a node without a living rank: a rank of another node does, at its end."""
+    lost = [v for v in victims if all(rank in victims for rank in range(v // here * here, (v // here + 1) * here))]
+
+    def hear(event: str, _: Any) -> None:
+        if event == "megatron.training.left":
+            for rank in lost:
+                os.kill(board.pid(rank), signal.SIGKILL)
+
+    if lost and board.rank == min(set(range(board.size)) - set(victims)):
+        sys.addaudithook(hear)

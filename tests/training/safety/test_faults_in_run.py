@@ -1,0 +1,278 @@
+"""Runs that are told to end, that cannot save, and whose job ends: what they leave behind."""
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.run.process import run_guarded
+from tests.helpers.fault_points import strike
+from tests.helpers.launching import TINY, launch
+from tests.helpers.processes import run_processes, run_processes_raw
+from tests.training.run.test_run import FIELDS, records, run, values
+
+pytestmark = pytest.mark.slow
+
+SMALL = {**FIELDS, "num_layers": 2, "eval_iters": 0, "log_interval": 1}
+
+
+def iterations(folder: Path) -> list[int]:
+    """Of the checkpoints that are there."""
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix)
+
+
+# -- saves that fail ---------------------------------------------------------------------------------------------------
+
+
+def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> str | None:
+    """Rank 0 cannot begin a checkpoint of the `broken` iterations; what the run raises at its end."""
+    from megatron.checkpoint import save
+    from megatron.errors import CheckpointError
+
+    plain = save.start_folder
+
+    def start_folder(folder: Path) -> Path:
+        if int(folder.name.removeprefix("iter_")) in broken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return plain(folder)
+
+    save.start_folder = start_folder
+    try:
+        run(rank, {**SMALL, **fields})
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_when_a_save_fails(tmp_path: Path, background: bool) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=background)
+    assert run_processes(2, run_on_full_disk, fields, [4]) == [None, None]
+    found = records(tmp_path)
+    assert values(found["checkpoint"], "iteration") == [(2,), (5,)]
+    (failed,) = found["checkpoint_failed"]
+    assert failed["iteration"] == 4 and os.strerror(errno.ENOSPC) in failed["reason"]
+    assert iterations(tmp_path) == [2, 5] and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=3)
+    errors = run_processes(2, run_on_full_disk, fields, [3])
+    assert errors[0] == errors[1]
+    assert "iteration 3" in errors[0] and "iteration 2" in errors[0]
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(3, "done")]
+    assert iterations(tmp_path) == [2]
+    run_processes(1, run, dict(SMALL, save=str(tmp_path), load=str(tmp_path), train_iters=3))  # goes on from there
+    assert iterations(tmp_path) == [2, 3]
+
+
+def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
+    """The third step cannot be taken, on any rank."""
+    from megatron.errors import TrainingError
+    from megatron.training.run import loop
+
+    def check_step(run: Any, under_way: Any, *_: Any) -> None:
+        if under_way.iteration == 3:
+            raise TrainingError("NaN")
+
+    loop.check_step = check_step
+    with pytest.raises(TrainingError) as caught:
+        run(rank, {**SMALL, **fields})
+    return str(caught.value)
+
+
+def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
+    assert run_processes(1, run_and_give_up, fields) == ["NaN"]
+    assert iterations(tmp_path) == [2]
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def run_and_signal(rank: int, fields: dict[str, Any], where: str, nth: int, number: int) -> int | None:
+    """The signal comes twice on the last rank, in the nth call of the function `where` of a module; the exit code."""
+    module, _, name = where.rpartition(".")
+    holder: Any = importlib.import_module(module)
+    plain, calls = getattr(holder, name), [0]
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if rank == int(os.environ["WORLD_SIZE"]) - 1 and calls[0] == nth:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return plain(*args, **kwargs)
+
+    setattr(holder, name, signalled)
+    return run_guarded(lambda: run(rank, {**SMALL, **fields}), rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "nth", "stopped", "evaluations"),
+    [
+        (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before anything
+        (1, "megatron.training.run.loop.open_stream", 1, 0, 0),  # the evaluation before the first step
+        (2, "megatron.training.run.loop.train_step", 2, 3, 1),  # the ranks tell each other while step 3 runs
+        (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),  # of iteration 2, noticed after step 3
+    ],
+)  # fmt: skip
+def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
+    tmp_path: Path, ranks: int, where: str, nth: int, stopped: int, evaluations: int
+) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=50, eval_iters=2, eval_interval=99)
+    number = signal.SIGUSR1 if stopped else signal.SIGTERM
+    assert run_processes(ranks, run_and_signal, fields, where, nth, int(number)) == [0] * ranks
+    found = records(tmp_path)
+    (end,) = found["end"]
+    assert end["iteration"] == stopped and number.name in end["reason"]
+    assert iterations(tmp_path)[-1] == stopped and len(found.get("validation", ())) == evaluations
+
+
+def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99)
+    where = "megatron.training.run.loop.final_evaluations"
+    assert run_processes(1, run_and_signal, fields, where, 1, int(signal.SIGTERM)) == [0]
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(tmp_path) == [2]
+    assert values(found["validation"], "iteration") == [(0,)]
+
+
+# -- the end of the job ------------------------------------------------------------------------------------------------
+
+
+def slurm(folder: Path, left: str) -> dict[str, str]:
+    """An environment in which squeue says `left`, and scontrol notes what it is asked for."""
+    answers = {"squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac', "scontrol": ""}
+    for name, body in answers.items():
+        script = folder / name
+        script.write_text(f"#!/bin/sh\necho {name} $@ >> {folder}/asked\n{body}\n")
+        script.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+
+
+def asked_back(folder: Path) -> list[str]:
+    """What scontrol was asked for."""
+    asked = folder / "asked"  # by nobody where the run was over before squeue had begun
+    return [line for line in asked.read_text().splitlines() if line.startswith("scontrol")] if asked.exists() else []
+
+
+def run_until_late(rank: int, fields: dict[str, Any]) -> None:
+    """After the third step the two hours that squeue speaks of are over but for 20 s, less than the margin."""
+    from megatron.training.run import loop
+    from megatron.training.run.stopping import SlurmEnd
+
+    between_steps, left_s, late = loop.between_steps, SlurmEnd.left_s, [False]
+
+    def after_three(run: Any) -> Any:
+        late[0] = run.progress.iteration >= 3
+        return between_steps(run)
+
+    def less(self: SlurmEnd) -> float | None:
+        left = left_s(self)
+        return left if left is None or not late[0] else left - 7180
+
+    loop.between_steps, SlurmEnd.left_s = after_three, less  # type: ignore[method-assign]
+    run(rank, fields)
+
+
+def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path: Path) -> None:
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    fields = dict(SMALL, save=str(save), train_iters=10**6, log_interval=1000, requeue=True)
+    run_processes(2, run_until_late, fields, env=environment)
+    (end,) = records(save)["end"]
+    assert end["reason"] != "done" and 3 <= end["iteration"] < 10**6
+    assert iterations(save) == [end["iteration"]]
+    assert asked_back(tmp_path) == ["scontrol requeue 4711"]
+
+
+def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_path: Path) -> None:
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    run_processes(1, run, dict(SMALL, save=str(save), train_iters=3, requeue=True), env=environment)
+    assert values(records(save)["end"], "iteration", "reason") == [(3, "done")]
+    assert asked_back(tmp_path) == []
+
+
+@pytest.mark.parametrize(("died_at", "victim", "put_back"), [(3, 1, True), (3, 0, True), (1, 1, False)])
+def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
+    tmp_path: Path, died_at: int, victim: int, put_back: bool
+) -> None:
+    """Rank 0 serves the store."""
+    arguments = [*TINY, "--train-iters", "5", "--save", str(tmp_path / "run"), "--save-interval", "2", "--requeue"]
+    kill = {victim: (strike, "megatron.run.step", died_at, "kill")}
+    outcomes = launch(2, arguments, env=slurm(tmp_path, "2:00:00"), arm=kill)
+    other = outcomes[1 - victim]
+    assert other is not None and other.code == 75, other
+    (said,) = [line for line in other.output.splitlines() if "LostRankError" in line]
+    assert f"rank {victim}" in said and "Traceback" not in other.output
+    assert asked_back(tmp_path) == ["scontrol requeue 4711"] * put_back
+
+
+def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
+    """29 s are less than the margin: not even the first evaluation is begun, and nothing asks Slurm."""
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    run_processes(1, run, dict(SMALL, save=str(save), walltime="0:29", eval_iters=1), env=environment)
+    (end,) = records(save)["end"]
+    assert "validation" not in records(save)
+    assert end["iteration"] == 0 and re.search(r"\b0:[0-2]\d left", end["reason"]) and not (tmp_path / "asked").exists()
+
+
+def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
+    """It would lose the same steps again and again."""
+    save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
+    fields = dict(save=str(save), train_iters=3000, requeue=True)
+    outcomes = run_processes_raw(1, run_on_full_disk, fields, list(range(3000)), env=environment)
+    assert outcomes[0][0] and outcomes[0][1]
+    assert asked_back(tmp_path) == []
+
+
+# -- what others make of a run -----------------------------------------------------------------------------------------
+
+
+def test_computing_times_of_ranks_are_reported(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), train_iters=4, log_interval=2, straggler_report=True)
+    run_processes(2, run, {**SMALL, **fields})
+    found = records(tmp_path)["stragglers"]
+    assert values(found, "iteration") == [(2,), (4,)]
+    assert all(0 < r["min_ms"] <= r["max_ms"] for r in found)
+
+
+def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[tuple[str, float]]:
+    """What is done, and how long the watchdog waits for it then; 0 where nobody watches."""
+    from megatron.pipeline.executor import Executor
+    from megatron.training.safety.watchdog import Watchdog
+
+    noted, watching = list[tuple[str, float]](), list[Watchdog]()
+
+    def note(what: str, plain: Any) -> Any:
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.append((what, watching[0].limit_s if watching else 0.0))
+            return plain(self, *args, **kwargs)
+
+        return noting
+
+    Executor.train = note("step", Executor.train)  # type: ignore[method-assign]
+    Executor.evaluate = note("evaluation", Executor.evaluate)  # type: ignore[method-assign]
+    Watchdog.start = lambda self: watching.append(self)  # type: ignore[method-assign]
+    Watchdog.stop = lambda self: watching.clear()  # type: ignore[method-assign]
+    run(rank, {**SMALL, **fields})
+    return noted
+
+
+def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: Path) -> None:
+    """That may take nine tenths of --distributed-timeout-minutes."""
+    limits = dict(hang_timeout=100.0, distributed_timeout_minutes=10.0, train_iters=2, eval_iters=2, eval_interval=2)
+    first, later = 540.0, 100.0
+    begin = [("evaluation", first), ("evaluation", later), ("step", first), ("step", later)]
+    for noted in run_processes(2, run_and_note_the_watchdog, limits):
+        assert noted[:4] == begin and set(noted[4:]) == {("evaluation", later)}
+    (noted,) = run_processes(1, run_and_note_the_watchdog, {**limits, "skip_train": True})
+    assert noted[:2] == begin[:2]
+    (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2, hang_timeout=0.0))
+    assert noted == [("step", 0.0)] * 2
