@@ -386,6 +386,7 @@ def describe_setup(
         reporter.say(f" note: {notice}")
     for line in choose.report(config, topology.device):
         reporter.say(f" {line}")
+    model = config.model
     assert model.vocab_size is not None, "the tokenizer was read"
     padded = model.padded_vocab_size(topology.tensor.size)
     dummies = padded - model.vocab_size
