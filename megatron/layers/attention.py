@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float
 ) -> Tensor:
-    """q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
+    """Attend: q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and bias is not None:
@@ -41,11 +41,11 @@ def _causal(
 
 
 def _one_sample(x: Tensor) -> Tensor:
-    """[s, b, heads, d] -> [1, s, b * heads, d], a view of a projection's part too.
+    """View [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
-    To attention the heads of another sample are other heads. With one sample, what torch's kernels write, and what they
-    want to read in the backward pass, lies in the order [s, b, heads, d] of the layers around them, whichever kernel it
-    is; with several, some write [b, s, heads, d], and most copy output and gradient into it before their backward pass
+    To attention the heads of another sample are other heads. With one sample, all of torch's kernels write, and read in
+    the backward pass, the order [s, b, heads, d] of the layers around them; with several samples, some write
+    [b, s, heads, d], and most copy output and gradient into it before their backward pass
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     return x.flatten(1, 2).unsqueeze(0)
@@ -55,12 +55,12 @@ def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention.
+    """Return softmax(q k^T / sqrt(d)) v by torch's scaled_dot_product_attention.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
 
-    Documents of like length are one batch, filled up at their ends: there a causal query does not look, so no mask
-    tells documents apart. ALiBi's bias is as long as the longest document and serves all.
+    Documents of similar length are one batch, padded at their ends, which no causal query sees, so that no mask of
+    documents is needed. ALiBi's bias is as long as the longest document and used for all.
     """
     positions = q.shape[0]
     if documents is None:
@@ -81,7 +81,7 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
 ) -> Tensor:
-    """The same through the flash-attn package, which takes the cumulative lengths of documents as they are."""
+    """Return the same by the flash-attn package, which takes the cumulative lengths of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if alibi is None else alibi.slopes
@@ -101,11 +101,11 @@ def unfused_attention(
     q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None, documents: Documents | None,
     dropout: float, seed: int | None, fusions: Fusions, place: Place | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
+    """Return explicit softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k, v [s, b, kv heads, d] -> [s, b, heads, d].
 
-    Query head h reads key-value head h // (heads / kv heads). Keys and values are read where they lie: the queries of a
-    group are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout;
-    `place` is theirs among those of the whole job (DropoutKey.weights), None where they are the whole.
+    Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the queries of a group
+    are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout;
+    `place` is their place in the whole job (DropoutKey.weights), None if they are the whole.
     """
     s, b, heads, d = q.shape
     groups = k.shape[2]
@@ -122,7 +122,7 @@ def unfused_attention(
 
 
 def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: bool) -> Tensor:
-    """softmax(scale * scores) over the keys that a query sees, in fp32; [b, heads, s, s] in the scores' dtype."""
+    """Return softmax(scale * scores) over the visible keys, in fp32; [b, heads, s, s] in the scores' dtype."""
     if fused:
         return causal_softmax(scores, scale) if documents is None else masked_softmax(scores, documents.hidden, scale)
     s = scores.shape[-1]
@@ -133,7 +133,7 @@ def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: b
 
 
 class CoreAttention:
-    """softmax(q k^T / sqrt(d)) v, causal, of one layer, as the configuration says: ALiBi, dropout, recomputation.
+    """Causal softmax(q k^T / sqrt(d)) v of one layer, as configured: ALiBi, dropout, recomputation.
 
     attention  names what computes it (choose_attention)
     """
@@ -147,8 +147,8 @@ class CoreAttention:
         self.alibi = context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
 
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
-        """q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] -> [s, b, heads/tp, d]. Blocked attention also takes
-        all three as they leave SelfAttention's projection."""
+        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d]. Blocked attention also
+        takes the projection of all three."""
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -175,13 +175,13 @@ class CoreAttention:
         core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
             return core(q, k, v, self.alibi, documents, 0.0)
-        # These count the samples and heads of a call on their own, so that masks are those of one micro-batch and rank.
+        # These number the samples and heads of each call from 0, so that masks are those of one micro-batch and rank.
         with seeded(q.device, mix(seed, place.start)):
             return core(q, k, v, self.alibi, documents, self.dropout)
 
 
 class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
+    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
     them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
@@ -205,7 +205,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, again: Again = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`again` makes x."""
+        """Attend within x; `again` recomputes x."""
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
@@ -214,7 +214,7 @@ class SelfAttention(torch.nn.Module):
         return self.dense(out.reshape(s, b, -1))
 
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, turned by their positions."""
+        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated by their positions."""
         s, b = mixed.shape[:2]
         # The gradient of split is one concatenation; those of slices would each be as large as the whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)

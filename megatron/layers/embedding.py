@@ -22,12 +22,12 @@ def word_embedding_weight(
     context: LayerContext, vocab_size: int, padded: int, hidden: int, fill: Fill, *, name: str = WORD_EMBEDDINGS,
     tied: bool = False,
 ) -> torch.nn.Parameter:
-    """The table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding rows are zero."""
+    """Make the table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding rows are zero."""
     return context.parameters.create(name, (vocab_size, hidden), 0, fill, padded=padded, tied=tied)
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of a table whose gradient has a sink: only the rows that were looked up are added there."""
+    """Look-up in a table whose gradient has a sink: only gradients of the rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         sink = sink_of(ctx.weight)
-        assert sink is not None, "the sink of a table was taken away between a forward and its backward pass"
+        assert sink is not None, "the sink of a table was removed between a forward and its backward pass"
         # In a fixed order: a resumed run must repeat the bits of one that was not interrupted.
         total = sink.complete()
         faster = total.device.type == "cpu" and total.dtype == torch.float32  # torch's index_add_
@@ -51,12 +51,12 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
-    """Rows of the weight [n, h] for ids [..]: [.., h]."""
+    """Return rows of the weight [n, h] for ids [..]: [.., h]."""
     return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """tokens [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; the sum over the ranks has them all."""
+    """Token embedding: [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; their sum has all."""
 
     def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class PositionEmbedding(torch.nn.Module):
-    """Learned positions: [s(/tp), 1 or b, h], to be added to the token embeddings."""
+    """Learned position embedding: [s(/tp), 1 or b, h], to be added to the token embeddings."""
 
     def __init__(self, context: LayerContext, positions: int, hidden: int, fill: Fill) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Positions and documents as attention uses them: ALiBi, rotary embedding, lengths of documents."""
+"""Positions and documents in attention: ALiBi, rotary embedding, lengths of documents."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,7 @@ from megatron.kernels.ops import rotary as kernel
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
+    """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
     A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power below and fills up
     with every second one of the power above, as the authors' code does.
@@ -28,7 +28,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i, -infinity for the others.
+    """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i, -infinity for the others.
 
     They depend on the distance alone, so the top left corner serves a shorter sequence. Beside the result a few
     matrices [length, length] are needed, not one for each head.
@@ -54,11 +54,11 @@ class Alibi:
         self._scale = 1.0
 
     def bias(self, length: int, longest: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """alibi_bias(slopes / scale, length, dtype), not to be written to.
+        """Return alibi_bias(slopes / scale, length, dtype), not to be written to.
 
-        It is a corner of a table that is made anew when a longer one, or another kind, is asked for: for the powers of
-        two up to `longest`, the positions of a sequence. A row of the table is a multiple of 16 entries long, so that
-        a kernel loads many at once.
+        It is a corner of a table, which is rebuilt when a longer one, or another kind, is needed: for powers of two up
+        to `longest`, the positions of a sequence. A row of the table is a multiple of 16 entries long, so that a
+        kernel loads many at once.
         """
         table = self._table
         if table is None or table.shape[-1] < length or table.dtype != dtype or self._scale != scale:
@@ -92,7 +92,7 @@ class RotaryEmbedding:
         return table
 
     def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
-        """(cos, sin), fp32 [s, 1 or b, 1, dimension/2]; positions 0 ... length-1 where no ids [b, s] are given."""
+        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2]; positions 0 ... length-1 if there are no ids [b, s]."""
         cos, sin = self._grown(length, device)
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]
@@ -102,7 +102,7 @@ class RotaryEmbedding:
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32; contiguous result.
 
-        x may be a slice of the fused projection: the kernel reads it where it lies.
+        x may be a slice of the fused projection: the kernel needs no copy.
         """
         cos, sin = angles
         if self.fused:
@@ -113,7 +113,7 @@ class RotaryEmbedding:
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def rotate_groups(self, x: Tensor, angles: Angles) -> Tensor:
-        """The same for x [s, b, groups, queries, d] -> [s, b, groups * queries, d].
+        """Rotate x [s, b, groups, queries, d] -> [s, b, groups * queries, d].
 
         In a slice of the fused projection the heads of different groups have no common stride, but groups and samples
         have one, and so have samples and positions: the kernel needs no copy.
@@ -129,20 +129,20 @@ class RotaryEmbedding:
         return turned.view(s, b, groups * queries, d)
 
 
-# Documents share one call of the kernel while filling up to the longest adds at most a quarter to each, and those of
-# up to four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens: with documents of 100 tokens and
-# more this costs what one call for each costs, with 5 to 30 tokens 10 to 50 % less; wider groups lose more in filling
+# Documents share one call of the kernel if padding to the longest adds at most a quarter to each, and those of up to
+# four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens: with documents of 100 tokens and
+# more this costs what one call for each costs, with 5 to 30 tokens 10 to 50 % less; wider groups lose more by padding
 # than they save in calls. On a GPU, where a call costs more, there are at most 28 instead of hundreds.
 _FILL, _TINY = 1.25, 4
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Documents in batches, for a kernel that takes equal lengths.
+    """Documents in batches, for a kernel that needs equal lengths.
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
     gather    int64 [sum of documents * length]: the row of [s, b] that each place of the batches is read from. A place
-              behind the end of its document is filled with what lies there
+              past the end of its document has the row that follows
     scatter   int64 [s * b]: the place in the batches of each row of [s, b]
     """
 
@@ -152,7 +152,7 @@ class Groups:
 
 
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
-    """Batches of documents of like length. `lengths` [documents] of all samples, one sample after the other."""
+    """Divide documents into batches of similar length. `lengths` [documents]: one sample after the other."""
     total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order]
@@ -179,7 +179,7 @@ def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
 
 @dataclass(frozen=True)
 class Documents:
-    """How the positions of a micro-batch, one sample after the other, are cut into documents.
+    """The documents of a micro-batch, one sample after the other.
 
     cu_seqlens   int32 [documents + 1] on the device: where each document starts; the last is b * s
     lengths      int64 [documents] in host memory
@@ -192,12 +192,12 @@ class Documents:
 
     @cached_property
     def longest(self) -> int:
-        """Positions of the longest document."""
+        """Return the positions of the longest document."""
         return int(self.lengths.max())
 
     @cached_property
     def hidden(self) -> Tensor:
-        """Bool [b, 1, s, s] on the device, True where a query (row) does not see a key; made once for all layers."""
+        """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key; cached for all layers."""
         device = self.cu_seqlens.device
         rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(self.samples, -1)
         document = torch.searchsorted(self.cu_seqlens, rows, right=True, out_int32=True)  # [b, s]
@@ -206,7 +206,7 @@ class Documents:
 
     @cached_property
     def groups(self) -> Groups:
-        """The batches of group_documents with their indices on the device; made once for all layers."""
+        """Return the batches of group_documents with their indices on the device; cached for all layers."""
         groups, device = group_documents(self.lengths, self.samples), self.cu_seqlens.device
         if device.type == "cpu":
             return groups
@@ -216,13 +216,13 @@ class Documents:
 
     @cached_property
     def starts(self) -> list[Tensor]:
-        """The row of [s, b] at which each document of a batch starts, for each batch of like length."""
+        """Return the row of [s, b] at which each document starts, for each batch of similar length."""
         shapes, gather = self.groups.shapes, self.groups.gather
         parts = gather.split([documents * length for documents, length in shapes])
         return [part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)]
 
     def batches(self, x: Tensor) -> list[Tensor]:
-        """x [s, b, ...] -> [documents, length, ...] for each batch of like length."""
+        """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
         # The gradient of split is one concatenation; that of a slice would be as large as the whole, for each batch.

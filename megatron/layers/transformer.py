@@ -1,4 +1,4 @@
-"""One transformer layer: attention and feed-forward part, each with norm before, dropout and residual after."""
+"""One transformer layer: attention and MLP, each with norm before, dropout and residual after."""
 from __future__ import annotations
 
 import importlib
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 class Norm(torch.nn.Module):
-    """[.., h] -> [.., h], in the dtype of the weight; statistics in fp32.
+    """LayerNorm (Ba et al., arXiv 1607.06450) or RMSNorm (Zhang and Sennrich, arXiv 1910.07467): [.., h] -> [.., h].
 
+    The result has the dtype of the weight; statistics are in fp32.
     With `one_plus` the stored weight is the gain minus one, so that weight decay pulls the gain to one.
     """
 
@@ -55,7 +56,7 @@ class Norm(torch.nn.Module):
         return self._by_torch(x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); one pass where the kernel runs."""
+        """Return (norm(x + residual), x + residual); one pass with the kernel."""
         if self.fused and x.dtype == residual.dtype == self.weight.dtype:
             if self.bias is None:
                 return norm_kernel.add_rms_norm(x, residual, wide(self.weight), self.epsilon, self.one_plus)
@@ -66,7 +67,7 @@ class Norm(torch.nn.Module):
 
     def _by_torch(self, x: Tensor) -> Tensor:
         dtype, gain = self.weight.dtype, wide(self.weight)
-        # A residual stream in fp32 beside bf16 weights: normalise in the wider type, hand on the narrower one.
+        # A residual stream in fp32 beside bf16 weights: normalise in the wider type, return the narrower one.
         x = x.to(torch.promote_types(x.dtype, gain.dtype))
         gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
         if self.bias is None:
@@ -81,7 +82,7 @@ class Norm(torch.nn.Module):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """[.., ffn] -> [.., ffn]; for 'swiglu' [.., 2 ffn], gate before value, -> [.., ffn].
+    """Apply the activation: [.., ffn] -> [.., ffn]; for 'swiglu' [.., 2 ffn], gate before value, -> [.., ffn].
 
     'gelu' is the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2), which GPT-2 and Megatron's fused kernel
     use; 'openai_gelu' names the same function. 'swiglu': Shazeer, arXiv 2002.05202. 'squared_relu': So et al., arXiv
@@ -97,9 +98,9 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 class MLP(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
+    """MLP, h -> ffn -> h: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    activation_again  the output of the activation function is made again in the backward pass instead of being kept
+    activation_again  recompute the output of the activation function in the backward pass instead of keeping it
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class MLP(torch.nn.Module):
         self.dense_4h_to_h = RowParallelLinear(context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias)
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
-        """`again` makes x."""
+        """Compute the MLP of x; `again` recomputes x."""
         up, bias = self.dense_h_to_4h.apart(x, again) if self.fused else (self.dense_h_to_4h(x, again), None)
         activated = self._activate(up, bias)
         if not self.activation_again:
@@ -132,7 +133,7 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, seed: int | None,
     fused: bool = False, place: Place = WHOLE,
 ) -> Tensor:
-    """residual + dropout(x + bias), in the residual's dtype. A residual of another dtype than x takes torch's way."""
+    """Return residual + dropout(x + bias), in the residual's dtype; without the kernel if x has another."""
     if seed is None:
         probability = 0.0
     if bias is not None:
@@ -145,7 +146,7 @@ def bias_dropout_add(
 
 
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
-    """How weights start, and how those do that write into the residual stream.
+    """Return the initial distributions of weights, and of those that write into the residual stream.
 
     N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or Xavier's for all.
     """
@@ -156,9 +157,9 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 
 
 class TransformerLayer(torch.nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model.
+    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model.
 
-    recompute  which of core_attn, mlp_act and layernorm are made again in the backward pass instead of being kept
+    recompute  which of core_attn, mlp_act and layernorm are recomputed in the backward pass instead of being kept
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class TransformerLayer(torch.nn.Module):
         out, bias = self.self_attention(normed, call, self._again(self.input_layernorm, x))
         drops = call.dropout is not None and self.dropout > 0.0
         if bias is None and not drops and not self.residual_after_norm:
-            normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel, where there is one
+            normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel if there is one
         else:
             x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
             normed = self.post_attention_layernorm(x)
@@ -203,12 +204,12 @@ class TransformerLayer(torch.nn.Module):
         return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
     def _again(self, norm: Norm, x: Tensor) -> Again:
-        """How to make norm(x) again, where that is wanted; the norm's gradient keeps x anyway."""
+        """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""
         return partial(norm, x.detach()) if self.norms_again else None
 
     def _add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, call: CallContext, site: Site
     ) -> Tensor:
-        """residual + dropout(x + bias)."""
+        """Return residual + dropout(x + bias)."""
         seed, place = call.hidden_mask(x, self.index, site, self.context)
         return bias_dropout_add(x, bias, residual, self.dropout, seed, self.fused_dropout, place)

@@ -35,7 +35,7 @@ EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
 
 
 def transformer_layer(context: LayerContext, config: Config, index: int) -> TransformerLayer:
-    """Layer `index` of the model, from 0, where pieces of one's own name no other."""
+    """Make layer `index` of the model, from 0, unless the user defines the layer."""
     model, recompute = config.model, config.recompute
     attention = choose_attention(
         config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
@@ -54,8 +54,8 @@ class GPTChunk(torch.nn.Module):
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the scalar fp32 loss of the
     micro-batch: the mean over its unmasked tokens. `hidden` is None on the first stage.
 
-    forward(..., late_loss=True), for who needs the loss only after its backward pass (an executor does): it is NaN
-    until then, and the logits never exist as a whole (vocabulary_loss.py).
+    With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN until then, and the
+    logits never exist as a whole (vocabulary_loss.py).
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GPTChunk(torch.nn.Module):
         return vocabulary_loss(x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss)
 
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-        """The modules that this chunk calls, in order, and the parameters that must be there before each call."""
+        """Return the modules that this chunk calls, in order, and the parameters that each call needs."""
         embeddings = (self.word_embeddings, getattr(self, "position_embeddings", None)) if self.is_first else ()
         found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
         if self.is_last:  # the norm is called right before the product with the output weight, which no module holds
@@ -117,7 +117,7 @@ class GPTChunk(torch.nn.Module):
     def logits(
         self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
+        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
 
         `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
         """
@@ -153,7 +153,7 @@ class GPTChunk(torch.nn.Module):
         return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place)
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
-        """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.
+        """Run all layers of the stage; whole layers are recomputed in the backward pass as configured.
 
         uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first n layers of the
         stage do, one by one; the others keep everything.
@@ -189,7 +189,7 @@ class GPTChunk(torch.nn.Module):
 
 
 def layer_context(config: Config, topology: Topology, perform_initialization: bool = True) -> LayerContext:
-    """How the layers of this rank are distributed, from the configuration and the topology."""
+    """Return how the layers of this rank are distributed."""
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
@@ -203,11 +203,11 @@ def layer_context(config: Config, topology: Topology, perform_initialization: bo
 
 
 def build_chunks(config: Config, topology: Topology, context: LayerContext | None = None) -> torch.nn.ModuleDict:
-    """This rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
+    """Build this rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
 
     Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first and last stage share a
-    process, and two synchronised copies where they do not. With pieces of one's own (Config.with_pieces) stages or
-    layers are those.
+    process, and two synchronised copies where they do not. Stages or layers may be user-defined
+    (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages, pipeline = config.parallel.num_stages, topology.pipeline
@@ -224,24 +224,24 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Global shape of each parameter that the model has with this configuration, by name; no memory is used."""
+    """Return the global shape of each parameter of the model, by name; no memory is used."""
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))  # with all stages, none of them cut
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}
 
 
 def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
-    """What an executor runs, by global stage: the chunks of build_chunks, their loss filled in by the backward pass."""
+    """Return the functions that an executor runs, by global stage: the chunks, with a loss from the backward pass."""
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Shape of what travels between stages: [s(/tp), b, h]."""
+    """Return the shape of the messages between stages: [s(/tp), b, h]."""
     parallel, model = config.parallel, config.model
     s = model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     return s, config.batch.micro_batch_size, model.hidden_size
 
 
 def hidden_dtype(config: Config) -> torch.dtype:
-    """Dtype of what travels between stages."""
+    """Return the dtype of the messages between stages."""
     return torch.float32 if config.model.fp32_residual_connection else getattr(torch, config.precision.dtype_name)
