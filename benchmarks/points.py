@@ -28,8 +28,7 @@ from parity import train
 from sides import our_arguments, run
 from workloads import OURS, ROOT, Case, cpu_cases, cuda_cases, quick
 
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.snapshot import Snapshot
+from megatron.checkpoint.tensors import Shards, Snapshot
 from megatron.config import Config
 from megatron.data.batch import make_micro_batch
 from megatron.layers.embedding import look_up

@@ -219,6 +219,7 @@ def stage_parameters(tensor: int, stage: int) -> list[tuple[str, tuple[int, ...]
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
     """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into equal stretches."""
+    from megatron.checkpoint.shards import Shard
     from megatron.engine.fragments import boxes
 
     rank = (stage * data + data_rank) * TENSOR + tensor
@@ -240,7 +241,7 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
                 for offset, sizes in held:
                     place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
                     length = 4 * math.prod(sizes) + 1200
-                    rows.append((place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
+                    rows.append(Shard(place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
                     at_byte += length
                 found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
     return found
@@ -260,8 +261,9 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
     """
     import pickle
 
-    from megatron.checkpoint import boxes
-    from megatron.checkpoint.manifest import read_manifest
+    from megatron.checkpoint import shards
+    from megatron.checkpoint.files import read_manifest
+    from megatron.checkpoint.save import WHOLE_UP_TO
 
     world = TENSOR * PIPELINE * data
     with tempfile.TemporaryDirectory() as name:
@@ -271,42 +273,41 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         row, _ = measured("save: first of a data group, all it does",
                           lambda: _lead(folder, [pickle.loads(p) for p in wire]), repeat)  # fmt: skip
         rows.append(row)
-        pieces, parts_of_all = world > boxes.WHOLE_UP_TO, []
+        pieces, parts_of_all = world > WHOLE_UP_TO, []
         for number, parts in enumerate(_all_written(data)):
-            stored = boxes.merged(parts)
-            named = boxes.write_piece(folder, number, stored)
-            parts_of_all.append(pickle.dumps((named, boxes.totals(stored), {} if pieces else stored)))
+            stored = shards.merged(parts)
+            named = shards.write_piece(folder, number, stored)
+            parts_of_all.append(pickle.dumps((named, shards.totals(stored), {} if pieces else stored)))
         rows.append(measured("save: rank 0, all it does", lambda: _finish(folder, parts_of_all, pieces), repeat)[0])
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
         rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
         names = [f"{kind}.{p[0]}" for kind in ("master", "exp_avg", "exp_avg_sq") for p in stage_parameters(3, 31)]
         row, _ = measured("load: a rank reads where its boxes are",
-                          lambda: boxes.read_stored(read_manifest(folder), names))  # fmt: skip
+                          lambda: shards.read_stored(read_manifest(folder), names))  # fmt: skip
         rows.append(row)
     return rows
 
 
 def _lead(folder: Path, parts: list[dict[str, Any]]) -> None:
-    from megatron.checkpoint import boxes
+    from megatron.checkpoint import shards
 
-    stored = boxes.merged(parts)
-    boxes.write_piece(folder, 0, stored)
-    boxes.totals(stored)
+    stored = shards.merged(parts)
+    shards.write_piece(folder, 0, stored)
+    shards.totals(stored)
 
 
 def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     import pickle
 
-    from megatron.checkpoint import boxes
-    from megatron.checkpoint.folder import METADATA
-    from megatron.checkpoint.manifest import write_manifest
+    from megatron.checkpoint import shards
+    from megatron.checkpoint.files import METADATA, write_manifest
 
     parts = [pickle.loads(part) for part in received]
-    boxes.check_complete([totals for _, totals, _ in parts])
+    shards.check_complete([totals for _, totals, _ in parts])
     known = dict(named for named, _, _ in parts)
-    known.update([boxes.write_index(folder, [totals for _, totals, _ in parts])])
+    known.update([shards.write_index(folder, [totals for _, totals, _ in parts])])
     if not pieces:
-        boxes.write_whole(folder, boxes.merged(stored for _, _, stored in parts))
+        shards.write_whole(folder, shards.merged(stored for _, _, stored in parts))
     write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 

@@ -57,7 +57,7 @@ class Optimizer(Protocol):
 
     One that needs parameters in their global shape, such as the matrices of Muon, has a function
     whole(name, global_shape) -> bool besides. Parameters for which that is true are in groups of their own, in whose
-    key "whole" is a megatron.engine.whole.WholeParameters when steps are taken; it is None in other groups.
+    key "whole" is a megatron.engine.buckets.WholeParameters when steps are taken; it is None in other groups.
     """
 
     def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...

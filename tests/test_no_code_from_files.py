@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.digest import digest
+from megatron.checkpoint.files import digest, write_manifest
 from megatron.checkpoint.load import load_weights
-from megatron.checkpoint.manifest import write_manifest
 from megatron.parallel.topology import Layout, Topology
 from tests.checkpoint.foreign import theirs
 from tests.checkpoint.made import make

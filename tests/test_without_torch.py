@@ -51,7 +51,7 @@ LIGHT = (
     "megatron.model.stages megatron.kernels.choose megatron.training "
     "megatron.planner.cluster megatron.planner.placement megatron.planner.rates "
     "megatron.planner.channels megatron.jobs.scaling_report "
-    "megatron.jobs.check_slurm megatron.jobs.runner megatron.jobs.space"
+    "megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (
     "plan tune preflight show_recipe show_placement show_schedule report_scaling run_experiment "

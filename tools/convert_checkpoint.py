@@ -1,19 +1,20 @@
 #!/usr/bin/env python
-"""Convert a checkpoint of Megatron or Megatron-DeepSpeed into this program's format.
+"""Convert a checkpoint of Megatron or Megatron-DeepSpeed to this program's format.
 
     python tools/convert_checkpoint.py old/checkpoints new/checkpoints --vocab-size 50257
     python tools/convert_checkpoint.py old/checkpoints/global_step1000 --dry-run
 
 Reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1 and 2) and iter_NNNNNNN/ of Megatron,
-at any tensor- and pipeline-parallel size, with the optimizer's state where it is there. What is written loads on any
-layout: pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
+of any tensor- and pipeline-parallel size, with the optimizer's state if they have it. The result loads on any layout:
+pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
 
-Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16, say what the
-checkpoint's own arguments do not, or correct them. Nothing that is in the checkpoint's files is executed.
+Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16, add settings that
+the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's files is executed.
 """
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,33 +30,33 @@ from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="folder with checkpoints, or of one")
-    parser.add_argument("target", metavar="TARGET", nargs="?", help="folder for the new one; as --load names it later")
-    parser.add_argument("--load-tag", metavar="NAME", help="folder in SOURCE, or iteration, instead of the last one")
-    parser.add_argument("--dry-run", action="store_true", help="say what was found, check it, write nothing")
-    parser.add_argument("--no-optim", action="store_true", help="take the weights only")
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint, or a folder of checkpoints")
+    parser.add_argument("target", metavar="TARGET", nargs="?", help="folder for the result, for --load")
+    parser.add_argument("--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)")
+    parser.add_argument("--dry-run", action="store_true", help="show what was found and check it, but write nothing")
+    parser.add_argument("--no-optim", action="store_true", help="convert the weights only")
     parser.add_argument(
         "--checkpoint-version", type=real(least=0), metavar="V",
-        help="0, 1.0, or 2.0 and above: the order of rows in query_key_value, where the files do not say it",
+        help="0, 1.0, or 2.0 and above: order of the rows of query_key_value, if the files do not contain it",
     )  # fmt: skip
     parser.add_argument(
         "--plain-class", action="append", default=[], metavar="MODULE.NAME",
-        help="a class in the files that holds settings only: it is read as plain values, never imported; repeatable",
+        help="class in the files that only holds settings; it is read as plain values, never imported (repeatable)",
     )  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of this iteration in TARGET")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same iteration in TARGET")
     return parser
 
 
 def model_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Settings from flags of pretrain_gpt.py. Raises ConfigError with all problems."""
+    """Return settings from flags of pretrain_gpt.py. Raises ConfigError with all problems."""
     scanned = scan(argv)
     problems, found = list(scanned.problems), dict[str, Any]()
     for spelling, words in scanned.flags.items():
         flag = flag_table()[spelling]
         if flag.option is None:
-            problems.append(f"{spelling} is no setting of a model")
+            problems.append(f"{spelling} is not a setting of a model")
         elif flag.kind == "value":
             try:
                 found[flag.option.name] = flag.option.parse(words)
@@ -70,13 +71,13 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:
-    """What was found, as names and values."""
+    """Return a description of what was found, as names and values."""
     source, model = plan.source, plan.config.model
     tied = "untied" if model.untie_embeddings_and_output_weights else "tied"
     step = "none" if source.optimizer_step is None else f"Adam, step {source.optimizer_step}"
     if source.data_size is not None:
         step += f", {source.data_size} data-parallel shards"
-    elements = sum(_product(shape) for shape in plan.shapes.values())
+    elements = sum(math.prod(shape) for shape in plan.shapes.values())
     rows = [
         ("found", f"{source.kind}, {source.folder}"),
         ("files", f"{len(source.files):,}, {sum(path.stat().st_size for path in source.files):,} bytes"),
@@ -95,15 +96,8 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
     return rows + [("note", note) for note in plan.notes]
 
 
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
 def show(rows: Sequence[tuple[str, str]]) -> None:
-    """A table on a terminal, plain lines elsewhere."""
+    """Print a table on a terminal, plain lines elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -145,7 +139,7 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 when the checkpoint cannot be converted."""
+    """Run and return the exit code: 0, or 2 when the checkpoint cannot be converted."""
     args, rest = build_parser().parse_known_args(argv)
     settings = model_settings(rest)
     if args.target is None and not args.dry_run:

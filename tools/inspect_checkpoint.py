@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Show what is in a checkpoint, check it, or compare two.
+"""Show the contents of a checkpoint, verify it, or compare two.
 
-    python tools/inspect_checkpoint.py runs/example/run                    # the newest good one, and which there are
+    python tools/inspect_checkpoint.py runs/example/run                    # list all, show the newest good one
     python tools/inspect_checkpoint.py runs/example/run/iter_0000100 --norms --match '*query_key_value*'
-    python tools/inspect_checkpoint.py runs/example/run --verify           # every byte of all of them
+    python tools/inspect_checkpoint.py runs/example/run --verify           # check every byte of all of them
     python tools/inspect_checkpoint.py --diff runs/a/iter_0000100 runs/b/iter_0000100
 
 Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time. Nothing in the files is
 executed.
 
-Exit code 0; 1 where a checkpoint is damaged, or where two differ in tensors or state (settings are shown, but may
-differ); 2 for an error, such as a path that does not exist.
+Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (other settings do not count); 2 for
+an error, such as a path that does not exist.
 """
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.process import as_tool
 
-SOUND, DAMAGED = 0, 1
-_PIPE_COLUMNS = 200  # where nobody says how wide the output may be
+OK, DAMAGED = 0, 1
+_PIPE_COLUMNS = 200  # width of the output where it is not a terminal
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(description=__doc__)
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("--tag", metavar="NAME", help="this checkpoint of the folder: an iteration or a name")
-    parser.add_argument("--verify", action="store_true", help="check every byte; of a folder, all its checkpoints")
+    parser.add_argument("--tag", metavar="NAME", help="checkpoint in the folder: iteration or folder name")
+    parser.add_argument("--verify", action="store_true", help="check every byte of PATH, or of all checkpoints in it")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two checkpoints")
-    parser.add_argument("--norms", action="store_true", help="read all tensors and show their norms, in float64")
-    parser.add_argument("--match", metavar="PATTERN", help="only tensors of this name, * and ? for any characters")
-    parser.add_argument("--passport", action="store_true", help="show all that is known of what wrote it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--norms", action="store_true", help="read all tensors and show their norms (in float64)")
+    parser.add_argument("--match", metavar="PATTERN", help="only tensors whose name matches; * and ? are wildcards")
+    parser.add_argument("--passport", action="store_true", help="show provenance: versions, layout, data, command line")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     return parser
 
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     args = build_parser().parse_args(argv)
     report, code = run(args)
     if args.json:
@@ -58,15 +58,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Do what the flags ask for; what is printed with --json, and the exit code."""
+    """Run what the flags select; return the object for --json and the exit code."""
     if (args.path is None) == (args.diff is None):
-        raise ConfigError("give the PATH of a checkpoint, or two with --diff A B")
+        raise ConfigError("give PATH, or two checkpoints with --diff A B")
     for path in args.diff or [args.path]:
         if not path.is_dir():
-            raise ConfigError(f"{path} is no folder: give a checkpoint (iter_0000100) or a folder of checkpoints")
+            raise ConfigError(f"{path} is not a folder: give a checkpoint (iter_0000100) or a folder of checkpoints")
     if args.diff is not None:
         if args.verify or args.norms or args.passport:
-            raise ConfigError("--diff goes with --match, --tag and --json only")
+            raise ConfigError("--diff can be combined with --match, --tag and --json only")
         return show_difference(args)
     return check(args) if args.verify else show(args)
 
@@ -75,13 +75,14 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """The contents of one checkpoint, and where a folder of several was named, what there is in it."""
+    """Show one checkpoint and, for a folder of checkpoints, a list of all."""
     from megatron.checkpoint.inspect import contents, is_checkpoint, locate, matching, norms
 
     there = [] if is_checkpoint(args.path) else overview(args.path)
     report: dict[str, Any] = {"checkpoints": there} if there else {}
     if there and not args.json:
-        rows = [(c["name"], c["problem"] or "sound as far as small files tell", c["bytes"]) for c in there]
+        good = "OK (metadata only; --verify checks every byte)"
+        rows = [(c["name"], c["problem"] or good, c["bytes"]) for c in there]
         table(f"checkpoints in {args.path}", ("name", "state", "bytes"), rows)
     if args.tag is not None:
         tagged(args.path, args.tag)
@@ -89,7 +90,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         folder = locate(args.path, args.tag)
         found = contents(folder)
     except CheckpointError as error:
-        # Where there is nothing at all, nothing is damaged.
+        # An empty folder is an error, not a damaged checkpoint.
         if not there and not is_checkpoint(args.path):
             raise
         if not args.json:
@@ -106,7 +107,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if args.norms:
         size = read_bytes(found, names)
         try:
-            with Progress(f"read of {folder.name}", size) as progress:
+            with Progress(f"reading {folder.name}", size) as progress:
                 measured = dict(norms(found, names, progress.add))
         except CheckpointError as error:
             problem = str(error)
@@ -118,28 +119,28 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     report["tensors"] = {
         name: {
             "shape": list(found.stored[name]["shape"]), "dtype": found.stored[name]["dtype"],
-            "boxes": len(found.stored[name]["boxes"]), "bytes": sum(box[4] for box in found.stored[name]["boxes"]),
-            "files": sorted({box[2] for box in found.stored[name]["boxes"]}),
+            "boxes": len(found.stored[name]["boxes"]), "bytes": read_bytes(found, [name]),
+            "files": sorted({shard.file for shard in found.stored[name]["boxes"]}),
             **(vars(measured[name]) if name in measured else {}),
         }
         for name in names
     }  # fmt: skip
-    return report | ({} if problem is None else {"problem": problem}), SOUND if problem is None else DAMAGED
+    return report | ({} if problem is None else {"problem": problem}), OK if problem is None else DAMAGED
 
 
 def read_bytes(found: Any, names: Iterable[str]) -> int:
-    """Bytes that reading some tensors takes."""
-    return sum(box[4] for name in names for box in found.stored[name]["boxes"])
+    """Return the bytes of some tensors in the data files."""
+    return sum(shard.length for name in names for shard in found.stored[name]["boxes"])
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
-    """Raise ConfigError where a pattern means nothing: that two checkpoints are equal in no tensor says nothing."""
+    """Raise ConfigError where a pattern matches nothing, so that an empty comparison does not pass for equality."""
     if pattern is not None and not names:
-        raise ConfigError(f"--match {pattern} fits no tensor: give the whole name or * for the rest of it")
+        raise ConfigError(f"--match {pattern} matches no tensor: give a whole name, or use the wildcard *")
 
 
 def overview(directory: Path) -> list[dict[str, Any]]:
-    """Every checkpoint of a folder with its size and, where its small files are damaged, what is wrong."""
+    """List the checkpoints of a folder with their sizes and, where small files are damaged, the problem."""
     from megatron.checkpoint.find import folders, open_checkpoint
 
     out = []
@@ -159,7 +160,7 @@ def overview(directory: Path) -> list[dict[str, Any]]:
 
 
 def describe(found: Any) -> dict[str, Any]:
-    """What is known of a checkpoint without its tensors."""
+    """Return the description of a checkpoint without its tensors."""
     state = found.checkpoint.state
     model = found.checkpoint.config.get("model", {})
     return {
@@ -181,7 +182,7 @@ def describe(found: Any) -> dict[str, Any]:
 
 
 def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> None:
-    """A row for each parameter; with norms, one for each tensor."""
+    """Print a row for each parameter; with norms, one for each tensor."""
     chosen = set(names)
     rows: list[tuple[Any, ...]] = []
     if measured:
@@ -196,46 +197,45 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
         if not shown:
             continue
         entries = [found.stored[f"{kind}.{parameter}"] for kind in shown]
-        boxes = [box for entry in entries for box in entry["boxes"]]
-        files = sorted({box[2] for box in boxes})
+        shards = [shard for entry in entries for shard in entry["boxes"]]
+        files = sorted({shard.file for shard in shards})
         listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         dtypes = ", ".join(dict.fromkeys(entry["dtype"] for entry in entries))
-        rows.append((parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(boxes), listed))
-    table("parameters", ("name", "shape", "dtype", "kinds", "boxes", "files"), rows)
+        rows.append((parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(shards), listed))
+    table("parameters", ("name", "shape", "dtype", "kinds", "shards", "files"), rows)
 
 
 # --- verification
 
 
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Verify one checkpoint, or all of a folder and its tracker."""
+    """Verify one checkpoint, or all of a folder and its tracker file."""
     from megatron.checkpoint.find import find, folders
-    from megatron.checkpoint.inspect import is_checkpoint
-    from megatron.checkpoint.verify import verify, verify_tracker
+    from megatron.checkpoint.inspect import is_checkpoint, verify, verify_tracker
 
     if args.tag is not None or is_checkpoint(args.path):
         chosen, problems = [args.path if args.tag is None else tagged(args.path, args.tag)], {}
     else:
         chosen = folders(args.path)
         if not chosen:
-            find(args.path)  # says what else may be there
+            find(args.path)  # raises a more specific error where there is one
             raise CheckpointError(f"no checkpoint in {args.path}")
         problems = {"tracker": verify_tracker(args.path)}
     for folder in chosen:
         size = sum(path.stat().st_size for path in folder.glob("*.distcp") if path.is_file())
-        with Progress(f"checked of {folder.name}", size) as progress:
+        with Progress(f"checking {folder.name}", size) as progress:
             problems[folder.name] = verify(folder, progress.add)
     if not args.json:
         for name, listed in problems.items():
             for problem in listed:
                 print(f"{name}: {problem}")
             if not listed and name != "tracker":
-                print(f"{name}: sound")
-    return {"problems": problems}, DAMAGED if any(problems.values()) else SOUND
+                print(f"{name}: OK")
+    return {"problems": problems}, DAMAGED if any(problems.values()) else OK
 
 
 def tagged(directory: Path, tag: str) -> Path:
-    """A checkpoint of a folder, be it damaged. Raises CheckpointError where it does not exist."""
+    """Return a checkpoint of a folder, good or damaged. Raises CheckpointError where it does not exist."""
     from megatron.checkpoint.folder import tagged_name
 
     folder = directory / tagged_name(tag)
@@ -248,9 +248,8 @@ def tagged(directory: Path, tag: str) -> Path:
 
 
 def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """In what two checkpoints differ."""
-    from megatron.checkpoint.compare import compare
-    from megatron.checkpoint.inspect import contents, locate, matching
+    """Show how two checkpoints differ."""
+    from megatron.checkpoint.inspect import compare, contents, locate, matching
 
     for path in args.diff if args.tag is not None else ():
         tagged(path, args.tag)
@@ -258,7 +257,7 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         first, second = (contents(locate(path, args.tag)) for path in args.diff)
         check_match(args.match, [*matching(first, args.match), *matching(second, args.match)])
         size = sum(read_bytes(each, matching(each, args.match)) for each in (first, second))
-        with Progress("read of both", size) as progress:
+        with Progress("reading both", size) as progress:
             found = compare(first, second, args.match, progress.add)
     except CheckpointError as error:
         if not args.json:
@@ -275,18 +274,18 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         table("tensors that differ", ("name", "elements", "largest difference", "relative"), rows)
         for title, names in (("only in A", found.only_first), ("only in B", found.only_second)):
             table(title, ("name",), [(name,) for name in names])
-        for title, changed in (("of another shape or dtype", found.kinds), ("state that differs", found.state),
+        for title, changed in (("tensors of another shape or dtype", found.kinds), ("state that differs", found.state),
                                ("settings that differ", found.settings)):  # fmt: skip
             table(title, ("name", "A", "B"), [tuple(map(plain_text, change)) for change in changed])
-        print(f"{found.equal} tensors are equal to the bit, {len(found.tensors)} are not")
-    return report, SOUND if found.same else DAMAGED
+        print(f"{found.equal} tensors are bitwise equal, {len(found.tensors)} differ")
+    return report, OK if found.same else DAMAGED
 
 
 # --- output
 
 
 class Progress:
-    """How far reading has come, on standard error; see ByteProgress."""
+    """Progress of reading, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
         from megatron.data.prepare.progress import ByteProgress
@@ -306,7 +305,7 @@ class Progress:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; nothing where there are no rows."""
+    """Print a table, unless it has no rows."""
     if not rows:
         return
     from rich.box import SIMPLE_HEAD
@@ -332,7 +331,7 @@ def shape_text(entry: Any) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """A value in a cell: numbers with separators, dicts as lines of their entries."""
+    """Return the text of a value: numbers with separators, dicts with a line for each entry."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, int):
@@ -344,7 +343,7 @@ def plain_text(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with what JSON has no numbers for as text."""
+    """Return the value with infinities and NaN as text, which JSON has no numbers for."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

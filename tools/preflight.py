@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Look before node-hours are spent.
+"""Check a job, or the nodes of an allocation, before node-hours are spent.
 
     python tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
     srun ... python tools/preflight.py measure --cluster frontier --out folder
 
-check, on a login node: what stands against the job that would be submitted, what it costs, and what was not checked.
-measure, in the allocation: every device and node, and which nodes to leave out. `check --help` and `measure --help` say
-more.
+check, on a login node: prints what is wrong with the job that would be submitted, its cost, and what was not checked.
+measure, in the allocation: tests every device and node, and names the nodes to leave out. Both have a --help.
 """
 from __future__ import annotations
 
@@ -23,28 +22,29 @@ from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool, leave, run_guarded
 
 MEASURE = """\
-Test every device and node of an allocation, with one process for each device, as the training has it:
+Test every device and node of an allocation with one process per device, started as the training is:
 
     srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
         python tools/preflight.py measure --out logs/preflight
 
-Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 all nodes are good,
-4 some are not, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait:
-good_hosts is what a script should look at."""
+A matrix product, an all-reduce within each node and one with each neighbouring node are timed and checked. Slow, broken
+and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 if all nodes are good, 4 if some
+are not, 2 for a wrong setting. srun's own code may differ when another process died or was ended after --wait, so that
+a script should read good_hosts."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of `measure`; those of `check`, which stand between sbatch's, are in megatron/jobs/check_job.py."""
+    """Return the parser of `measure`; `check`, whose options stand between sbatch's, has its own in check_job.py."""
     parser = Parser("preflight.py measure", description=MEASURE)
     parser.add_argument(
         "--cluster", metavar="NAME|FILE", default=os.environ.get("MEGATRON_CLUSTER") or "none",
-        help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
-             "ranks are compared with each other",
+        help="machine whose [bands] a device and its links must reach (default: MEGATRON_CLUSTER; none: ranks are "
+             "only compared with each other). On a CPU no speed is judged",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for good_hosts and bad_hosts")
     parser.add_argument(
         "--seconds", type=real(least=5), default=60.0, metavar="S",
-        help="that each measurement may take; processes that have not come after twice as long are given up "
+        help="time limit of each measurement; processes that have not come after twice this time are given up "
              "(default 60)",
     )  # fmt: skip
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(half: str, argv: Sequence[str]) -> int:
-    """One half; only its modules are imported. Returns the exit code."""
+    """Run check or measure, importing only its modules. Return the exit code."""
     if half == "check":
         from megatron.jobs import check_job
 
@@ -65,7 +65,7 @@ def run(half: str, argv: Sequence[str]) -> int:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the command line; return the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0

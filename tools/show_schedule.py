@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.option import Parser, real, whole
-from megatron.pipeline import draw
 from megatron.pipeline.replay import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.pipeline.schedule import (
     SCHEDULES,
@@ -24,6 +23,7 @@ from megatron.pipeline.schedule import (
     peak_activations,
     peak_receives,
 )
+from megatron.pipeline.trace import label, text_lanes
 from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.run.process import as_tool
 
@@ -78,11 +78,11 @@ def main(argv: Sequence[str]) -> int:
     }
     schedule = build_schedule(args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only)
     timeline = simulate(schedule, durations, args.latency)
-    print(draw.text_lanes(schedule, timeline))
+    print(text_lanes(schedule, timeline))
     print(report(schedule, timeline))
     if args.instructions:
         for rank, instructions in enumerate(schedule):
-            print(f"rank {rank}: " + " ".join(draw.label(i, schedule) for i in instructions))
+            print(f"rank {rank}: " + " ".join(label(i, schedule) for i in instructions))
     if args.plot:
         title = (
             f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} chunk{'s' * (chunks > 1)}, "

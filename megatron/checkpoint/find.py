@@ -1,9 +1,9 @@
 """Which checkpoint to load: the newest good one, or the one that is asked for.
 
-A good checkpoint has its final name, a sound manifest, and every small file as the manifest has it. The bytes in data
-files are checked by the ranks that read them (reader.py). The tracker file says where the run stands, but it
-may be lost: the folders are enough, because a folder gets its name only when all of it is on disk. No time of a file or
-of a save is looked at: clocks may be wrong.
+A good checkpoint has its final name, a valid manifest, and every small file as the manifest has it. The bytes in data
+files are checked by the ranks that read them (load.py). The tracker file names the last checkpoint of the run, but it
+may be lost: the folders are enough, because a folder gets its name only when all of it is on disk. Times of files or
+saves are never used, as clocks may be wrong.
 """
 from __future__ import annotations
 
@@ -15,27 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import (
-    BOXES,
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    STATE,
-    TRACKER,
-    folder_name,
-    new_tracker,
-    tagged_name,
-)
-from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.files import BOXES, CONFIG, FORMAT, MANIFEST, STATE, Manifest, read_manifest
+from megatron.checkpoint.folder import TRACKER, folder_name, new_tracker, tagged_name
 from megatron.config.settings import SECTIONS
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, read_bytes
 
 _NAME = re.compile(r"iter_([0-9]{7,18})(\.old)?")
-_TRACKER_BYTES = 4096
+_TRACKER_LIMIT_BYTES = 4096
 _NEEDED = (MANIFEST, STATE, CONFIG)
 _FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*")
-_CONVERT = "tools/convert_checkpoint.py reads those of Megatron and DeepSpeed"
+_CONVERT = "tools/convert_checkpoint.py converts those of Megatron and DeepSpeed"
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is to load.
+    """The result of a search.
 
     folder     the newest good checkpoint; None where there is none
     rejected   newer ones that are broken, newest first
@@ -83,7 +73,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if self.state.get("format") != FORMAT:
             raise CheckpointError(
-                f"{self.folder / STATE} is of format {self.state.get('format')!r}, this program reads {FORMAT}: use "
+                f"{self.folder / STATE} has format {self.state.get('format')!r}, this program reads {FORMAT}: use "
                 f"the version that wrote it"
             )
         expected: dict[str, Callable[[Any], bool]] = {
@@ -92,7 +82,7 @@ class Checkpoint:
         }  # fmt: skip
         wrong = [name for name, is_kind in expected.items() if not is_kind(self.state.get(name))]
         if wrong:
-            raise CheckpointError(f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong kind")
+            raise CheckpointError(f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong type")
         wrong = [name for name in SECTIONS if not _is_dict(self.config.get(name, {}))]
         if wrong:
             raise CheckpointError(f"{self.folder / CONFIG} is damaged: {', '.join(wrong)} hold no settings")
@@ -104,10 +94,10 @@ def _is_dict(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Tracker:
-    """The tracker file of a folder.
+    """The tracker file of a directory.
 
-    iteration   what it names; None where it names none
-    problem     what is wrong with it; None where it is sound, and where there is none
+    iteration   the iteration it names; None where it names none
+    problem     what is wrong with it; None where it is valid or missing
     """
 
     path: Path
@@ -116,20 +106,20 @@ class Tracker:
 
 
 def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
-    """What the tracker file says; whatever is wrong with it is said in the result."""
+    """Read the tracker file. Never raises: problems are part of the result."""
     path = Path(directory) / TRACKER
     try:
-        text = read_bytes(path, _TRACKER_BYTES, error=CheckpointError).decode(errors="replace").strip()
+        text = read_bytes(path, _TRACKER_LIMIT_BYTES, error=CheckpointError).decode(errors="replace").strip()
     except CheckpointError as error:
         missing = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
-        return Tracker(path, None, None if missing else f"is of no use ({error})")
+        return Tracker(path, None, None if missing else f"cannot be used ({error})")
     if re.fullmatch("[0-9]{1,18}", text):
         return Tracker(path, int(text))
     return Tracker(path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty")
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration in a folder's name; None for what is no finished checkpoint's name.
+    """Return the iteration in a folder's name; None where it is not the name of a finished checkpoint.
 
     >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
     (100, None)
@@ -139,25 +129,25 @@ def iteration_of(folder: Path) -> int | None:
 
 
 def number_of(folder: Path) -> int:
-    """The iteration of a folder that `folders` lists."""
+    """Return the iteration of a folder that `folders` lists."""
     iteration = iteration_of(folder)
     assert iteration is not None, f"{folder} is not named as a checkpoint"
     return iteration
 
 
 def folders(directory: str | os.PathLike[str]) -> list[Path]:
-    """The folders with the name of a finished checkpoint, newest first. Raises CheckpointError.
+    """List the folders with the name of a finished checkpoint, newest first. Raises CheckpointError.
 
-    One that was about to be replaced when its run died has the name ".old" alone (folder.commit_folder): it is as good.
+    A checkpoint that was about to be replaced when its run was killed may exist under the name ".old" alone
+    (folder.commit_folder). It counts.
     """
     names = set(_names(Path(directory)))
     found = [Path(directory) / name for name in names if name.removesuffix(".old") not in names - {name}]
-    numbered = [folder for folder in found if iteration_of(folder) is not None and folder.is_dir()]
-    return sorted(numbered, key=number_of, reverse=True)
+    return sorted((f for f in found if iteration_of(f) is not None and f.is_dir()), key=number_of, reverse=True)
 
 
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
-    """The generation of each checkpoint whose manifest is sound; a damaged one is told of where it is opened."""
+    """Return the generation of each checkpoint whose manifest is valid; opening the others reports the damage."""
     found = {}
     for folder in numbered:
         with contextlib.suppress(CheckpointError):
@@ -166,14 +156,16 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: str | os.PathLike[str]) -> int:
-    """The generation of a checkpoint that is saved after all that are in some folders. Raises CheckpointError."""
+    """Return the generation of a save that follows all those in some directories. Raises CheckpointError."""
     there = [folder for directory in directories for folder in folders(directory)]
     return 1 + max(generations(there).values(), default=0)
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
-    """Those checkpoints, of {folder: generation}, that were saved before one of an earlier iteration: the run went back
-    before them and left them. As they are from before what it went back for, they do not stand in for a broken one."""
+    """Return the checkpoints, of {folder: generation}, that are older saves than one of an earlier iteration.
+
+    The run went back before them. They do not replace a broken checkpoint, as they have what the run went back for.
+    """
     found: list[Path] = []
     latest = 0
     for folder in sorted(known, key=number_of):
@@ -184,16 +176,22 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The small files of a checkpoint, each checked. Raises CheckpointError, naming the file, when one is damaged."""
+    """Read and check the small files of a checkpoint. Raises CheckpointError naming the file that is damaged."""
     try:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder")
+            raise CheckpointError(f"{folder} is not a folder")
         if not all((folder / name).is_file() for name in _NEEDED):
-            raise CheckpointError(_what_is_missing(folder))
+            names = _names(folder)
+            missing = [str(folder / name) for name in _NEEDED if name not in names]
+            raise CheckpointError(
+                f"{folder} is not a checkpoint of this program, or is incomplete: "
+                + (f"{', '.join(missing)} missing" if missing else "some of its files are not regular files")
+                + (f". It looks foreign: {_CONVERT}" if any(map(_FOREIGN.fullmatch, names)) else "")
+            )
         manifest = read_manifest(folder)
         lacking = {STATE, CONFIG, BOXES} - manifest.files.keys()
         if lacking:
-            raise CheckpointError(f"{', '.join(sorted(lacking))} are not in the manifest of {folder}")
+            raise CheckpointError(f"the manifest of {folder} does not list {', '.join(sorted(lacking))}")
         for name in manifest.files:
             manifest.read_bytes(name)
         return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
@@ -202,12 +200,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find(directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None) -> Found:
-    """The newest good checkpoint of a folder, or the one that `tag` (an iteration or a folder's name) names.
+    """Find the newest good checkpoint of a directory, or the one that `tag` (an iteration or a folder) names.
 
     before   only checkpoints of earlier iterations, without notes
 
-    A `tag` that does not exist or is broken raises CheckpointError; so does a folder that holds checkpoints of other
-    programs only.
+    Raises CheckpointError where the checkpoint of a `tag` does not exist or is broken, and where the directory holds
+    checkpoints of other programs only.
     """
     root = Path(directory)
     if tag is not None:
@@ -216,19 +214,16 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
     missing = None if tracker.iteration is None else root / folder_name(tracker.iteration)
     if any(number_of(folder) == tracker.iteration for folder in there):
         missing = None
-    # A tracker that names what is not there may be damaged itself, e.g. cut to fewer digits: it says nothing of others.
+    # A tracker that names a missing folder may be damaged, e.g. cut to fewer digits: then it tells nothing of others.
     known = generations(there)
-    left_behind = [] if missing else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
-    left_behind += [
-        folder for folder in overtaken(known)
-        if folder not in left_behind and number_of(folder) != tracker.iteration
-    ]  # fmt: skip
+    skipped = [] if missing else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
+    skipped += [f for f in overtaken(known) if f not in skipped and number_of(f) != tracker.iteration]
     rejected: list[Rejected] = []
     good = None
     if missing and before is None:
         rejected.append(Rejected(missing, f"the folder is missing, though {tracker.path} names it"))
     for folder in there:
-        if folder in left_behind or (before is not None and number_of(folder) >= before):
+        if folder in skipped or (before is not None and number_of(folder) >= before):
             continue
         try:
             open_checkpoint(folder)
@@ -241,28 +236,26 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
         return Found(good, tuple(rejected))
     if not there and not rejected:
         _check_foreign(root)
-        if tracker.problem is not None:  # something was here
+        if tracker.problem is not None:  # there has been a checkpoint
             rejected.append(Rejected(tracker.path, tracker.problem))
-    return Found(good, tuple(rejected), tuple(_notes(tracker, good, left_behind)))
+    return Found(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
 
 
 def required(directory: str | os.PathLike[str], found: Found) -> Path:
-    """The folder that was found. Raises CheckpointError, naming what is broken, where there is none."""
+    """Return the folder that was found. Raises CheckpointError, naming what is broken, where there is none."""
     if found.folder is not None:
         return found.folder
     if found.rejected:
         listed = "; ".join(map(str, found.rejected))
         raise CheckpointError(
-            f"no good checkpoint in {directory}: {listed}. A run is not started anew beside broken checkpoints: "
-            f"restore or remove them, or name another folder"
+            f"no good checkpoint in {directory}: {listed}. A run does not start from scratch beside broken "
+            f"checkpoints: restore or remove them, or name another folder"
         )
-    raise CheckpointError(
-        f"no checkpoint in {directory}: it has no {TRACKER} and no {folder_name(100)} or the like. Check --load"
-    )
+    raise CheckpointError(f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load")
 
 
 def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
-    """The newest good checkpoint, or the one that `tag` names. Raises CheckpointError where there is none."""
+    """Return the newest good checkpoint, or the one that `tag` names. Raises CheckpointError where there is none."""
     return required(directory, find(directory, tag))
 
 
@@ -276,9 +269,11 @@ def _names(root: Path) -> list[str]:
 
 
 def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bool:
-    """Tell whether a checkpoint is of a later iteration than the tracker's: of another run, or from before a user went
-    back by writing the tracker. The one whose save died before the tracker told of it has its new tracker file beside
-    it."""
+    """Return whether a checkpoint is later than the tracker's iteration and not to be loaded.
+
+    It is of another run, or from before a user went back by writing the tracker. If its save was killed just before the
+    tracker was renamed, the temporary tracker file is still there and the checkpoint counts.
+    """
     if tracker.iteration is None or number_of(folder) <= tracker.iteration:
         return False
     return generation is None or not new_tracker(folder, generation).exists()
@@ -287,8 +282,8 @@ def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bo
 def _tagged(root: Path, tag: str) -> Path:
     folder = root / tagged_name(tag)
     if not os.path.isdir(folder):
-        there = [f.name for f in folders(root)]
-        raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(sorted(there)) or 'none'}")
+        there = ", ".join(sorted(f.name for f in folders(root)))
+        raise CheckpointError(f"no checkpoint {folder}; {root} has: {there or 'none'}")
     try:
         open_checkpoint(folder)
     except CheckpointError as error:
@@ -296,12 +291,11 @@ def _tagged(root: Path, tag: str) -> Path:
     return folder
 
 
-def _notes(tracker: Tracker, good: Path | None, left_behind: list[Path]) -> Iterator[str]:
-    if left_behind:
-        listed = ", ".join(folder.name for folder in left_behind)
+def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator[str]:
+    if skipped:
         yield (
-            f"{listed}: left aside, for the run went back before them, or {tracker.path} names iteration "
-            f"{tracker.iteration}; --load-tag takes one of them"
+            f"{', '.join(folder.name for folder in skipped)} not considered: the run went back before them, or "
+            f"{tracker.path} names iteration {tracker.iteration}; load one with --load-tag"
         )
     if good is None:
         return
@@ -312,7 +306,7 @@ def _notes(tracker: Tracker, good: Path | None, left_behind: list[Path]) -> Iter
 
 
 def _check_foreign(root: Path) -> None:
-    """Raise CheckpointError where a folder without checkpoints of ours holds something else of the kind."""
+    """Raise CheckpointError where a directory without checkpoints of ours is one itself, or holds foreign ones."""
     names = _names(root)
     if MANIFEST in names:
         raise CheckpointError(
@@ -321,15 +315,6 @@ def _check_foreign(root: Path) -> None:
     foreign = [name for name in sorted(names) if _FOREIGN.fullmatch(name)]
     if foreign:
         raise CheckpointError(
-            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look like another's: "
-            f"{_CONVERT}; name an empty folder to start anew"
+            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look foreign: {_CONVERT}; "
+            f"name an empty folder to start from scratch"
         )
-
-
-def _what_is_missing(folder: Path) -> str:
-    names = _names(folder)
-    missing = [str(folder / name) for name in _NEEDED if name not in names]
-    foreign = any(_FOREIGN.fullmatch(name) for name in names)
-    more = f". It looks like another program's: {_CONVERT}" if foreign else ""
-    lacking = f"{', '.join(missing)} missing" if missing else "not all of its files are regular ones"
-    return f"{folder} is not a checkpoint of this program, or not all of one: {lacking}{more}"

@@ -1,31 +1,27 @@
-"""Names and files of a checkpoint directory."""
+"""A directory of checkpoints: names, the commit of a new one, and the removal of old ones.
+
+A folder has a temporary name until all of it is on disk, and loses its final name before anything in it is deleted. So
+under a checkpoint's name there is always a complete one.
+"""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import shutil
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.digest import digest
-from megatron.errors import CheckpointError
-from megatron.untrusted import parse_json
+from megatron.checkpoint.files import write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
-STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
-MANIFEST, PASSPORT = "manifest.json", "passport.json"
-FORMAT = 3
-
-Written = tuple[int, str]
-"""Bytes and digest of a file that was written."""
+_LEFT_OVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]{8})?\.(tmp|old|removed)")
 
 
 def folder_name(iteration: int) -> str:
-    """The folder of a checkpoint.
+    """Return the folder of a checkpoint.
 
     >>> folder_name(100)
     'iter_0000100'
@@ -34,7 +30,7 @@ def folder_name(iteration: int) -> str:
 
 
 def tagged_name(tag: str) -> str:
-    """The folder that a user means by an iteration or a name.
+    """Return the folder that a user names by an iteration or by itself.
 
     >>> tagged_name("100"), tagged_name("best")
     ('iter_0000100', 'best')
@@ -42,37 +38,11 @@ def tagged_name(tag: str) -> str:
     return folder_name(int(tag)) if re.fullmatch("[0-9]{1,18}", tag) else tag
 
 
-def to_json(value: Any, what: str) -> str:
-    """JSON text; raises CheckpointError naming `what` when something in it is no plain value, or could not be read."""
-    try:
-        text = json.dumps(value, indent=1, sort_keys=True) + "\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what} cannot be saved as JSON ({error}): use numbers, strings, lists and dicts"
-        ) from error
-    parse_json(text, what, error=CheckpointError)
-    return text
-
-
-def write_text(path: Path, text: str) -> Written:
-    """Write a file and wait until it is on the disk; bytes and digest of it. Raises OSError.
-
-    For files of a folder, or with a name, that nobody looks for yet: a crash may leave half of one.
-    """
-    data = text.encode()
-    with open(path, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    sys.audit("megatron.checkpoint.synced", str(path))
-    return len(data), digest(data)
-
-
 def start_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, under a temporary name, in which to write.
+    """Create an empty folder beside `folder`, under a temporary name, to write to.
 
-    No other save has that name: two runs that save to one directory, e.g. a requeued job beside one that has not ended,
-    would else write into each other's folders, and give half of a checkpoint its final name.
+    The name is unique to the save: two runs that save to one directory, such as a requeued job beside one that has not
+    ended, cannot write to each other's folders.
     """
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
@@ -80,20 +50,20 @@ def start_folder(folder: Path) -> Path:
 
 
 def new_tracker(folder: Path, generation: int) -> Path:
-    """The tracker file of a save before it has its name: it lies there from before its folder has one."""
+    """Return the temporary name of a save's tracker file, which is written before the checkpoint gets its name."""
     return folder.with_name(f"{TRACKER}.{generation}.tmp")
 
 
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
-    """Give a complete folder its final name and write the tracker file. Raises OSError; then both are as before,
-    unless it was the very last sync that failed: then a power cut could still undo the commit.
+    """Give a complete folder its final name and write the tracker file. Raises OSError, with both as before.
 
-    One of that name from before is replaced. At no moment does the tracker name what is not there.
+    The only exception is a failure of the very last sync: then a power cut could still undo the commit. An older
+    checkpoint of the same name is replaced. At no moment does the tracker name a checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
     renewed, old = new_tracker(folder, generation), folder.with_name(folder.name + ".old")
     try:
-        write_text(renewed, f"{iteration}\n")  # while nothing has been renamed: the disk may be full
+        write_text(renewed, f"{iteration}\n")  # before any rename, as the disk may be full
         sync_directory(temporary)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
@@ -102,31 +72,95 @@ def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int
         sync_directory(folder.parent)
         os.replace(renewed, tracker)
     except OSError:
-        _undo(temporary, folder, old, renewed)
+        with contextlib.suppress(OSError):
+            renewed.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not temporary.exists() and folder.exists():
+                folder.rename(temporary)
+        with contextlib.suppress(OSError):
+            if old.exists() and not folder.exists():
+                old.rename(folder)
         raise
     sync_directory(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-    for other in folder.parent.glob(f"{TRACKER}.*.tmp"):  # of saves that died
+    for other in folder.parent.glob(f"{TRACKER}.*.tmp"):  # of saves that were killed
         with contextlib.suppress(OSError):
             other.unlink()
 
 
-def _undo(temporary: Path, folder: Path, old: Path, renewed: Path) -> None:
-    with contextlib.suppress(OSError):
-        renewed.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        if not temporary.exists() and folder.exists():
-            folder.rename(temporary)
-    with contextlib.suppress(OSError):
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-
-
 def sync_directory(path: Path) -> None:
-    """Make renames in a directory last over a crash of the machine."""
+    """Make renames in a directory survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
     sys.audit("megatron.checkpoint.synced", str(path))
+
+
+def to_remove(
+    iterations: Iterable[int],
+    newest_good: int,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    keep: Collection[int | None] = (),
+    left_behind: Collection[int] = (),
+) -> list[int]:
+    """Return the iterations whose checkpoints are to be removed, oldest first.
+
+    iterations    good checkpoints. Damaged ones neither count as kept nor are removed
+    newest_good   newest checkpoint of this run. It is kept, and so are newer ones, which this run did not write
+    keep_last     number of checkpoints to keep, `newest_good` included; None keeps all
+    keep_every    multiples of it are kept in addition
+    keep          kept in any case
+    left_behind   do not count towards `keep_last`: the run went back before them and has saved others since
+
+    >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)
+    [100, 150]
+    """
+    if keep_last is None:
+        return []
+    assert keep_last >= 1, "a run keeps at least its last checkpoint"
+    older = sorted({i for i in iterations if i <= newest_good})
+    kept = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
+    return [i for i in older if i not in kept and not (keep_every and i % keep_every == 0)]
+
+
+def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
+    """Rename checkpoints, oldest first, so that they no longer count; return the folders to delete."""
+    renamed = []
+    for iteration in iterations:
+        folder = directory / folder_name(iteration)
+        target = folder.with_name(f"{folder.name}.removed")
+        shutil.rmtree(target, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a checkpoint that cannot be removed stays one
+            renamed.append(folder.rename(target))
+    return renamed
+
+
+def left_over(directory: Path, current: Path | None = None) -> list[Path]:
+    """Return the folders that killed saves and removals left; `current` is being written and is none of them.
+
+    A checkpoint that was to be replaced by one of the same iteration, which never came, gets its name back. A folder
+    that another run may still be writing is renamed before anything in it is deleted: that run's save fails, and no
+    partial checkpoint comes of it.
+    """
+    found = []
+    for path in sorted(directory.iterdir()):
+        if not _LEFT_OVER.fullmatch(path.name) or path == current:
+            continue
+        final = path.with_suffix("")
+        if path.suffix == ".old" and not final.exists():
+            os.rename(path, final)
+        elif path.suffix == ".tmp":
+            with contextlib.suppress(OSError):  # it just got its final name, or is removed next time
+                found.append(path.rename(path.with_suffix(".removed")))
+        else:
+            found.append(path)
+    return found
+
+
+def clear(folders: Iterable[Path]) -> None:
+    """Delete folders. Those that cannot be deleted are left for the next time."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,39 +1,43 @@
-"""What is in a checkpoint, in one process: no process group, no GPU, and never more of it in memory than one tensor."""
+"""The contents of a checkpoint, whether every byte of it is correct, and how two differ.
+
+One process without a group or GPU does this; it holds at most two whole tensors in memory, and often one shard.
+"""
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.boxes import Stored, read_stored
-from megatron.checkpoint.find import Checkpoint, find, iteration_of, open_checkpoint, required
-from megatron.checkpoint.fit import incomplete, named
-from megatron.checkpoint.folder import BOXES, CONFIG, MANIFEST, PASSPORT, STATE
-from megatron.checkpoint.reader import read_boxes
+from megatron.checkpoint.files import BOXES, CONFIG, MANIFEST, PASSPORT, STATE, Manifest, read_manifest
+from megatron.checkpoint.find import Checkpoint, find, folders, iteration_of, open_checkpoint, read_tracker, required
+from megatron.checkpoint.folder import folder_name
+from megatron.checkpoint.load import read_shards, read_whole
+from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
 
-PART = 1 << 24  # elements that are looked at together, in float64
+PART = 1 << 24  # elements that are processed together, in float64
+_PER_FILE = 3  # damaged shards of a file that are reported one by one
 
-Count = Callable[[int], None]
-
-
-def no_count(size_bytes: int) -> None:
-    """Nobody wants to know how far it is."""
+Count = Callable[[int], object]
+"""Called with the number of bytes that were read since the last call."""
+Change = tuple[str, Any, Any]
+"""Name, value in the first checkpoint, value in the second; ABSENT where it is missing."""
+ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
 class Contents:
     """A checkpoint without the values of its tensors.
 
-    stored     the tensors by name ("master.NAME", "exp_avg.NAME"): shape, dtype, boxes
+    stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
     files      bytes of all files in the folder
-    passport   what wrote it; empty where nothing is known
+    passport   provenance; empty where nothing is known
     """
 
     checkpoint: Checkpoint
@@ -56,38 +60,27 @@ class Contents:
 
     @property
     def weights(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(math.prod(s["shape"]) for name, s in self.stored.items() if name.startswith(f"{MASTER}."))
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Of the job that wrote it: as the passport says, or the configuration."""
-        layout = self.passport.get("layout")
-        if isinstance(layout, dict):
-            return layout
+        """Layout of the job that wrote it, from the provenance or else the configuration."""
         parallel = self.checkpoint.config.get("parallel", {})
-        named = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
-                 "data": "data_parallel_size", "sequence_parallel": "sequence_parallel"}  # fmt: skip
-        return {short: parallel[name] for short, name in named.items() if name in parallel}
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Of the finite elements of a tensor, in float64: Euclidean norm and largest absolute value; the others' number."""
-
-    norm: float
-    largest: float
-    not_finite: int
+        fields = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
+                  "data": "data_parallel_size", "sequence_parallel": "sequence_parallel"}  # fmt: skip
+        configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
+        layout: dict[str, Any] = self.passport.get("layout") or configured
+        return layout
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, be it damaged, and not a folder of checkpoints."""
-    names = (STATE, CONFIG, MANIFEST, BOXES)
-    return iteration_of(path) is not None or any((path / name).is_file() for name in names)
+    """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of checkpoints."""
+    return iteration_of(path) is not None or any((path / name).is_file() for name in (STATE, CONFIG, MANIFEST, BOXES))
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """The checkpoint that a path means: itself, or the newest good one in it, or the one that `tag` names there.
+    """Return the checkpoint at a path: itself, or the newest good one in it, or the one that `tag` names there.
 
     Raises CheckpointError.
     """
@@ -97,33 +90,41 @@ def locate(path: Path, tag: str | None = None) -> Path:
 def contents(folder: Path) -> Contents:
     """Read the small files of a checkpoint. Raises CheckpointError, naming the file, for damage."""
     checkpoint = open_checkpoint(folder)
-    stored = read_stored(checkpoint.manifest)
-    if lacking := incomplete(stored):
-        raise CheckpointError(f"parts are missing in {folder} of {named(lacking)}")
+    manifest = checkpoint.manifest
+    stored = read_stored(manifest)
+    if problems := incomplete(stored):
+        raise CheckpointError(f"the shard lists of {folder} are wrong: {named(problems)}")
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    passport: dict[str, Any] = {}
-    if PASSPORT in checkpoint.manifest.files:
-        passport = checkpoint.manifest.read_json(PASSPORT)
+    passport = manifest.read_json(PASSPORT) if PASSPORT in manifest.files else {}
     return Contents(checkpoint, dict(sorted(stored.items())), files, passport)
 
 
 def matching(found: Contents, pattern: str | None) -> list[str]:
-    """Names of tensors, or of the parameters in them, that a shell pattern matches; all where there is none."""
+    """Return the names of tensors that a shell pattern matches, or whose parameters it matches; None matches all."""
     return [
         name for name in found.stored
-        if pattern is None or fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.partition(".")[2], pattern)
+        if pattern is None or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
     ]  # fmt: skip
 
 
-def norms(found: Contents, names: list[str], count: Count = no_count) -> Iterator[tuple[str, Norm]]:
-    """The norm of each tensor, box by box. `count` hears how many bytes were read.
+# --- norms
 
-    Raises CheckpointError naming the file that is damaged.
-    """
+
+@dataclass(frozen=True)
+class Norm:
+    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64; the number of the others."""
+
+    norm: float
+    largest: float
+    not_finite: int
+
+
+def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
+    """Yield the norm of each tensor. Raises CheckpointError naming the file that is damaged."""
     for name in names:
         squares, largest, bad = 0.0, 0.0, 0
-        wanted = [(name, box) for box in found.stored[name]["boxes"]]
-        for _, box, values in read_boxes(found.folder, wanted, found.stored):
+        wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
+        for _, shard, values in read_shards(found.folder, wanted, found.stored):
             for part in values.reshape(-1).split(PART):
                 exact = part.double()
                 finite = exact[exact.isfinite()]
@@ -131,5 +132,193 @@ def norms(found: Contents, names: list[str], count: Count = no_count) -> Iterato
                 if finite.numel():
                     squares += float(torch.dot(finite, finite))
                     largest = max(largest, float(finite.abs().max()))
-            count(box[4])
+            count(shard.length)
         yield name, Norm(math.sqrt(squares), largest, bad)
+
+
+# --- verification
+
+
+def verify(folder: Path, count: Count = bool) -> list[str]:
+    """List what is wrong with a checkpoint, each problem with the file or tensor it is in.
+
+    Everything is checked, also after a problem was found: the manifest, the small files, every shard of the data files,
+    bytes and files that belong to nothing, and that the shards make up each tensor exactly once.
+    """
+    problems: list[str] = []
+    try:
+        manifest = read_manifest(folder)
+        for name in manifest.files:
+            try:
+                manifest.read_bytes(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if not problems:
+            open_checkpoint(folder)
+        stored = read_stored(manifest)
+    except (CheckpointError, OSError) as error:
+        return list(dict.fromkeys([*problems, str(error)]))
+    problems += _data_files(folder, stored, manifest, count)
+    return problems + incomplete(stored)
+
+
+def _data_files(folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count) -> Iterator[str]:
+    """Yield damaged shards, bytes of the data files that no shard accounts for, and files that belong to nothing."""
+    files: dict[str, list[tuple[int, str, Shard]]] = {}
+    for name, entry in stored.items():
+        for shard in entry["boxes"]:
+            files.setdefault(shard.file, []).append((shard.start, name, shard))
+    for file in sorted(files):
+        path, at, damaged = folder / file, 0, 0
+        if not path.is_file():
+            yield f"{path} is missing"
+            continue
+        for start, name, shard in sorted(files[file]):
+            if start > at:
+                yield f"{path} has bytes {at} to {start} that belong to no tensor"
+            elif start < at:
+                yield f"{path} has {name} at byte {start}, before the end of another tensor"
+            at = max(at, start + shard.length)
+            try:
+                for _ in read_shards(folder, [(name, shard)], stored):
+                    pass
+            except CheckpointError as error:
+                damaged += 1
+                if damaged <= _PER_FILE:
+                    yield str(error)
+            count(shard.length)
+        if damaged > _PER_FILE:
+            yield f"{path} has {damaged} damaged shards of {len(files[file])}"
+        size = path.stat().st_size
+        if size > at:
+            yield f"{path} has bytes {at} to {size} that belong to no tensor"
+    known = {MANIFEST} | files.keys() | manifest.files.keys()
+    if extra := sorted(path.name for path in folder.iterdir() if path.name not in known):
+        yield f"{folder} has files that do not belong to the checkpoint: {named(extra)}"
+
+
+def verify_tracker(directory: Path) -> list[str]:
+    """List what is wrong with the tracker file of a folder of checkpoints."""
+    tracker, there = read_tracker(directory), [folder.name for folder in folders(directory)]
+    if tracker.problem is not None:
+        return [f"{tracker.path} {tracker.problem}"]
+    if tracker.iteration is None:
+        return [f"{tracker.path} is missing"] if there else []
+    if folder_name(tracker.iteration) not in there:
+        return [f"{tracker.path} names iteration {tracker.iteration}, whose folder is missing"]
+    return []
+
+
+# --- comparison
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor of two checkpoints differs.
+
+    elements     number of elements whose bits differ
+    of           elements of the tensor
+    largest      largest absolute difference; inf where one of them is not finite
+    relative     Euclidean norm of the difference over that of the first; inf where that is 0 or not finite
+    """
+
+    elements: int
+    of: int
+    largest: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two checkpoints differ.
+
+    only_first, only_second    tensors that only one of them has
+    kinds                      tensors of another shape or dtype
+    tensors                    tensors of other values
+    equal                      number of tensors that are the same to the bit
+    settings, state            values of the configuration, and of what else a run keeps
+    """
+
+    only_first: list[str]
+    only_second: list[str]
+    kinds: list[Change]
+    tensors: dict[str, TensorDifference]
+    equal: int
+    settings: list[Change]
+    state: list[Change]
+
+    @property
+    def same(self) -> bool:
+        """Whether tensors and state are the same; settings may differ."""
+        return not (self.only_first or self.only_second or self.kinds or self.tensors or self.state)
+
+
+def compare(first: Contents, second: Contents, pattern: str | None = None, count: Count = bool) -> Difference:
+    """Compare two checkpoints, whatever layouts wrote them; of tensors, only those that `pattern` matches.
+
+    Raises CheckpointError naming the file that is damaged.
+    """
+    names, others = matching(first, pattern), set(matching(second, pattern))
+    kinds: list[Change] = []
+    tensors: dict[str, TensorDifference] = {}
+    equal = 0
+    for name in names:
+        if name not in others:
+            continue
+        ours, theirs = first.stored[name], second.stored[name]
+        if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
+            kinds.append((name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}"))
+            continue
+        a, b = read_whole(first.folder, name, first.stored), read_whole(second.folder, name, second.stored)
+        count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
+        difference = tensor_difference(a, b)
+        if difference is None:
+            equal += 1
+        else:
+            tensors[name] = difference
+    return Difference(
+        [name for name in names if name not in others], sorted(others - set(names)), kinds, tensors, equal,
+        _changes(first.checkpoint.config, second.checkpoint.config),
+        # Older versions kept the time of the save in the state.
+        _changes(*({**c.checkpoint.state, "saved_at_s": None} for c in (first, second))),
+    )  # fmt: skip
+
+
+def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
+    """Compare two tensors of one shape and dtype, in float64; None where all bits are the same."""
+    elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
+    for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
+        bytes_of = (x.numel(), x.element_size())
+        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(dim=1)
+        elements += int(different.sum())
+        exact, other = x.double(), y.double()
+        norm += float(torch.dot(exact, exact))
+        apart = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
+        largest = max(largest, float(apart.max())) if apart.numel() else largest
+        squares += float(torch.dot(apart, apart))
+    if not elements:
+        return None
+    relative = math.sqrt(squares) / math.sqrt(norm) if norm and math.isfinite(norm) else math.inf
+    return TensorDifference(elements, a.numel(), largest, relative)
+
+
+def _changes(first: Any, second: Any) -> list[Change]:
+    """Return the values in which two nested dicts differ, under names joined by dots.
+
+    >>> _changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": 4})
+    [('a.y', 2, 3), ('b', '(absent)', 4)]
+    """
+    ours, theirs = dict(_flat(first)), dict(_flat(second))
+    return [
+        (name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or ours[name] != theirs[name]
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

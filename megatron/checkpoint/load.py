@@ -1,20 +1,25 @@
 """Loading a checkpoint, on the layout that wrote it or on any other.
 
-Damage and misfit are told apart. Where bytes are missing or are not those that were written, the checkpoint before it
-is taken, and the result says so. Where a sound checkpoint does not fit the model, that is an error: an older one of
-the same run would not fit either.
+Damage and misfit are different errors. Where bytes are missing or are not those that were written, the checkpoint
+before it is loaded, and the result reports it. A good checkpoint that does not fit the model is an error: an older one
+of the same run would not fit either.
+
+Every shard is compared with its digest before it is used. It is stored as torch.save wrote it; of the pickle in it
+torch.load(weights_only=True) takes tensors alone.
 """
 from __future__ import annotations
 
+import io
+import itertools
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from megatron.checkpoint.boxes import Stored, gather, read_index, read_stored
+from megatron.checkpoint.files import STATE, digest
 from megatron.checkpoint.find import (
     Checkpoint,
     Found,
@@ -25,49 +30,46 @@ from megatron.checkpoint.find import (
     open_checkpoint,
     required,
 )
-from megatron.checkpoint.fit import check_names, check_tensors, incomplete, named
-from megatron.checkpoint.folder import STATE
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.reader import read_into
 from megatron.checkpoint.settings import check_architecture
+from megatron.checkpoint.shards import Shard, Stored, incomplete, named, overlap, read_index, read_stored
 from megatron.checkpoint.tensors import (
     MASTER,
+    Shards,
     clear_padding,
     engine_kinds,
-    parameters_of,
     tensors_to_load,
     weights_to_load,
 )
-from megatron.checkpoint.together import decided_by_first, describe, together
+from megatron.checkpoint.together import decided_by_first, describe, failures, together
+from megatron.checkpoint.writer import Alive, nothing
 from megatron.engine.engine import Engine
+from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
+from megatron.untrusted import open_regular
 
 __all__ = ["LoadedState", "load", "load_weights", "read_config"]
 
-Alive = Callable[[], None]
-
-
-def _nothing() -> None:
-    """Nobody watches."""
+_PROBLEMS = 8  # that an error lists
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Where training continues.
+    """Where training resumes.
 
     iteration   iterations done; 0 when fine-tuning
-    state       what the caller gave to `save`; empty when fine-tuning
+    state       the caller's state that was saved; empty when fine-tuning
     optimizer   whether the optimizer's state was loaded
-    folder      what was loaded
+    folder      the checkpoint
     rejected    newer checkpoints that are broken, newest first
     notes       what else the user should know of the choice, one sentence each
     """
 
     iteration: int
     state: dict[str, Any] = field(default_factory=dict)
-    optimizer: bool = True
+    optimizer: bool = False
     folder: Path | None = None
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ class LoadedState:
 
 def load(
     directory: str | os.PathLike[str], engine: Engine, topology: Topology, config: Any, folder: Path | None = None,
-    alive: Alive = _nothing,
+    alive: Alive = nothing,
 ) -> LoadedState:
     """Load weights and optimizer from DIRECTORY into an engine of any layout, ZeRO stage and precision.
 
@@ -84,17 +86,15 @@ def load(
     config   .checkpoint.load_tag names a checkpoint, which then must be good; without it the newest good one is loaded.
              .checkpoint.no_load_optim and .finetune leave the optimizer as it is; .model is compared with the
              checkpoint's
-    folder   the newest good one, where `find` was asked before
-    alive    called after every box that was read
+    folder   the newest good one, where `find` was called before
+    alive    called after every shard that was read
 
     Raises CheckpointError, on every rank, when there is none, when it does not fit, or when none can be read. After an
     error while reading, the engine's weights are undefined.
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
-    kinds = engine_kinds(engine, optimizer)
     tensors = tensors_to_load(engine, optimizer)
-    parameters = [sharding_of(p).name for p in parameters_of(engine.chunks)]
 
     def attempt(checkpoint: Checkpoint) -> str | None:
         where = str(checkpoint.folder)
@@ -105,20 +105,17 @@ def load(
                     f"{where} was saved without the optimizer's state: use --no-load-optim or --finetune"
                 )
         clear_padding(engine, optimizer)
-        reason = _read(checkpoint, tensors, parameters, kinds, topology, alive)
+        reason = _read(checkpoint, tensors, engine.chunks, engine_kinds(engine, optimizer), topology, alive)
         if reason is None and optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                reason = f"{checkpoint.folder / STATE} has no counters of an optimizer ({describe(error)})"
+                reason = f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
         return reason
 
-    checkpoint, found = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
+    loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
-    if settings.finetune:
-        return LoadedState(0, {}, False, checkpoint.folder, found.rejected, found.notes)
-    state = checkpoint.state["state"]
-    return LoadedState(checkpoint.iteration, state, optimizer, checkpoint.folder, found.rejected, found.notes)
+    return replace(loaded, iteration=0, state={}) if settings.finetune else replace(loaded, optimizer=optimizer)
 
 
 def load_weights(
@@ -126,28 +123,25 @@ def load_weights(
 ) -> LoadedState:
     """Load only the weights, into parameters of any dtype, without an Engine: to evaluate or to generate text.
 
-    chunks   the model of this rank; its parameters carry a Sharding each
+    chunks   the model of this rank; each parameter carries a Sharding
     tag      an iteration or the name of a folder instead of the newest good checkpoint
 
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
-    parameters = parameters_of(chunks)
+    parameters = unique_parameters(chunks)
     tensors = weights_to_load(parameters)
-    names = [sharding_of(p).name for p in parameters]
 
     def attempt(checkpoint: Checkpoint) -> str | None:
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        return _read(checkpoint, tensors, names, (MASTER,), topology, _nothing)
+        return _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
 
-    checkpoint, found = _newest_that_loads(directory, topology, tag, None, attempt)
-    state = checkpoint.state["state"]
-    return LoadedState(checkpoint.iteration, state, False, checkpoint.folder, found.rejected, found.notes)
+    return _newest_that_loads(directory, topology, tag, None, attempt)
 
 
 def read_config(directory: str | os.PathLike[str], tag: str | int | None = None) -> dict[str, Any]:
-    """The configuration, section by section, with which a checkpoint was written. Raises CheckpointError."""
+    """Return the configuration, section by section, with which a checkpoint was written. Raises CheckpointError."""
     return open_checkpoint(find_folder(directory, tag)).config
 
 
@@ -157,8 +151,8 @@ def _newest_that_loads(
     tag: str | int | None,
     folder: Path | None,
     attempt: Callable[[Checkpoint], str | None],
-) -> tuple[Checkpoint, Found]:
-    """Give checkpoints to `attempt`, newest first, until one is not damaged; that one, and what was found before it.
+) -> LoadedState:
+    """Give checkpoints to `attempt`, newest first, until one is not damaged; return what was loaded.
 
     attempt   loads a checkpoint; returns what is damaged, the same on all ranks, or None
 
@@ -172,7 +166,7 @@ def _newest_that_loads(
         if isinstance(opened, str):
             reason: str | None = opened
         elif (reason := attempt(opened)) is None:
-            return opened, Found(at, rejected, notes)
+            return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
         assert reason is not None
         number = iteration_of(at)
         if tag is not None or number is None:
@@ -182,7 +176,7 @@ def _newest_that_loads(
 
 
 def _opened(folder: Path) -> Checkpoint | str:
-    """The small files of a checkpoint, or what is damaged."""
+    """Return the small files of a checkpoint, or what is damaged."""
     try:
         return open_checkpoint(folder)
     except CheckpointError as error:
@@ -191,50 +185,168 @@ def _opened(folder: Path) -> Checkpoint | str:
 
 def _read(
     checkpoint: Checkpoint,
-    tensors: dict[str, Shards],
-    parameters: Iterable[str],
+    tensors: Mapping[str, Shards],
+    chunks: torch.nn.Module,
     kinds: Iterable[str],
     topology: Topology,
     alive: Alive,
 ) -> str | None:
-    """Fill `tensors` on all ranks; what is damaged, or None. Raises CheckpointError where the tensors do not fit.
+    """Fill `tensors` on all ranks; return what is damaged, or None. Every rank reads what it needs.
 
-    Every rank reads for itself what it needs.
+    Raises CheckpointError where the tensors do not fit the model.
     """
     folder, stored, names = checkpoint.folder, dict[str, Stored](), list[str]()
 
     def read_lists() -> None:
         stored.update(read_stored(checkpoint.manifest, tensors))
-        lacking = incomplete(stored)
-        if lacking:
-            raise CheckpointError(f"parts are missing of {named(lacking)}")
+        if problems := incomplete(stored):
+            raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
         if topology.world.is_first:
             names.extend(read_index(checkpoint.manifest))
 
     reason = _damage(topology, f"reading the lists of {folder}", read_lists)
     if reason is not None:
         return reason
-    whole = topology.tensor.is_first and topology.data.is_first  # one pipeline's ranks hold every parameter
-    listed = gather(list(parameters), topology.pipeline) if whole else []
+    one_pipeline = topology.tensor.is_first and topology.data.is_first  # its ranks hold every parameter
+    mine = [sharding_of(p).name for p in unique_parameters(chunks)]
+    listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
     with together(topology, f"loading {folder}"):
-        check_tensors(tensors, stored, str(folder))
+        _check_fit(tensors, stored, str(folder))
         if topology.world.is_first:
-            check_names((name for part in listed for name in part), names, kinds, str(folder))
-    return _damage(topology, f"reading {folder}", lambda: read_into(tensors, folder, stored, alive))
+            parameters = {name for part in listed for name in part}
+            more = [n for n in sorted(names) if n.partition(".")[0] in kinds and n.partition(".")[2] not in parameters]
+            if more:
+                raise CheckpointError(
+                    f"{folder} does not fit this model: it also has {named(more)}. A checkpoint of another "
+                    f"architecture is not loaded in parts: see --use-checkpoint-args"
+                )
+    return _damage(topology, f"reading {folder}", lambda: _fill(tensors, folder, stored, alive))
 
 
 def _damage(topology: Topology, what: str, action: Callable[[], None]) -> str | None:
-    """Run `action` on all ranks; on all, what its CheckpointErrors say, or None. Other errors become errors of all."""
-    mine: str | None = None
+    """Run `action` on all ranks; return on all the CheckpointErrors of any, or None. Other errors are raised on all."""
+    mine: CheckpointError | None = None
     with together(topology, what):
         try:
             action()
         except CheckpointError as error:
-            mine = str(error)
+            mine = error
+    return failures(topology, what, mine)
+
+
+def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], where: str) -> None:
+    """Raise CheckpointError, naming tensors, unless all that a rank needs are stored, in the same shape."""
+    missing = [name for name in tensors if name not in stored]
+    problems = [f"it has no {named(missing)}"] if missing else []
+    for name, shards in tensors.items():
+        if name in stored and tuple(stored[name]["shape"]) != tuple(shards.shape):
+            problems.append(f"{name} is {tuple(stored[name]['shape'])} there and {shards.shape} in this model")
+    if problems:
+        more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
+        raise CheckpointError(f"{where} does not fit this model: {'; '.join(problems[:_PROBLEMS])}{more}")
+
+
+def _fill(
+    tensors: Mapping[str, Shards], folder: Path, stored: Mapping[str, Stored], alive: Alive = nothing
+) -> None:
+    """Fill the pieces of `tensors` in place from the shards that overlap with them, converting to their dtypes.
+
+    Nothing is communicated. Raises CheckpointError naming the file that is damaged; what was filled before stays.
+    """
+    wanted = [
+        (name, shard)
+        for name, shards in tensors.items()
+        for shard in stored[name]["boxes"]
+        if any(overlap(shard.offset, shard.sizes, offset, tuple(view.shape)) for offset, view in shards.pieces.items())
+    ]
+    for name, shard, values in read_shards(folder, wanted, stored):
+        for offset, view in tensors[name].pieces.items():
+            places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
+            if places is not None:
+                view.detach()[places[1]].copy_(values[places[0]])
+        alive()
+
+
+def read_whole(folder: Path, name: str, stored: Mapping[str, Stored]) -> torch.Tensor:
+    """Return a whole tensor, in the dtype it was written in. Raises CheckpointError where a part of it is damaged."""
+    shape = tuple(stored[name]["shape"])
+    whole = torch.zeros(shape, dtype=getattr(torch, stored[name]["dtype"]))
+    _fill({name: Shards(shape, {(0,) * len(shape): whole})}, folder, stored)
+    return whole
+
+
+def read_shards(
+    folder: Path, wanted: Iterable[tuple[str, Shard]], stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+    """Yield (name, shard, values) of shards of some tensors, in their order in the files.
+
+    Raises CheckpointError naming the file that is damaged.
+    """
+    buffer = bytearray()  # as large as the largest shard so far: new memory for each would cost more than the reading
+    ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
+    for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
+        path = folder / file
+        with open_regular(path, error=CheckpointError) as opened:
+            for name, shard in entries:
+                size, end = os.fstat(opened.fileno()).st_size, shard.start + shard.length
+                if size < end:
+                    raise CheckpointError(f"{path} has {size} bytes where at least {end} were written, also of {name}")
+                if len(buffer) < shard.length:
+                    buffer = bytearray(shard.length)
+                data = memoryview(buffer)[: shard.length]
+                yield name, shard, _read_shard(path, opened, name, shard, stored[name]["dtype"], data)
+
+
+def _read_shard(path: Path, file: BinaryIO, name: str, shard: Shard, dtype: str, data: memoryview) -> torch.Tensor:
+    """Read a shard into `data` and check it; return a tensor with memory of its own."""
+    _, sizes, _, start, length, expected = shard
     try:
-        with together(topology, what):
-            if mine is not None:
-                raise CheckpointError(mine)
-    except CheckpointError as error:
-        return str(error)
-    return None
+        file.seek(start)
+        file.readinto(data)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}), with {name} in it") from error
+    if digest(data) != expected:
+        raise CheckpointError(
+            f"{path} is damaged: bytes {start} to {start + length}, a part of {name}, are not those that were written"
+        )
+    try:
+        values: Any = torch.load(cast(IO[bytes], _Bytes(data)), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        first = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"{path} is damaged where {name} is ({type(error).__name__}: {first})") from error
+    if not isinstance(values, torch.Tensor):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(values).__name__} where {name} should be")
+    if values.shape != sizes or values.dtype != getattr(torch, dtype):
+        raise CheckpointError(
+            f"{path} is damaged: at byte {start} there is {tuple(values.shape)} of {values.dtype} where "
+            f"{sizes} of {dtype} of {name} were written"
+        )
+    return values
+
+
+class _Bytes(io.RawIOBase):
+    """A file over memory, as io.BytesIO is, without a copy of it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)

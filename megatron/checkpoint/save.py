@@ -1,33 +1,21 @@
-"""Saving a checkpoint, while training waits or beside it."""
+"""Saving a checkpoint: of a run, while training waits or continues, and of whole tensors in one process."""
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.boxes import (
-    Stored,
-    Totals,
-    check_complete,
-    gather,
-    in_pieces,
-    merged,
-    stored_bytes,
-    totals,
-    write_index,
-    write_piece,
-    write_whole,
-)
-from megatron.checkpoint.digest import file_digest
-from megatron.checkpoint.find import folders, generations, iteration_of, next_generation, number_of, overtaken
-from megatron.checkpoint.folder import (
+import torch
+
+from megatron.checkpoint.files import (
     CONFIG,
     FORMAT,
     MANIFEST,
@@ -35,35 +23,59 @@ from megatron.checkpoint.folder import (
     PASSPORT,
     STATE,
     Written,
-    commit_folder,
-    folder_name,
-    start_folder,
-    tagged_name,
+    file_digest,
     to_json,
+    write_manifest,
     write_text,
 )
-from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.retention import clear, left_over, retire, to_remove
+from megatron.checkpoint.find import folders, generations, iteration_of, next_generation, number_of, overtaken
+from megatron.checkpoint.folder import (
+    clear,
+    commit_folder,
+    folder_name,
+    left_over,
+    retire,
+    start_folder,
+    tagged_name,
+    to_remove,
+)
 from megatron.checkpoint.settings import plain
-from megatron.checkpoint.snapshot import Snapshot
-from megatron.checkpoint.tensors import tensors_to_save
+from megatron.checkpoint.shards import (
+    Index,
+    Stored,
+    Totals,
+    check_complete,
+    merged,
+    stored_bytes,
+    totals,
+    write_index,
+    write_piece,
+    write_whole,
+)
+from megatron.checkpoint.tensors import Shards, Snapshot, tensors_to_save
 from megatron.checkpoint.together import decided_by_first, describe, together
-from megatron.checkpoint.writer import Alive, nothing, write_tensors
+from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
-_LOOK_S = 0.1  # how often a rank that waits for its thread looks for signs of life
+WHOLE_UP_TO = 4096
+"""Ranks of the largest job that writes .metadata: about 10 shards per rank, 5 MB and a second of rank 0's time."""
+SHARD_BYTES = 64 << 20
+"""Largest shard of `write_offline`: a loading rank reads whole shards, and may need little of a tensor."""
+FILE_BYTES = 16 << 30
+"""Size after which `write_offline` begins another data file."""
+_POLL_S = 0.1  # how often a rank that waits for its thread looks for progress
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete; the same on every rank but for the times.
+    """A complete checkpoint; the same on every rank except for the times.
 
     bytes       of all its files
     elapsed_s   from the start of the save to the end of its commit
-    stall_s     of these, how long training waited on this rank
+    stall_s     how long of that training waited on this rank
     """
 
     folder: Path
@@ -76,14 +88,13 @@ class Saved:
 class Saver:
     """Writes checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in the same order.
 
-    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every, where they are
-             there, say which older checkpoints stay; .load_tag, in the same directory, is never removed
+    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every select the older
+             checkpoints to keep; the one that .load_tag names in the same directory is never removed
     alive    called on the calling thread whenever more has been written
 
-    A checkpoint has its name only when all ranks have written and synced their files and together they hold every
-    element once; the tracker file follows. A CheckpointError is raised on every rank when any has failed: then nothing
-    has appeared, temporary files are gone, older checkpoints and the tracker are as before, and the next save may be
-    started.
+    A checkpoint gets its name only when all ranks have written and synced their files and together they hold every
+    element once; the tracker file follows. When any rank fails, a CheckpointError is raised on all: no checkpoint has
+    appeared, temporary files are gone, older checkpoints and the tracker are as before, and the next save may start.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Saver:
         self._topology = topology
         self._config = config
         self._alive = alive
+        self._optimizer = not config.checkpoint.no_save_optim
         self._snapshot = Snapshot()
         self._pending: _Pending | None = None
         self._cleaners: list[threading.Thread] = []
@@ -105,12 +117,8 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's thread has written its part of the pending save, or has failed to. No rank is asked."""
-        return self._pending is not None and self._pending.writer.done
-
-    @property
-    def _optimizer(self) -> bool:
-        return not self._config.checkpoint.no_save_optim
+        """Whether this rank's thread has finished its part of the pending save or failed. Nothing is communicated."""
+        return self._pending is not None and self._pending.done
 
     @property
     def snapshot_bytes(self) -> int:
@@ -118,7 +126,7 @@ class Saver:
         return self._snapshot.bytes
 
     def prepare(self, engine: Engine) -> str:
-        """Get the host memory that saves in the background take, and pin it, which takes seconds; a note where it could
+        """Get the host memory for saves in the background and pin it, which takes seconds; return a note where it could
         not be pinned on this rank. Raises CheckpointError on every rank where one has no memory."""
         with together(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -127,53 +135,50 @@ class Saver:
     def start(
         self, iteration: int, engine: Engine, state: dict[str, Any], passport: Any = None, background: bool = False
     ) -> Saved | None:
-        """Save the engine's state. Without `background` returns when the checkpoint is there.
+        """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
-        state       the caller's own counters, JSON-ready and the same on every rank; `load` gives them back
-        passport    what is to be known of the run, JSON-ready; that of rank 0 is written
-        background  the state is copied to host memory, which takes as much as a rank's part of it, and a thread writes
+        state       the caller's own counters, JSON-ready and the same on every rank; `load` returns them
+        passport    provenance of the run, JSON-ready; that of rank 0 is written
+        background  copy the state to host memory, which takes as much as a rank's part of it, and let a thread write
                     the copy. Returns None as soon as the copy is made: from then on the engine may change. `commit`
-                    makes a checkpoint of what was written.
+                    completes the checkpoint.
 
-        An earlier save that is still pending is waited for and committed first; where that fails, its error is raised
-        and no new one is started.
+        An earlier save that is still pending is committed first; if that fails, its error is raised and no new save is
+        started.
         """
         if self._pending is not None:
             self.commit()
-        begun = time.perf_counter()
         folder = self._directory / folder_name(iteration)
-        pending = _Pending(folder, iteration, begun, self._optimizer)
+        pending = _Pending(folder, iteration, self._topology.rank)
         try:
             with together(self._topology, pending.what):
-                pending.texts = self._texts(pending, engine, state, passport)
-                tensors = tensors_to_save(engine, self._topology, pending.optimizer)
-                if background:
-                    tensors = self._snapshot.take(tensors)
+                texts = _texts(iteration, self._config, state, engine.scalars(), self._optimizer, passport)
+                tensors = tensors_to_save(engine, self._topology, self._optimizer)
+                pending.tensors = self._snapshot.take(tensors) if background else tensors
                 if self._topology.world.is_first:
+                    pending.texts = texts
                     pending.temporary = start_folder(folder)
                     self._clean(left_over(self._directory, pending.temporary))
             pending.temporary = decided_by_first(self._topology, lambda: pending.temporary)
         except CheckpointError:
             self._remove(pending)
             raise
-        texts = pending.texts if self._topology.world.is_first else {}
-        pending.writer = _Writer(tensors, texts, pending.temporary, self._topology.rank, self._alive)
         self._pending = pending
         if not background:
-            pending.writer.run()
+            pending.write(self._alive)
             return self.commit()
-        pending.writer.start()
-        pending.stall_s = time.perf_counter() - begun
+        pending.start()
+        pending.stall_s = time.perf_counter() - pending.begun
         return None
 
     def commit(self) -> Saved:
-        """Make a checkpoint of the pending save; waits where a rank is still writing."""
+        """Complete the pending save; waits where a rank is still writing."""
         pending, self._pending = self._pending, None
         assert pending is not None, "a save was started in the background before it is committed"
         at = time.perf_counter()
         try:
             with together(self._topology, pending.what), _own_folder(pending):
-                mine = pending.writer.result(self._alive)
+                mine = pending.result(self._alive)
             size = self._complete(pending, mine)
         except CheckpointError:
             self._remove(pending)
@@ -183,98 +188,70 @@ class Saver:
         return Saved(pending.folder, pending.iteration, size, now - pending.begun, stall_s)
 
     def finish(self) -> Saved | None:
-        """Wait for what is pending and commit it; also wait until old checkpoints are deleted. None: nothing was."""
+        """Commit a pending save, if there is one, and wait until old checkpoints are deleted."""
         saved = self.commit() if self._pending is not None else None
         for cleaner in self._cleaners:
             while cleaner.is_alive():
-                cleaner.join(_LOOK_S)
+                cleaner.join(_POLL_S)
                 self._alive()
         self._cleaners = []
         return saved
 
     def drop(self) -> None:
-        """Give up a pending save: nothing of it stays."""
+        """Abandon a pending save and remove what was written."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         with together(self._topology, f"giving up {pending.what}"):
-            pending.writer.stop()
+            pending.stop()
         self._remove(pending)
 
-    # -- what a save consists of -----------------------------------------------------------------------------------
-
-    def _texts(self, pending: _Pending, engine: Engine, state: dict[str, Any], passport: Any) -> dict[str, str]:
-        """The small files that are known when a save starts."""
-        contents = {
-            "format": FORMAT, "iteration": pending.iteration, "state": state, "engine": engine.scalars(),
-            "optimizer": pending.optimizer,
-        }  # fmt: skip
-        return {
-            STATE: to_json(contents, "the state of the training loop"),
-            CONFIG: to_json(plain(self._config), "the configuration"),
-            PASSPORT: to_json({} if passport is None else passport, "the passport"),
-        }
-
     def _complete(self, pending: _Pending, mine: dict[str, Stored]) -> int:
-        """Collect the boxes of all ranks, write the lists and small files, give the folder its name; bytes in all."""
+        """Collect the shards of all ranks, write the lists and commit the folder; return its bytes."""
         topology = self._topology
-        stored = merged(gather(mine, topology.data))
-        piece: tuple[str, Written] | None = None
+        whole = topology.world.size <= WHOLE_UP_TO
+        stored = merged(gather_objects(mine, topology.data, everywhere=False))
+        part: _Part | None = None
         with together(topology, pending.what), _own_folder(pending):
             if topology.data.is_first:
                 piece = write_piece(pending.temporary, topology.model.rank, stored)
+                part = piece, totals(stored), stored_bytes(stored), stored if whole else {}
                 self._alive()
-        parts: list[_Part] = []
-        if topology.data.is_first:
-            assert piece is not None, "it was written above"
-            # Up to thousands of ranks the first also makes torch's own list, of all boxes.
-            everything = {} if in_pieces(topology) else stored
-            parts = gather((piece, totals(stored), stored_bytes(stored), everything), topology.model)
+        parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
 
         def complete() -> int:
             try:
                 with _own_folder(pending):
-                    size = self._write_small(pending, parts)
-                    commit_folder(pending.temporary, pending.folder, pending.iteration, pending.generation)
+                    generation = self._next_generation()
+                    size = _write_lists(pending.temporary, parts, pending.small, whole, generation)
+                    commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
-            self._retire(pending)
+            self._generation = generation
+            self._retire(pending.iteration)
             return size
 
         return decided_by_first(topology, complete)
 
-    def _write_small(self, pending: _Pending, parts: list[_Part]) -> int:
-        """On rank 0: what is known only when all ranks have written; bytes of the whole checkpoint."""
-        folder = pending.temporary
-        check_complete(part[1] for part in parts)
-        known: dict[str, Written] = dict(part[0] for part in parts)
-        known.update([write_index(folder, [part[1] for part in parts])])
-        if not in_pieces(self._topology):
-            write_whole(folder, merged(part[3] for part in parts))
-            known[METADATA] = file_digest(folder / METADATA)
-        known.update(pending.writer.small)
-        pending.generation = self._next_generation()
-        known[MANIFEST] = write_manifest(folder, list(known), known, pending.generation)
-        return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
-
     def _next_generation(self) -> int:
-        """One more than the last save's; than all that are there, and where the run was loaded from, for the first."""
-        if self._generation is None:
-            load = getattr(self._config.checkpoint, "load", None)
-            self._generation = next_generation(self._directory, *([load] if load else []))
-        else:
-            self._generation += 1
-        return self._generation
+        """Count up from the last save; the first one from all in the directory and in that of --load."""
+        if self._generation is not None:
+            return self._generation + 1
+        load = self._config.checkpoint.load
+        return next_generation(self._directory, *([load] if load else []))
 
-    def _retire(self, pending: _Pending) -> None:
-        """On rank 0, after a commit: take older checkpoints out of the list, to be deleted."""
+    def _retire(self, iteration: int) -> None:
+        """On rank 0, after the commit of `iteration`: remove older checkpoints."""
         settings = self._config.checkpoint
-        # The checkpoint is there; what is too much goes after the next one.
+        keep = set()
+        if settings.load and settings.load_tag and Path(settings.load).resolve() == self._directory.resolve():
+            keep = {iteration_of(Path(tagged_name(str(settings.load_tag))))}
+        # The checkpoint is complete: what could not be removed is removed after the next one.
         with contextlib.suppress(OSError, CheckpointError):
             good = generations(folders(self._directory))
+            left_behind = set(map(number_of, overtaken(good)))
             old = to_remove(
-                map(number_of, good), pending.iteration, getattr(settings, "keep_last", None),
-                getattr(settings, "keep_every", None), self._named(), list(map(number_of, overtaken(good))),
+                map(number_of, good), iteration, settings.keep_last, settings.keep_every, keep, left_behind
             )  # fmt: skip
             self._clean(retire(self._directory, old))
 
@@ -285,17 +262,8 @@ class Saver:
             self._cleaners.append(threading.Thread(target=clear, args=(folders,), name="remove-checkpoints"))
             self._cleaners[-1].start()
 
-    def _named(self) -> tuple[int, ...]:
-        """The iteration that --load-tag names in this directory."""
-        settings = self._config.checkpoint
-        load, tag = getattr(settings, "load", None), getattr(settings, "load_tag", None)
-        if load is None or tag is None or Path(load).resolve() != self._directory.resolve():
-            return ()
-        number = iteration_of(Path(tagged_name(str(tag))))
-        return () if number is None else (number,)
-
     def _remove(self, pending: _Pending) -> None:
-        """After a failure: the disk may be full of what was written."""
+        """Remove what a failed save has written, as the disk may be full of it."""
         if self._topology.world.is_first and pending.temporary != Path():
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
@@ -309,7 +277,7 @@ def save(
     state: dict[str, Any],
     passport: Any = None,
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN and make it the last checkpoint; returns its path. All ranks call it.
+    """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks call it.
 
     Arguments and errors are those of `Saver`.
     """
@@ -321,28 +289,43 @@ def save(
 
 
 _Part = tuple[tuple[str, Written], Totals, int, Mapping[str, Stored]]
-"""What a data-parallel group tells rank 0: its piece, how much of each tensor it has, bytes of data, boxes."""
+"""What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of data, shards."""
 
 
-class _Pending:
-    """A save between its start and its commit."""
+def _texts(
+    iteration: int, config: Any, state: Mapping[str, Any], scalars: Mapping[str, Any], optimizer: bool, passport: Any
+) -> dict[str, str]:
+    """Return the small files that are known when a save starts, by name."""
+    contents = {
+        "format": FORMAT, "iteration": iteration, "state": state, "engine": scalars, "optimizer": optimizer,
+    }  # fmt: skip
+    return {
+        STATE: to_json(contents, "the state of the training loop"),
+        CONFIG: to_json(plain(config), "the configuration"),
+        PASSPORT: to_json({} if passport is None else passport, "the provenance"),
+    }
 
-    def __init__(self, folder: Path, iteration: int, begun: float, optimizer: bool) -> None:
-        self.folder = folder
-        self.temporary = Path()  # until rank 0 has made it
-        self.iteration = iteration
-        self.begun = begun
-        self.optimizer = optimizer
-        self.what = f"saving checkpoint {folder}"
-        self.texts: dict[str, str] = {}
-        self.stall_s = 0.0
-        self.generation = 0  # known to rank 0 at its commit
-        self.writer: _Writer
+
+def _write_lists(folder: Path, parts: list[_Part], small: Mapping[str, Written], whole: bool, generation: int) -> int:
+    """Check that all elements are there and write the shard lists and the manifest; return the checkpoint's bytes.
+
+    small   the small files that were written before
+    whole   whether to write .metadata
+    """
+    check_complete(part[1] for part in parts)
+    known: dict[str, Written] = dict(part[0] for part in parts)
+    known.update([write_index(folder, [part[1] for part in parts])])
+    if whole:
+        write_whole(folder, merged(part[3] for part in parts))
+        known[METADATA] = file_digest(folder / METADATA)
+    known.update(small)
+    known[MANIFEST] = write_manifest(folder, list(known), known, generation)
+    return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
 
 
 @contextlib.contextmanager
 def _own_folder(pending: _Pending) -> Iterator[None]:
-    """Say of a temporary folder that has disappeared what that may mean."""
+    """Explain an error that comes from the removal of the temporary folder."""
     try:
         yield
     except FileNotFoundError as error:
@@ -354,21 +337,25 @@ def _own_folder(pending: _Pending) -> Iterator[None]:
 
 
 class _Stopped(Exception):
-    """Ends a thread whose work nobody wants any more."""
+    """Ends the thread of an abandoned save."""
 
 
-class _Writer:
-    """Writes a rank's data file, and the small files `texts`, here or in a thread.
+class _Pending:
+    """A save between its start and its commit; writes this rank's part of it, here or in a thread.
 
-    small   bytes and digest of each small file that was written
+    temporary   the folder that is written; Path() until rank 0 has created it
+    texts       small files to write; none but on rank 0
+    small       size and digest of each small file that was written
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Shards], texts: Mapping[str, str], folder: Path, rank: int, alive: Alive
-    ) -> None:
+    def __init__(self, folder: Path, iteration: int, rank: int) -> None:
+        self.folder, self.iteration, self.rank = folder, iteration, rank
+        self.what = f"saving checkpoint {folder}"
+        self.temporary = Path()
+        self.tensors: Mapping[str, Shards] = {}
+        self.texts: dict[str, str] = {}
         self.small: dict[str, Written] = {}
-        self._tensors, self._texts = tensors, texts
-        self._folder, self._rank, self._alive = folder, rank, alive
+        self.begun, self.stall_s = time.perf_counter(), 0.0
         self._thread: threading.Thread | None = None
         self._stored: dict[str, Stored] = {}
         self._error: BaseException | None = None
@@ -379,19 +366,25 @@ class _Writer:
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def run(self) -> None:
-        """Write on this thread. An error is kept for `result`, where all ranks hear of it."""
-        self._write(self._alive)
+    def write(self, alive: Alive) -> None:
+        """Write on this thread. An error is kept for `result`, which shares it with all ranks."""
+        try:
+            self._stored = write_tensors(self.tensors, self.temporary, self.rank, alive)
+            for name, text in self.texts.items():
+                self.small[name] = write_text(self.temporary / name, text)
+                alive()
+        except BaseException as error:
+            self._error = error
+        self.tensors = {}
 
     def start(self) -> None:
-        """Write in a thread. It communicates with nobody, and ends with the process rather than to hold it up."""
-        self._thread = threading.Thread(target=self._write, args=(self._count,), name="write-checkpoint", daemon=True)
+        """Write in a thread, which communicates with no rank and does not keep the process from ending."""
+        self._thread = threading.Thread(target=self.write, args=(self._count,), name="write-checkpoint", daemon=True)
         self._thread.start()
-        # A thread that lives into the interpreter's end may take the process down with it.
-        atexit.register(self.stop)
+        atexit.register(self.stop)  # a thread that outlives the interpreter may crash the process
 
     def result(self, alive: Alive) -> dict[str, Stored]:
-        """The boxes that were written, when all are; raises what went wrong."""
+        """Wait until all is written and return the shards; raises what went wrong."""
         self._wait(alive)
         if self._error is not None:
             raise self._error
@@ -404,25 +397,96 @@ class _Writer:
 
     def _wait(self, alive: Alive) -> None:
         seen = self._progress
-        while not self.done:
-            assert self._thread is not None, "without one it is done"
-            self._thread.join(_LOOK_S)
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_POLL_S)
             if self._progress != seen:
                 seen = self._progress
                 alive()
         atexit.unregister(self.stop)
 
-    def _write(self, alive: Alive) -> None:
-        try:
-            self._stored = write_tensors(self._tensors, self._folder, self._rank, alive)
-            for name, text in self._texts.items():
-                self.small[name] = write_text(self._folder / name, text)
-                alive()
-        except BaseException as error:
-            self._error = error
-        self._tensors = {}
-
     def _count(self) -> None:
         if self._stop:
-            raise _Stopped("the save was given up")
+            raise _Stopped("the save was abandoned")
         self._progress += 1
+
+
+def write_offline(
+    directory: str | os.PathLike[str],
+    iteration: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    config: Any,
+    state: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    optimizer: bool,
+    passport: Mapping[str, Any],
+) -> Path:
+    """Write DIRECTORY/iter_NNNNNNN from whole tensors, make it the last checkpoint, and return its path.
+
+    One process without a model writes it, tensor by tensor, in bounded memory.
+
+    tensors    (name, whole tensor in host memory), with names as in tensors.py. They are taken one at a time
+    state      counters of the training loop
+    scalars    those of the engine: optimizer_step, skipped_steps, loss_scale
+    optimizer  whether its state is among the tensors
+    passport   provenance of the checkpoint, JSON-ready
+
+    Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no checkpoint has
+    appeared.
+    """
+    folder = Path(directory).absolute() / folder_name(iteration)
+    texts = _texts(iteration, config, dict(state), dict(scalars), optimizer, dict(passport))
+    temporary = None
+    try:
+        temporary = start_folder(folder)
+        generation = next_generation(folder.parent)
+        stored = _write_whole_tensors(temporary, tensors)
+        part = write_piece(temporary, 0, stored), totals(stored), stored_bytes(stored), stored
+        small = {name: write_text(temporary / name, text) for name, text in texts.items()}
+        _write_lists(temporary, [part], small, True, generation)
+        commit_folder(temporary, folder, iteration, generation)
+    except BaseException as error:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
+        if isinstance(error, OSError):
+            raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
+        raise
+    return folder
+
+
+def _write_whole_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Stored]:
+    """Write tensors one after another, into as many files as needed; return their shards."""
+    found: dict[str, Stored] = {}
+    iterator, number, more = iter(tensors), 0, True
+    while more:
+        size, more = 0, False
+        with ShardWriter(folder, number) as writer:
+            for name, tensor in iterator:
+                for offset, view in _cut(tensor):
+                    writer.add(name, tuple(tensor.shape), offset, view)
+                size += tensor.numel() * tensor.element_size()
+                if size >= FILE_BYTES:
+                    more = True
+                    break
+            stored = writer.finish()
+        assert not found.keys() & stored.keys(), "every tensor is given once"
+        found |= stored
+        number += 1
+    return found
+
+
+def _cut(tensor: torch.Tensor, outer: Index = ()) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield (offset, view) of shards of at most SHARD_BYTES, of as many dimensions as the tensor.
+
+    They are cut along the first dimension or, where one entry of it is too large, along the next.
+    """
+    dim = len(outer)
+    rest = math.prod(tensor.shape[dim + 1 :]) * tensor.element_size()
+    if rest > SHARD_BYTES and dim + 1 < tensor.dim():
+        for i in range(tensor.shape[dim]):
+            yield from _cut(tensor.narrow(dim, i, 1), (*outer, i))
+        return
+    rows = max(1, SHARD_BYTES // max(rest, 1))
+    for start in range(0, tensor.shape[dim], rows):
+        part = tensor.narrow(dim, start, min(rows, tensor.shape[dim] - start))
+        yield (*outer, start, *(0 for _ in range(tensor.dim() - dim - 1))), part

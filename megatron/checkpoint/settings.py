@@ -1,13 +1,18 @@
-"""The configuration inside a checkpoint, and whether a model of another configuration can hold its weights."""
+"""The configuration inside a checkpoint, whether another one can hold its weights, and its size. Needs no torch."""
 from __future__ import annotations
 
 import dataclasses
 import enum
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.pieces import Pieces
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import CheckpointError
+from megatron.model.formulas import parameters_of
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 ARCHITECTURE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_key_value_heads",
@@ -15,11 +20,11 @@ ARCHITECTURE = (
     "add_bias_linear", "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
     "rotary_base", "apply_residual_connection_post_layernorm",
 )  # fmt: skip
-"""Fields of config.model that decide which weights there are, or what they mean."""
+"""Fields of config.model that determine which weights there are, or what they mean."""
 
 
 def plain(value: Any) -> Any:
-    """A configuration as dicts, lists, numbers and strings."""
+    """Return a configuration as dicts, lists, numbers and strings."""
     if isinstance(value, Pieces):
         return value.describe()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -48,6 +53,12 @@ def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
     ]
     if different:
         raise CheckpointError(
-            f"{where} is of another architecture: {'; '.join(different)}. Use the checkpoint's settings "
+            f"{where} has another architecture: {'; '.join(different)}. Use the checkpoint's settings "
             f"(--use-checkpoint-args) or another checkpoint"
         )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint: 4 for each weight and, with the optimizer, those of its state."""
+    state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
+    return (4 + state) * parameters_of(config)

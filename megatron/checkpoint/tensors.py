@@ -1,26 +1,38 @@
-"""Which tensors a checkpoint has, and which boxes of them a rank holds.
+"""Which tensors a checkpoint has, which shards of them a rank holds, and a copy of these in host memory.
 
     master.NAME       fp32 weights
     exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron.checkpoint.planner import Shards
 from megatron.engine.engine import Engine
 from megatron.engine.fragments import Fragment, Index, is_copy
-from megatron.engine.optimizer import unique_parameters
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 MASTER = "master"
+_ALIGNED = 64  # bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A tensor of `shape`, of which this rank holds `pieces`: {global offset: view}."""
+
+    shape: tuple[int, ...]
+    pieces: Mapping[Index, torch.Tensor]
 
 
 def engine_kinds(engine: Engine, optimizer: bool) -> tuple[str, ...]:
-    """Kinds of tensors: the weights, and the optimizer's state where it is wanted."""
+    """Return the kinds of tensors: the weights and, if wanted, the optimizer's state."""
     return (MASTER, *(engine.moment_names if optimizer else ()))
 
 
@@ -29,7 +41,7 @@ def _flat(fragment: Fragment, kind: str) -> torch.Tensor:
 
 
 def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
-    """What this rank writes. Each element of the model is written by exactly one rank.
+    """Return what this rank writes, by name. Each element of the model is written by exactly one rank.
 
     Padding is left out, and so are copies that another model-parallel rank writes. Where all data-parallel ranks hold
     the same (ZeRO stage 0), each writes a part.
@@ -48,7 +60,7 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
 
 
 def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
-    """Where this rank's part of a checkpoint goes: views of its masters and moments, copies included."""
+    """Return views of this rank's masters and moments, copies included, to be filled from a checkpoint."""
     return {
         f"{kind}.{f.sharding.name}": Shards(f.sharding.global_shape, dict(f.real(_flat(f, kind))))
         for f in engine.fragments()
@@ -65,16 +77,102 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 
 
 def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shards]:
-    """Views of the parameters themselves, without padding, for a model that has no engine."""
+    """Return views of the parameters themselves, without padding, for a model that has no engine."""
     out = {}
     for p in parameters:
         s = sharding_of(p)
-        pieces: dict[Index, torch.Tensor] = {}
-        if all(s.extent):
-            pieces[s.offset] = p.detach()[tuple(slice(0, n) for n in s.extent)]
+        pieces = {s.offset: p.detach()[tuple(slice(0, n) for n in s.extent)]} if all(s.extent) else {}
         out[f"{MASTER}.{s.name}"] = Shards(s.global_shape, pieces)
     return out
 
 
-def parameters_of(chunks: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return unique_parameters(chunks)
+class Snapshot:
+    """Host memory for a copy of what a rank writes, reused by later saves.
+
+    It is as large as this rank's part of the state; torch's allocator of pinned memory would round it up to a power of
+    two. Where the state is on a GPU the memory is pinned by the driver, CUDA's or HIP's, once, in `reserve`: copies run
+    at the speed of the bus while the GPU computes.
+
+    cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a GPU
+    note     why the memory could not be pinned; "" where it was, or need not be
+    """
+
+    def __init__(self, cudart: Any = None) -> None:
+        self._cudart, self._memory = cudart, torch.empty(0, dtype=torch.uint8)
+        self._unregister: weakref.finalize[..., Any] | None = None
+        self.note = ""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the memory held."""
+        return self._memory.numel()
+
+    def reserve(self, tensors: Mapping[str, Shards]) -> None:
+        """Get the memory for a copy of `tensors`, unless there is enough. Raises OSError where it is not available."""
+        needed = snapshot_bytes(tensors)
+        if needed <= self.bytes:
+            return
+        self.release()  # before the new memory is allocated
+        mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
+            mapping.madvise(mmap.MADV_DONTFORK)  # or after a fork writes would go to other pages than the device's
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer to pin
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        device = next((view.device for view in _views(tensors) if view.device.type == "cuda"), None)
+        cudart = torch.cuda.cudart() if device is not None and self._cudart is None else self._cudart
+        if cudart is not None:
+            self._register(cudart, device)
+
+    def release(self) -> None:
+        """Free the memory, which invalidates what `take` returned."""
+        if self._unregister is not None:
+            self._unregister()
+        self._unregister, self._memory = None, torch.empty(0, dtype=torch.uint8)
+
+    def _register(self, cudart: Any, device: torch.device | None) -> None:
+        address = self._memory.data_ptr()
+        code = int(cudart.cudaHostRegister(address, self.bytes, 0))
+        if code == 0:
+            self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
+            self._unregister.atexit = False  # it ends with the process, when the device may be gone
+            self.note = ""
+            return
+        self.note = (
+            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be pinned (cudaHostRegister: "
+            f"error {code}; see ulimit -l): training pauses longer while the copy is made"
+        )
+        if device is not None:
+            # The runtime would report the error again at the check after the next kernel launch.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
+
+    def take(self, tensors: Mapping[str, Shards]) -> dict[str, Shards]:
+        """Return a copy of `tensors`, valid until the next one is taken. The originals may change afterwards.
+
+        Raises OSError where there is no memory for it.
+        """
+        self.reserve(tensors)
+        at, copies = 0, dict[str, Shards]()
+        for name, shards in tensors.items():
+            pieces = {}
+            for offset, view in shards.pieces.items():
+                part = self._memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
+                pieces[offset] = part.copy_(view.detach(), non_blocking=True)
+                at += _aligned(view)
+            copies[name] = Shards(shards.shape, pieces)
+        for device in {view.device for view in _views(tensors) if view.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def snapshot_bytes(tensors: Mapping[str, Shards]) -> int:
+    """Return the host memory that a copy of `tensors` takes."""
+    return sum(map(_aligned, _views(tensors)))
+
+
+def _views(tensors: Mapping[str, Shards]) -> list[torch.Tensor]:
+    return [view for shards in tensors.values() for view in shards.pieces.values()]
+
+
+def _aligned(view: torch.Tensor) -> int:
+    return -(-view.nbytes // _ALIGNED) * _ALIGNED

@@ -1,11 +1,10 @@
-"""Writing data files: tensors one after another, each as torch.save makes it, with a digest on the way.
+"""Writing data files: tensors one after another, each as torch.save makes it, with a digest of each shard.
 
-torch's own file writer copies every view before it writes it, and takes no digests. Here a contiguous view in host
-memory goes to the file as it lies; anything else is copied one box at a time. So a save needs, beside the state, at
-most as much memory as the largest box that is on a device or not contiguous.
+torch's own checkpoint writer copies every view before it writes it, and takes no digests. Here a contiguous view in
+host memory is written without a copy; anything else is copied one shard at a time. So a save needs, beside the state,
+at most as much memory as the largest shard that is on a device or not contiguous.
 
-The checksums of zip records, which torch.load never compares, are left out: the digest stands for them, at a tenth of
-their time.
+The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it, at a tenth of its cost.
 """
 from __future__ import annotations
 
@@ -14,81 +13,120 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+import xxhash
 
-from megatron.checkpoint.boxes import Stored
-from megatron.checkpoint.digest import running_digest
-from megatron.checkpoint.planner import Shards
+from megatron.checkpoint.shards import Shard, Stored
+from megatron.checkpoint.tensors import Shards
 from megatron.engine.fragments import Index
 
-_BUFFER = 1 << 20  # bytes: what is smaller is collected before it goes to the file
-_CHUNK = 64 << 20  # bytes between two signs of life
-_SYNC = 4 << 30  # bytes after which the disk has to catch up, so that the last fsync is a short one
+_BUFFER = 1 << 20  # bytes: smaller writes are collected
+_CHUNK = 64 << 20  # bytes between two calls of `alive`
+_SYNC = 4 << 30  # bytes between two syncs, so that the last one is short
 
 Alive = Callable[[], None]
 
 
 def nothing() -> None:
-    """What is called where nobody wants a sign of life."""
+    """Do nothing: the default of `alive`, by which a caller learns that there is progress."""
 
 
-class BoxWriter:
+class ShardWriter:
     """A data file of a checkpoint, `__RANK_0.distcp`; torch.distributed.checkpoint reads it too.
 
-        with BoxWriter(folder, rank) as writer:
-            writer.add("master.w", (4, 2), (0, 0), view)  # as often as there are boxes
+        with ShardWriter(folder, rank) as writer:
+            writer.add("master.w", (4, 2), (0, 0), view)  # for each shard
             stored = writer.finish()
 
-    alive   called after every box, and within large ones; what it raises ends the writing
+    alive   called after every shard, and within large ones; what it raises ends the writing
 
-    No file appears where there is no box. Raises OSError as the system says it. Nothing is communicated.
+    Without a shard there is no file. Raises OSError with the system's own reason. Nothing is communicated.
     """
 
     def __init__(self, folder: Path, rank: int, alive: Alive = nothing) -> None:
         self._path = folder / f"__{rank}_0.distcp"
         self._alive = alive
-        self._sink: _Sink | None = None
         self._stored: dict[str, Stored] = {}
+        self._file: BinaryIO | None = None
+        self._digest = xxhash.xxh3_128()  # of the shard that is being written
+        self._at = self._synced = self._sent = 0
+        self._error: BaseException | None = None
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
-        """Append a box: `view` is the part at `offset` of tensor `name` of global `shape`."""
-        if self._sink is None:
-            self._sink = _Sink(self._path, self._alive)
-        start = self._sink.start_box()
+        """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
+        if self._file is None:
+            self._file = open(self._path, "wb", buffering=_BUFFER)  # noqa: SIM115  closed by __exit__
+        start, self._digest = self._at, xxhash.xxh3_128()
         try:
             with _without_checksums():
-                torch.save(_with_own_storage(view), cast(IO[bytes], self._sink))  # it calls write and flush
+                torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            # torch's writer of zip files hides the system's error behind a position of its own.
-            if self._sink.error is not None:
-                raise self._sink.error from None
+            if self._error is not None:  # torch's zip writer hides it behind a position in its own source
+                raise self._error from None
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
-        box = (tuple(offset), tuple(view.shape), self._path.name, start, self._sink.at - start, self._sink.box_digest())
-        stored["boxes"].append(box)
+        length, found = self._at - start, self._digest.hexdigest()
+        stored["boxes"].append(Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found))
         self._alive()
 
+    def write(self, data: Any) -> int:
+        """Append bytes, for torch.save: update the digest, pass large parts on uncopied, keep the first error."""
+        assert self._file is not None, "`add` opens it"
+        try:
+            view = memoryview(data).cast("B")
+            for start in range(0, len(view), _CHUNK):
+                part = view[start : start + _CHUNK]
+                self._digest.update(part)
+                self._file.write(part)
+                self._at += len(part)
+                if len(part) == _CHUNK:
+                    self._alive()
+                if self._at - self._sent >= _CHUNK:  # the system begins to write to disk, while more comes
+                    if hasattr(os, "posix_fadvise"):
+                        size = self._at - self._sent
+                        os.posix_fadvise(self._file.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED)
+                    self._sent = self._at
+                if self._at - self._synced >= _SYNC:
+                    self._sync(self._file)
+        except BaseException as error:
+            self._error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: torch.save calls this after every tensor, and `finish` flushes the file."""
+
     def finish(self) -> dict[str, Stored]:
-        """Return when all is on the disk: the boxes of this file."""
-        if self._sink is not None:
-            self._sink.finish()
+        """Sync the file and return the shards in it."""
+        if self._file is not None:
+            self._sync(self._file)
+            size = os.fstat(self._file.fileno()).st_size
+            if size != self._at:
+                raise OSError(f"{self._path} has {size} bytes after {self._at} were written")
         return self._stored
 
-    def __enter__(self) -> BoxWriter:
+    def _sync(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        sys.audit("megatron.checkpoint.synced", str(self._path))
+        self._synced = self._at
+        self._alive()
+
+    def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
-        if self._sink is not None:
-            self._sink.close(quietly=kind is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._file is not None:
+            with contextlib.suppress(*(() if kind is None else (OSError,))):  # the same error as before
+                self._file.close()
 
 
 def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing) -> dict[str, Stored]:
-    """Write what a rank holds of {name: Shards} into its file of `folder`; the boxes that are now in it."""
-    with BoxWriter(folder, rank, alive) as writer:
+    """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
+    with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
             for offset, view in shards.pieces.items():
                 writer.add(name, shards.shape, offset, view)
@@ -97,8 +135,8 @@ def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """torch.save takes no CRC-32. The setting is the process's: what another thread saves meanwhile has none either,
-    which torch.load does not mind."""
+    """Turn off torch.save's CRC-32. The setting is global: what another thread saves meanwhile has none either, which
+    torch.load accepts."""
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -108,9 +146,9 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same values in host memory as a tensor of a storage that holds nothing else: torch.save writes storages.
+    """Return the same values in host memory, in a storage that holds nothing else: torch.save writes whole storages.
 
-    No copy of what is contiguous and in host memory already.
+    Nothing is copied that is contiguous and in host memory already.
     """
     view = view.detach()
     if view.device.type != "cpu" or not view.is_contiguous():
@@ -118,74 +156,3 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     if not view.numel():
         return view.clone()
     return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
-
-
-class _Sink:
-    """The file as torch.save sees it: takes digests, passes large pieces on uncopied and keeps the system's error."""
-
-    def __init__(self, path: Path, alive: Alive) -> None:
-        self._file: BinaryIO = open(path, "wb", buffering=_BUFFER)  # noqa: SIM115  it is closed by `close`
-        self._alive = alive
-        self._digest = running_digest()
-        self._synced = self._sent = 0
-        self.at = 0
-        self.error: BaseException | None = None
-
-    def start_box(self) -> int:
-        """Begin a digest anew; where in the file the box begins."""
-        self._digest = running_digest()
-        return self.at
-
-    def box_digest(self) -> str:
-        """The digest of what was written since `start_box`."""
-        found: str = self._digest.hexdigest()
-        return found
-
-    def write(self, data: Any) -> int:
-        try:
-            view = memoryview(data).cast("B")
-            for start in range(0, len(view), _CHUNK):
-                part = view[start : start + _CHUNK]
-                self._digest.update(part)
-                self._file.write(part)
-                self.at += len(part)
-                if len(part) == _CHUNK:
-                    self._alive()
-                if self.at - self._sent >= _CHUNK:
-                    self._send()
-                if self.at - self._synced >= _SYNC:
-                    self._sync()
-        except BaseException as error:
-            self.error = error
-            raise
-        return len(view)
-
-    def flush(self) -> None:
-        """torch.save calls this after every tensor; the file is flushed when it is complete."""
-
-    def finish(self) -> None:
-        self._sync()
-        size = os.fstat(self._file.fileno()).st_size
-        if size != self.at:
-            raise OSError(f"{self._file.name} has {size} bytes after {self.at} were written")
-        self._file.close()
-
-    def close(self, quietly: bool) -> None:
-        try:
-            self._file.close()
-        except OSError:  # again what made the writing fail
-            if not quietly:
-                raise
-
-    def _send(self) -> None:
-        """Have the system begin to write to the disk what it was given, while more comes."""
-        start, self._sent = self._sent, self.at
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), start, self.at - start, os.POSIX_FADV_DONTNEED)
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        sys.audit("megatron.checkpoint.synced", str(self._file.name))
-        self._synced = self.at
-        self._alive()

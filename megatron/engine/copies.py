@@ -1,7 +1,7 @@
-"""Compares what several ranks hold copies of: bit for bit, by digests.
+"""Comparison of weights that several ranks hold copies of: bit for bit, by digests.
 
 Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the ends of the pipeline a
-tied embedding. Each rank updates its own copy, so a copy that has parted stays apart, and nothing else would tell.
+tied embedding. Each rank updates its own copy, so a copy that differs stays different, and nothing else would show it.
 """
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SHOWN = 4  # values of a parameter, those of most ranks first
 
 @dataclass(frozen=True)
 class FirstGradients:
-    """What this rank's first step gave the parameters that all tensor ranks hold, before any reduction.
+    """Gradients of this rank's first step for the parameters that all tensor ranks hold, before any reduction.
 
-    partial  whether each gradient is taken for a term of a sum
+    partial  whether each gradient is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
     """
 
@@ -77,7 +77,7 @@ def check_copies(
     """Compare all copies of `parameters`, whose values are there; with `first` also what the first step gave them.
 
     All ranks call it. Raises TrainingError on every rank where copies differ, ConfigError where gradients are not what
-    they are taken for. `when` says in the message which weights they are.
+    they are taken for. `when` goes into the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     found, shardings = digests(parameters), [sharding_of(p) for p in parameters]
@@ -107,12 +107,12 @@ _EMBEDDING = (
 )
 _DATA = (
     "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, of a device or of a "
-    "link, or code that writes weights on some ranks. Leave the node out and go on from a checkpoint"
+    "link, or code that writes weights on some ranks. Leave the node out and resume from a checkpoint"
 )
 
 
 def _differing(found: torch.Tensor, group: Group) -> list[int]:
-    """Which of the digests [n] are not the same on all ranks of the group; one message."""
+    """Return the indices of the digests [n] that differ between ranks of the group; one message."""
     extremes = all_reduce(torch.cat([found, ~found]), group, dist.ReduceOp.MAX)
     return (extremes[: len(found)] != ~extremes[len(found) :]).nonzero().flatten().tolist()
 
@@ -150,10 +150,10 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
 
 def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
     """Raise on all ranks the error of the first rank that has one; those of gradients come before those of weights."""
-    world, nobody = topology.world, 2 * topology.world.size
-    mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else nobody
+    world, none = topology.world, 2 * topology.world.size
+    mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
     key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
-    if key < nobody:
+    if key < none:
         text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
         raise TrainingError(text) if key >= world.size else ConfigError(text)
 
@@ -163,7 +163,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _places(values: Sequence[int], group: Group) -> str:
-    """Which ranks hold which value."""
+    """Return which ranks hold which value, as text."""
     ranks: dict[int, list[int]] = {}
     for rank, value in zip(group.ranks, values, strict=True):
         ranks.setdefault(value, []).append(rank)

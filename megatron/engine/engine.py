@@ -1,4 +1,4 @@
-"""The optimizer's side of training: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
+"""The engine: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
 
 The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that own them while the
 last backward passes run. `step()` waits for that, clips, updates, and begins to hand the new weights to all ranks; the
@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.bucket_size import bucket_elements
-from megatron.engine.buckets import Bucket
+from megatron.engine.buckets import Bucket, WeightGather, WholeParameters
 from megatron.engine.copies import check_copies
+from megatron.engine.deepspeed_internals import (
+    ModelParallelUnit,
+    ZeroStep,
+    ensure_process_group,
+    import_deepspeed,
+    start_engine,
+)
 from megatron.engine.deepspeed_json import deepspeed_json
-from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
-from megatron.engine.fragments import Fragment, is_copy, mark_for_deepspeed
-from megatron.engine.gradients import Gradients
-from megatron.engine.loss_scale import ScaleForDeepSpeed, loss_scale_of
-from megatron.engine.mpu import ModelParallelUnit
+from megatron.engine.fragments import Fragment, is_copy
+from megatron.engine.gradients import Gradients, Terms
 from megatron.engine.optimizer import (
     build_optimizer,
     check_groups,
@@ -31,21 +34,68 @@ from megatron.engine.optimizer import (
     set_step,
     unique_parameters,
 )
-from megatron.engine.optimizer_state import optimizer_state, own_optimizer
-from megatron.engine.terms import Terms
-from megatron.engine.weights import WeightGather
-from megatron.engine.whole import WholeParameters
-from megatron.engine.zero import ZeroStep
+from megatron.engine.optimizer_state import bucket_elements, optimizer_state
 from megatron.kernels.choose import choose_fusions
+from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.memory import HostCopy, release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
+from megatron.pipeline.executor import Executor
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.config.training import PrecisionConfig
+
+
+class LossScale:
+    """The loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
+
+    A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after `loss_scale_window`
+    steps in a row without one, which also restores the allowance of overflows. Every rank makes the same updates,
+    because all ranks agree on an overflow first.
+    """
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.dynamic = precision.fp16 and not precision.loss_scale
+        self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
+        self._good_steps, self._allowance = 0, int(precision.hysteresis)
+        self._precision = precision
+        if self.dynamic:
+            self.scale = float(max(precision.initial_loss_scale, precision.min_loss_scale))
+
+    def update(self, overflow: bool) -> None:
+        """Count a step that was taken, or skipped by overflow."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._allowance -= 1
+            if self._allowance <= 0:
+                self.scale = max(self.scale / 2.0, float(self._precision.min_loss_scale))
+            return
+        self._good_steps += 1
+        if self._good_steps == self._precision.loss_scale_window:
+            self._good_steps, self._allowance = 0, int(self._precision.hysteresis)
+            self.scale *= 2.0
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        if not self.dynamic:
+            return {"scale": self.scale}
+        return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale is a setting: it stays."""
+        if self.dynamic:
+            self.scale = float(state["scale"])
+            self._good_steps = int(state.get("good_steps", 0))
+            self._allowance = int(state.get("allowance", self._precision.hysteresis))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, as numbers on the host; the same on every rank.
+    """The figures of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when skipped
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
@@ -64,8 +114,7 @@ class StepResult:
 class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
-    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel and
-              .pieces
+    config    reads .batch, .engine, .kernels, .logging, .optimizer, .parallel, .pieces and .precision
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
@@ -82,7 +131,7 @@ class Engine:
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """
 
-    def __init__(self, config: Any, topology: Topology, chunks: torch.nn.Module) -> None:
+    def __init__(self, config: Config, topology: Topology, chunks: torch.nn.Module) -> None:
         self.topology = topology
         self.chunks = chunks
         self.skipped_steps = 0
@@ -90,126 +139,86 @@ class Engine:
         self._stage = int(config.engine.zero_stage)
         self._state = optimizer_state(config)
         self._moments = self._state.tensors
-        logging = getattr(config, "logging", None)
-        self.log_num_zeros = bool(getattr(logging, "log_num_zeros_in_grad", False))
-        self.log_params_norm = bool(getattr(logging, "log_params_norm", False))
+        self.log_num_zeros = config.logging.log_num_zeros_in_grad
+        self.log_params_norm = config.logging.log_params_norm
 
         parameters = unique_parameters(chunks)
         for p in parameters:
             assert p.dtype == torch.float32, f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
-        mark_for_deepspeed(parameters, topology)
         mpu = ModelParallelUnit(topology, self._stage)
         limit = None
         if topology.data.size > 1:
             limit = bucket_elements(int(config.engine.zero_reduce_bucket_size), topology.data.size)
-        whole = getattr(own_optimizer(config), "whole", None)
+        whole = getattr(config.pieces.optimizer, "whole", None)
         groups = parameter_groups(parameters, config.optimizer.weight_decay, limit, whole)
         ensure_process_group(topology.device)
         check_groups(groups, topology)
         ordered = [p for g in groups for p in g["params"]]
 
-        exact = self._exact_weights(ordered)
+        # DeepSpeed would round the weights before it makes master weights of them. The exact ones are kept in host
+        # memory: the device has better use for its own.
+        exact = {} if self._dtype == torch.float32 else {p: p.detach().cpu().contiguous() for p in ordered}
         deepspeed = import_deepspeed(topology.device)
         self._basic = self._build_optimizer(config, groups)
         settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
-        self._engine = start_engine(
+        engine = start_engine(
             deepspeed, topology, sums=sums, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
         )
-        self._optimizer = self._engine.optimizer
-        self._take_over()
         self._zero = ZeroStep(
-            self._optimizer, self._basic, topology, self._dtype, mpu.partition.rank, mpu.partition.size,
-            kernels=getattr(getattr(config, "kernels", None), "optimizer_implementation", "torch") != "torch",
+            engine, self._basic, topology, self._dtype, mpu.partition.rank, mpu.partition.size,
+            kernels=config.kernels.optimizer_implementation != "torch",
         )  # fmt: skip
         for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
             group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
-        self._make_masters_exact(exact)
+        for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True):
+            for p, first, place in bucket.owned():
+                if p in exact:
+                    part = master.detach()[place]
+                    part.copy_(exact.pop(p).view(-1)[first : first + len(part)])
+        exact.clear()
         release_free_memory()  # the moments are larger than any hole that the weights of the start have left
         create_state(self._basic, self._state)
-        self._scale = loss_scale_of(config.precision)
-        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures nobody has read
+        self._scale = LossScale(config.precision)
+        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures were not read yet
         self._result: StepResult | None = None
-        if self._dtype == torch.float16:
-            self._optimizer.loss_scaler = ScaleForDeepSpeed(self._scale)
-        self._fragments = self._find_fragments(ordered)
+        self._fragments = [
+            Fragment(
+                p, sharding_of(p), first, place.stop - place.start, master.detach()[place],
+                {name: self._basic.state[master][name][place] for name in self._moments},
+            )
+            for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
+            for p, first, place in bucket.owned()
+        ]  # fmt: skip
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def _build_optimizer(self, config: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        kernels, device = getattr(config, "kernels", None), self.topology.device
-        own = own_optimizer(config)
+    def _build_optimizer(self, config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        own = config.pieces.optimizer
         if own is not None:
             return own(groups, config.optimizer)
-        if kernels is None:
-            return build_optimizer(groups, config.optimizer, device)
-        fused = choose_fusions(kernels, device, config.precision.dtype_name).optimizer
-        return build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
+        fused = choose_fusions(config.kernels, self.topology.device, config.precision.dtype_name).optimizer
+        implementation = config.kernels.optimizer_implementation
+        return build_optimizer(groups, config.optimizer, self.topology.device, implementation, fused)
 
-    def _exact_weights(self, parameters: list[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The fp32 weights, which DeepSpeed would round before it makes master weights of them.
-
-        They are kept in host memory: the device has better use for its own.
-        """
-        if self._dtype == torch.float32:
-            return {}
-        return {p: p.detach().cpu().contiguous() for p in parameters}
-
-    def _make_masters_exact(self, exact: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Write the exact weights into the masters, and let go of each: the moments then take its memory."""
-        while exact:
-            p, weight = exact.popitem()
-            mapping = p._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:
-                continue  # another data-parallel rank holds all of it
-            local, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            flat = self._basic.param_groups[mapping.param_group_index]["params"][0].detach()
-            part = weight.view(-1).narrow(0, int(local.start), int(local.numel))
-            flat.narrow(0, held.start, held.numel).copy_(part)
-
-    def _take_over(self) -> None:
-        """Leave to DeepSpeed only what `step` calls for."""
-        # Hooks on parameters guess when a backward pass is over; hand-driven passes of a pipeline break the guess.
-        for hook in getattr(self._optimizer, "_grad_acc_hooks", ()):
-            hook.remove()
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.enable_backward_allreduce = False
-
-    def _connect(self, config: Any, parameters: list[torch.nn.Parameter]) -> None:
-        """Hang the parameters, in the order of the model, on the buckets of the optimizer."""
+    def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
+        """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
         place = {p: i for i, p in enumerate(parameters)}
-        buckets = self._zero.buckets
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._bucket_of = {p: bucket for bucket in self._zero.buckets for p in bucket.parameters}
 
         def last_backward(bucket: Bucket) -> int:
             return -min(place[p] for p in bucket.parameters)
 
-        direct = bool(getattr(getattr(config, "kernels", None), "gradient_accumulation_fusion", True))
-        sequence_parallel = bool(getattr(getattr(config, "parallel", None), "sequence_parallel", False))
-        terms = Terms(self.chunks.children() if self.topology.tensor.size > 1 else (), sequence_parallel)
+        buckets = sorted(self._zero.buckets, key=last_backward)
+        watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
         self._gradients = Gradients(
-            sorted(buckets, key=last_backward), self.topology, terms, bool(config.engine.overlap_grad_reduce), direct
-        )
-        self._weights = WeightGather(
-            sorted(buckets, key=last_backward, reverse=True), self.topology.data, self.chunks.children(),
-            bool(config.engine.overlap_param_gather),
+            buckets, self.topology, Terms(watched, config.parallel.sequence_parallel),
+            config.engine.overlap_grad_reduce, config.kernels.gradient_accumulation_fusion,
         )  # fmt: skip
-
-    def _find_fragments(self, parameters: list[torch.nn.Parameter]) -> list[Fragment]:
-        found = []
-        for p in parameters:
-            mapping = p._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:
-                continue  # another data-parallel rank holds all of it
-            local, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            flat = self._basic.param_groups[mapping.param_group_index]["params"][0]
-            views = {"master": flat.detach()}
-            views.update({name: self._basic.state[flat][name] for name in self._moments})
-            views = {name: t.narrow(0, held.start, held.numel) for name, t in views.items()}
-            master = views.pop("master")
-            found.append(Fragment(p, sharding_of(p), int(local.start), int(local.numel), master, views))
-        return found
+        self._weights = WeightGather(
+            reversed(buckets), self.topology.data, self.chunks.children(), config.engine.overlap_param_gather
+        )
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -222,7 +231,7 @@ class Engine:
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
-        """The backward passes of so many micro-batches follow: what is complete before the last can be reduced.
+        """Announce the backward passes of `micro_batches`: buckets that are complete early can be reduced early.
 
         Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call before `step`.
         """
@@ -264,7 +273,7 @@ class Engine:
         self._gradients.reduce()
         self._weights.wait()  # of the step before: some may not have been asked for
         zeros = [self._count_zeros()] if self.log_num_zeros else []
-        norm = self._zero.step(self._engine)
+        norm = self._zero.step(scale)
         self._gradients.renew()
         self._weights.start()
         squares = [self._params_squares()] if self.log_params_norm else []
@@ -301,7 +310,7 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Forget the gradients accumulated since the last step. To be called on all ranks, as `step` is."""
+        """Discard the gradients accumulated since the last step. All ranks must call it, as `step`."""
         for p in self._gradients.parameters:
             p.grad = None
         self._gradients.renew()
@@ -326,15 +335,6 @@ class Engine:
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
-    def _partition_gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
-        """This rank's fragments and the reduced gradient of each  # [numel], between reduction and step."""
-        found = []
-        for f in self._fragments:
-            bucket = self._bucket_of[f.parameter]
-            start, stop = bucket.held(f.parameter)
-            found.append((f, bucket.own(bucket.gradients)[start:stop]))
-        return found
-
     def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
         """Sum scalars, in float64, over everything that together holds the model once; a scalar."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
@@ -345,23 +345,22 @@ class Engine:
 
     @torch.no_grad()
     def _count_zeros(self) -> torch.Tensor:
-        terms = [
-            view.numel() - view.count_nonzero()
-            for f, gradient in self._partition_gradients()
-            if not is_copy(f.parameter, self.topology)
-            for _, view in f.real(gradient)
-        ]
+        terms = []
+        for f in self._counted():
+            bucket = self._bucket_of[f.parameter]
+            start, stop = bucket.held(f.parameter)
+            gradient = bucket.own(bucket.gradients)[start:stop]
+            terms += [view.numel() - view.count_nonzero() for _, view in f.real(gradient)]
         return self._over_model(terms)
 
     @torch.no_grad()
     def _params_squares(self) -> torch.Tensor:
-        terms = [
-            torch.linalg.vector_norm(view, dtype=torch.float64).square()
-            for f in self._fragments
-            if not is_copy(f.parameter, self.topology)
-            for _, view in f.real(f.master)
-        ]
-        return self._over_model(terms)
+        views = [view for f in self._counted() for _, view in f.real(f.master)]
+        return self._over_model([torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in views])
+
+    def _counted(self) -> list[Fragment]:
+        """Return the fragments that no other rank of the model counts."""
+        return [f for f in self._fragments if not is_copy(f.parameter, self.topology)]
 
     # -- state, for checkpoints ------------------------------------------------------------------------------------
 
@@ -371,13 +370,13 @@ class Engine:
         return self._moments
 
     def fragments(self) -> list[Fragment]:
-        """What this rank's optimizer holds, as views: writing to them changes the optimizer."""
+        """Return the parts of parameters that this rank's optimizer holds, as views: writing changes the optimizer."""
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
     @property
     def data_parallel_copies(self) -> int:
-        """How many data-parallel ranks hold the same fragments: 1 when ZeRO partitions them."""
+        """Number of data-parallel ranks that hold the same fragments: 1 when ZeRO partitions them."""
         return 1 if self._stage == 1 else self.topology.data.size
 
     def scalars(self) -> dict[str, Any]:
@@ -390,7 +389,7 @@ class Engine:
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Take over what `scalars()` gave, perhaps on another layout or in another precision."""
+        """Restore the result of `scalars()`, perhaps of another layout or precision."""
         self._settle()
         set_step(self._basic, int(scalars["optimizer_step"]))
         self.skipped_steps = int(scalars.get("skipped_steps", 0))
@@ -398,7 +397,16 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Make the weights of forward and backward from the master weights, on all data-parallel ranks."""
+        """Round the master weights into the weights of forward and backward, on all data-parallel ranks."""
         self._weights.wait()
         self._zero.update_working_weights()
         self._weights.start()
+
+
+def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
+    """Return an executor of the schedule on `chunks` (from build_chunks), which announces its steps to `engine`."""
+    some: Any = next(iter(chunks.values()))
+    return Executor(
+        topology, stages_of(chunks), config.schedule, config.parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), some.context.weight_gradients, before_training=engine.begin,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which part of which parameter this rank's optimizer holds.
+"""The parts of parameters that this rank's optimizer holds.
 
 ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of the line. A stretch of a
 row-major tensor is a few boxes of its index space; a box has a place in the global tensor, whatever the layout.
@@ -6,7 +6,7 @@ row-major tensor is a few boxes of its index space; a box has a place in the glo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,21 +87,11 @@ class Fragment:
 
 
 def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Whether another rank of the model group holds the same values and answers for them.
+    """Return whether another rank of the model group holds the same values and counts them.
 
-    So it is for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not sharded.
+    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not sharded.
     """
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
         return True
     return sharding.dim is None and not topology.tensor.is_first
-
-
-def mark_for_deepspeed(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> None:
-    """Set the attributes from which DeepSpeed knows which parameters to count in the gradient norm."""
-    for p in parameters:
-        sharding = sharding_of(p)
-        p.tensor_model_parallel = sharding.dim is not None and topology.tensor.size > 1  # type: ignore[attr-defined]
-        p.ds_pipe_replicated = (  # type: ignore[attr-defined]
-            sharding.tied and topology.embedding is not None and topology.pipeline.is_last
-        )

@@ -1,7 +1,7 @@
 """Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced over ranks.
 
 Every parameter carries a sink into its bucket (megatron.parallel.sink). A bucket that is complete is sent to its
-owners while the backward pass goes on. Several ranks of a model-parallel group may hold terms of one sum; those are
+owners while the backward pass continues. Several ranks of a model-parallel group may hold terms of one sum; those are
 added up after the data-parallel reduction, on the owners alone, which have a data-parallel size'th of the elements.
 """
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from megatron.engine.buckets import Bucket, reduce_to_owners
 from megatron.engine.copies import FirstGradients, mixed_sum
-from megatron.engine.terms import Terms
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import all_reduce, all_reduce_async
 from megatron.parallel.sharding import sharding_of
@@ -58,7 +57,7 @@ class Gradients:
         self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
         self._works: list[Any] = []
         self._sent = 0  # buckets on their way
-        self._micro_batches = 0  # of the step that runs; 0: nobody said
+        self._micro_batches = 0  # of the current step; 0: not announced
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}  # contributions; empty until the first step is over
         self._seen = dict.fromkeys(self._sinks, 0)
         self._missing: list[int] = []  # for each bucket parameters that are not complete; empty: nothing is sent early
@@ -73,7 +72,7 @@ class Gradients:
     # -- while backward passes run -------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """The backward passes of so many micro-batches follow, and then `reduce`.
+        """Announce the backward passes of `micro_batches`; `reduce` follows them.
 
         Raises ConfigError, on every rank, for a second call before that, where the sums of the first were sent.
         """
@@ -87,7 +86,7 @@ class Gradients:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def collect(self) -> None:
-        """Take gradients that were put into `.grad` by hand, where no hook sees them."""
+        """Take gradients that were put into `.grad` without autograd, where no hook sees them."""
         for p, sink in self._sinks.items():
             if p.grad is not None:
                 sink.add(p.grad)
@@ -137,14 +136,14 @@ class Gradients:
         self._send_all()
         topology = self._topology
         embedding = topology.embedding
-        # The neighbour at the other end of the pipeline may still compute: ask early, wait late.
+        # The neighbour at the other end of the pipeline may still compute: start early, wait late.
         works = [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
         sum_over(self._partial, topology.tensor)
         for work in works:
             work.wait()
 
     def _look(self) -> None:
-        """Learn from a first step which gradients are terms, and keep what shows whether that is so."""
+        """Find in a first step which gradients are terms, and keep the digests that check it."""
         if self._topology.tensor.size == 1:
             return
         partial = {p: self._terms.partial(p, not s.fresh) for p, s in self._sinks.items() if sharding_of(p).dim is None}
@@ -155,7 +154,7 @@ class Gradients:
 
     @property
     def counted(self) -> bool:
-        """Whether a step has counted."""
+        """True once a step has counted."""
         return self._counted
 
     def counts(self) -> None:
@@ -207,3 +206,69 @@ def sum_over(tensors: Sequence[torch.Tensor], group: Group) -> None:
     joined = torch.cat(list(tensors))
     all_reduce(joined, group)
     torch._foreach_copy_(list(tensors), list(joined.split([len(t) for t in tensors])))
+
+
+class Terms:
+    """The kind of each parameter's gradient, whole or a term of a sum over the tensor ranks.
+
+    It is read off the autograd graph of the first forward pass of each of `chunks`. A parameter that all tensor ranks
+    hold gets its whole gradient on each of them where it works on values that are the same on all. Where each rank has
+    heads, features or tokens of its own, the gradient on a rank is one term of a sum. The messages between the
+    parameter and the loss decide which: an autograd function that communicates over the tensor group sets
+    `ctx.partial_gradient` in its forward pass, True where the gradients that it returns are terms. Every other function
+    passes on the kind of gradient that it gets.
+
+    sequence_parallel  a gradient that enters a chunk through its output is of this rank's tokens only
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], sequence_parallel: bool) -> None:
+        self._seen: dict[torch.Tensor, set[bool]] = {}
+        for chunk in chunks:
+            self._watch(chunk, sequence_parallel)
+
+    def _watch(self, chunk: torch.nn.Module, sequence_parallel: bool) -> None:
+        def look(_: Any, __: Any, output: Any) -> None:
+            root = getattr(output, "grad_fn", None)
+            if root is not None:
+                handle.remove()
+                self._follow(root, sequence_parallel)
+
+        handle = chunk.register_forward_hook(look)
+
+    def _follow(self, root: Any, partial: bool) -> None:
+        """Walk all paths from the root of a graph to parameters."""
+        seen, ways = set[tuple[Any, bool]](), [(root, partial)]
+        while ways:
+            way = ways.pop()
+            if way in seen:
+                continue
+            seen.add(way)
+            node, partial = way
+            # The chunk's input is a leaf, too, which must not be kept.
+            if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+                self._seen.setdefault(node.variable, set()).add(partial)
+            partial = getattr(node, "partial_gradient", partial)
+            ways += [(after, partial) for after, _ in node.next_functions if after is not None]
+
+    def partial(self, p: torch.Tensor, used: bool) -> bool:
+        """Return whether the gradients of `p` on the tensor ranks are terms of a sum; its Sharding may declare it.
+
+        `used`: it has a gradient. Raises ConfigError where no path of the graph, or paths of both kinds lead to it.
+        """
+        sharding = sharding_of(p)
+        if sharding.partial_gradient is not None or sharding.dim is not None:
+            return bool(sharding.partial_gradient)
+        seen = self._seen.get(p, set())
+        if len(seen) > 1:
+            raise ConfigError(
+                f"the gradient of {sharding.name} is whole on one way from the loss and a term of a sum over the "
+                f"tensor ranks on another: values that all ranks hold enter a tensor-parallel region through "
+                f"ColumnParallelLinear, or through an autograd function that sums their gradient over the ranks"
+            )
+        if used and not seen:
+            raise ConfigError(
+                f"{sharding.name} got a gradient, but no autograd graph leads from the output of its chunk to it: call "
+                f"the chunk itself, or declare with partial_gradient=True or False whether the gradients of the tensor "
+                f"ranks are terms of a sum"
+            )
+        return True in seen

@@ -2,17 +2,17 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.engine.adamw import FusedAdamW
 from megatron.engine.optimizer_state import OptimizerState
-from megatron.engine.untraced import SGD, AdamW
 from megatron.errors import ConfigError
 from megatron.kernels.choose import fused_adam
+from megatron.kernels.ops.optimizer import adamw_
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
@@ -141,3 +141,81 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
                 counted.fill_(float(step))
             elif counted is not None:
                 optimizer.state[p]["step"] = step
+
+
+class Untraced:
+    """A base class before torch's optimizer: its methods without the marks for torch's compiler.
+
+    torch marks methods of its optimizers as not to be traced, and imports the compiler when they are first called,
+    which takes half as long as importing torch. Nothing here is traced, so the methods are used without the marks.
+    """
+
+    add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The method `step` of one of torch's optimizers; like that one it records no gradients."""
+    return torch.no_grad()(inspect.unwrap(optimizer.step))
+
+
+class AdamW(Untraced, torch.optim.AdamW):
+    """torch.optim.AdamW."""
+
+    step = untraced_step(torch.optim.AdamW)
+
+
+class SGD(Untraced, torch.optim.SGD):
+    """torch.optim.SGD."""
+
+    step = untraced_step(torch.optim.SGD)
+
+
+class FusedAdamW(Untraced, torch.optim.Optimizer):
+    """torch.optim.AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients fp32 or 16 bit.
+
+    params  as torch's optimizers take them; lr, betas, eps, weight_decay are numbers
+
+    Each group counts its steps in `group["step"]`, on the host, also for a parameter without gradient, which is left
+    out. State: `exp_avg` and `exp_avg_sq`, fp32.
+
+    copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
+    gradients       {parameter: gradient} in place of .grad, which has the parameter's format
+    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device, which the host need not
+                    know. Where it is not finite the step changes nothing, and the caller must call `uncount`
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradient_scale: float | torch.Tensor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["step"] += 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                gradient = self.gradients.get(p, p.grad)
+                if gradient is None:
+                    continue
+                state = self.state[p]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(p)
+                adamw_(
+                    [p], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
+                    [self.copies[p]] if p in self.copies else [], lr=group["lr"], beta1=beta1, beta2=beta2,
+                    eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
+                    gradient_scale=self.gradient_scale,
+                )  # fmt: skip
+
+    def uncount(self) -> None:
+        """Take the last step, which changed nothing, out of the bias correction."""
+        for group in self.param_groups:
+            group["step"] -= 1

@@ -1,11 +1,14 @@
-"""What an optimizer keeps for each weight, said once. Needs torch for an optimizer of one's own only."""
+"""State of an optimizer for each weight, and the size of a bucket. Needs torch for a user's own optimizer only."""
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.protocols import Optimizer
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 
 class OptimizerState(NamedTuple):
@@ -30,21 +33,18 @@ OPTIMIZERS = {"adam": OptimizerState(("exp_avg", "exp_avg_sq")), "sgd": Optimize
 """State of the choices of --optimizer. Steps are counted by the group or made with the rest (engine/optimizer.py)."""
 
 
-def own_optimizer(config: Any) -> Optimizer | None:
-    """The optimizer of one's own that a configuration names; it may be one without pieces."""
-    found: Optimizer | None = getattr(getattr(config, "pieces", None), "optimizer", None)
-    return found
+def optimizer_state(config: Config) -> OptimizerState:
+    """Return the state of the optimizer of a configuration, or of a user's own.
 
-
-def optimizer_state(config: Any) -> OptimizerState:
-    """State of the optimizer of a configuration, or of one's own. Raises ConfigError for state of another form."""
-    own = own_optimizer(config)
+    Raises ConfigError for state that ZeRO and checkpoints cannot hold.
+    """
+    own = config.pieces.optimizer
     return OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
 
 
-def has_kernel(config: Any) -> bool:
-    """Whether the update may be our kernel, which also writes the weights of forward and backward."""
-    return own_optimizer(config) is None and config.optimizer.optimizer == "adam"
+def has_kernel(config: Config) -> bool:
+    """Return whether the update may be our kernel, which also writes the weights of forward and backward."""
+    return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,3 +82,17 @@ def _after_a_step(make: Optimizer, settings: Any, whole: Any) -> OptimizerState:
                 f"checkpoints take fp32 tensors of their shape, and one number, 'step'"
             )
     return OptimizerState(tuple(tensors), step)
+
+
+_SMALLEST = 4_000_000
+_PER_RANK = 1_000_000
+
+
+def bucket_elements(most: int, ranks: int) -> int:
+    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most `most` unless 0.
+
+    A million for each rank, so that each gets a message that is worth its latency (4 MB in fp32) and a checkpoint has
+    few pieces; 4 million, where the ranks are few, so that many buckets can be on their way during a backward pass.
+    """
+    size = max(_SMALLEST, ranks * _PER_RANK)
+    return min(most, size) if most else size

@@ -1,4 +1,4 @@
-"""A job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a GPU."""
+"""Check a job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from megatron.checkpoint.size import checkpoint_bytes
+from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
+from megatron.config.layout import layout_of
 from megatron.config.option import Parser
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.jobs.check_slurm import Options, ask_sbatch, count, directives, parse_options, winning
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
@@ -47,17 +49,42 @@ files on disk. What the run costs, and what was not checked, is printed last.
 Exit code 0 without errors, 2 with."""
 _OURS = re.compile(r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE)
 _MOST_BYTES = 1 << 24  # of a script
-_DRY_RUN_S = 120.0
 _TIGHT = 0.9  # of the memory: the runtime and the communication library take some gigabytes
 _LONG_S = 30 * 86400
 _LEVELS = ("error", "warning", "note")
+_LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
+_NO_VALUE = (
+    "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue parsable test-only usage "
+    "use-min-nodes spread-job reboot ignore-pbs no-kill exclusive get-user-env nice propagate x11 wait "
+    "H O s Q v V h k I W"
+).split()
+_VARIABLES = dict(
+    SBATCH_ACCOUNT="account", SBATCH_JOB_NAME="job-name", SBATCH_NETWORK="network", SBATCH_OPEN_MODE="open-mode",
+    SBATCH_PARTITION="partition", SBATCH_QOS="qos", SBATCH_TIMELIMIT="time",
+)  # fmt: skip
+# What sbatch says where no controller answers.
+_NO_SLURM = re.compile(
+    r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf", re.IGNORECASE
+)
+
+
+class Given(NamedTuple):
+    """The value of an option of Slurm's ("" for an option without one), and where it is given."""
+
+    value: str
+    where: str
+
+
+Options = dict[str, Given]
 
 
 @dataclass
 class Job:
-    """What is known of a job. `environ` is that of its training, `words` are the training's own flags.
+    """A job and what the check found.
 
-    known     what to tell, by name
+    environ   environment variables of its training
+    words     flags of the training command
+    known     facts to print, by name
     findings  (level, subject, text): level is error, warning or note
     """
 
@@ -78,16 +105,16 @@ class Job:
         self.findings.append((level, about, text + where))
 
     def value(self, name: str) -> str | None:
-        """The value of an option of Slurm's."""
+        """Return the value of an option of Slurm's."""
         return self.options[name].value if name in self.options else None
 
     @property
     def asked_nodes(self) -> int:
-        """The nodes of the allocation."""
+        """The number of nodes of the allocation."""
         return count(self.value("nodes")) or 1
 
     def is_local(self, path: str) -> bool:
-        """Whether a path is on the nodes' own disks, which a login node does not have."""
+        """Return whether a path is on the nodes' own disks, which a login node does not have."""
         nvme = self.cluster.nvme_path.split("$")[0].rstrip("/") if self.cluster else ""
         return bool(nvme) and Path(path).is_relative_to(nvme)
 
@@ -111,20 +138,22 @@ def run(argv: Sequence[str]) -> int:
 
 def check(words: Sequence[str], cluster: str | None = None) -> Job:
     """Check what `sbatch WORDS`, or `-- COMMAND`, would start. Raises ConfigError."""
-    line, at = parse_options(words)
+    options, at = parse_options(words)
     if at == len(words):
         raise ConfigError("no script: give it as to sbatch, or a command after --")
     if at and words[at - 1] == "--":
-        job = Job(line, os.environ)
+        job = Job(options, os.environ)
         read_command(job, words[at:])
     else:
-        job = read_script(words, line, at)
-    if job.words is not None:
-        read_config(job, job.words)
-    cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER")
-    cluster = cluster or job.environ.get("MEGATRON_CLUSTER")
-    if not cluster and job.config is not None:
-        cluster = job.config.parallel.cluster
+        job = read_script(words, options, at)
+    named = job.environ.get("MEGATRON_CLUSTER")
+    if job.words is not None:  # resolved as the ranks do it
+        try:
+            job.config = parse_args([*(["--cluster", named] if named else []), *job.words], job.tasks)
+        except ConfigError as problem:
+            job.find("error", "configuration", str(problem))
+    cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER") or named
+    cluster = cluster or (job.config.parallel.cluster if job.config else None)
     if cluster and cluster != "none":
         job.cluster = load_cluster(cluster)
     else:
@@ -134,6 +163,128 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
         check_training(job, job.config)
     job.findings.sort(key=lambda finding: _LEVELS.index(finding[0]))
     return job
+
+
+def lines(job: Job) -> Iterator[str]:
+    """Yield the report: facts, findings, and what was not checked."""
+    for name in ("account", "partition", "qos", "nodes", "time"):
+        if name in job.options:
+            yield f"{name:<12}{job.options[name].value}   ({job.options[name].where})"
+    yield from (f"{name:<12}{text}" for name, text in job.known.items())
+    yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
+    yield from (f"not checked: {text}" for text in job.unchecked)
+    found = Counter(level for level, _, _ in job.findings)
+    yield f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} thing(s) not checked"
+
+
+# -- what is asked of Slurm --------------------------------------------------------------------------------------------
+
+
+def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Options, int]:
+    """Return the options at the beginning of `words`, by long name or letter, and the position of the first other word.
+
+    An unknown option takes a value.
+
+    >>> parse_options(["-N2", "--time", "1:00", "--requeue", "job.sh", "-x"])[1]
+    4
+    """
+    found: Options = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        word, at = words[at], at + 1
+        if word == "--":
+            break
+        name, equals, value = word.removeprefix("--").partition("=") if word[1] == "-" else (word[1], "", word[2:])
+        if name not in _NO_VALUE and not equals and not value and at < len(words):
+            value, at = words[at], at + 1
+        found[_LETTERS.get(name, name)] = Given(value, where)
+    return found, at
+
+
+def directives(text: str) -> tuple[Options, list[str]]:
+    """Return the options of a script's #SBATCH lines, later ones over earlier ones, and what is wrong with some lines.
+
+    Slurm reads none after the first command.
+    """
+    found, problems, commands = Options(), list[str](), False
+    for number, line in enumerate(text.splitlines(), 1):
+        if not re.match(r"#SBATCH(\s|$)", line):
+            commands |= bool(line.strip()) and not line.lstrip().startswith("#")
+        elif commands:
+            problems.append(f"line {number}: {line} stands after the first command, where Slurm does not read it")
+        else:
+            try:
+                words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            except ValueError as error:
+                problems.append(f"line {number}: {error}")
+                continue
+            options, at = parse_options(words, f"line {number}")
+            found |= options
+            if at < len(words):
+                problems.append(f"line {number}: '{words[at]}' belongs to no option")
+    return found, problems
+
+
+def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
+    """Return the options that hold: the command line wins over variables, and they over the script's lines."""
+    variables = {name: Given(environ[key], f"variable {key}") for key, name in _VARIABLES.items() if environ.get(key)}
+    return script | variables | line
+
+
+def count(text: str | None) -> int | None:
+    """Read a number of nodes or tasks, "16" or "16-20" (the first); None for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,9})(-\d+)?\s*", text or "")
+    return int(match[1]) if match else None
+
+
+def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[int, list[str]]:
+    """Run a command; return its exit code and its lines. Raises OSError and subprocess.SubprocessError."""
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", timeout=limit_s, **options,
+    )  # fmt: skip
+    return done.returncode, done.stdout.strip().splitlines()
+
+
+def ask_slurm(job: Job, words: Sequence[str]) -> None:
+    """Ask Slurm itself: `sbatch --test-only` submits nothing, and knows the machine's partitions and limits and, where
+    Slurm keeps accounts, the user's."""
+    if "account" not in job.options:
+        job.find("warning", "account", "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses")
+    job.unchecked.append("whether the account has node-hours left, and how long the job waits in the queue")
+    try:
+        code, told = output_of(["sbatch", "--test-only", *words], 60.0)
+        said = " / ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in told[-3:])
+        answered = code == 0 or not _NO_SLURM.search(said)
+    except (OSError, subprocess.SubprocessError) as error:
+        code, said, answered = 1, f"it cannot be asked here: {error}", False
+    if answered:
+        job.find("error" if code else "note", "sbatch --test-only", said)
+    else:
+        job.unchecked.append(f"account, partition, limits and features by sbatch --test-only: {said}")
+
+
+def check_options(job: Job) -> None:
+    """Check nodes and wall time against the machine's limits, and options that go with each other."""
+    cluster, given = job.cluster, job.value("time")
+    wall_s = duration_s(given or "")
+    if given is None:
+        if "nodes" in job.options:
+            job.find("warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS")
+    elif wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
+        job.find("error", "time", f"{given} is no time: give minutes, HH:MM:SS or D-HH:MM:SS")
+    if cluster is not None and {"time", "nodes"} & set(job.options):
+        try:
+            hours = cluster.wall_limit_hours(job.asked_nodes, job.value("partition"), job.value("qos"))
+            if wall_s is not None and wall_s > 3600 * hours:
+                job.find(
+                    "error", "time", f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}: "
+                    f"ask for at most {show_duration(3600 * hours)}",
+                )  # fmt: skip
+        except ConfigError as problem:
+            job.find("error", "nodes", str(problem))
+    if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
+        job.find("warning", "requeue", "no --open-mode=append: the log of the first start is lost with the second")
 
 
 # -- the script --------------------------------------------------------------------------------------------------------
@@ -156,33 +307,23 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
         job.find("error", "script", "the first line is no interpreter, and sbatch refuses it: add #!/bin/bash")
     ask_slurm(job, words)
     ours = _OURS.search(text)
-    if ours is not None and ours[1] == "job":
+    if ours and ours[1] == "job":
         dry_run(job, content, arguments)
-    elif ours is not None:
+    elif ours:
         tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
         job.unchecked.append(f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their cost")
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
-        text = "it does not source examples/frontier/job.sh, so nothing of it is run, and only its #SBATCH lines are"
-        job.find("warning", "script", f"{text} checked: give its training command after --")
+        job.find(
+            "warning", "script", "it does not source examples/frontier/job.sh, so nothing of it is run, and only its "
+            "#SBATCH lines are checked: give its training command after --",
+        )  # fmt: skip
     return job
 
 
-def ask_slurm(job: Job, words: Sequence[str]) -> None:
-    """Ask Slurm itself about the job; `words` are those of sbatch."""
-    if "account" not in job.options:
-        job.find("warning", "account", "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses")
-    job.unchecked.append("whether the account has node-hours left, and how long the job waits in the queue")
-    takes, said = ask_sbatch(words)
-    if takes is None:
-        job.unchecked.append(f"account, partition, limits and features by sbatch --test-only: {said}")
-    else:
-        job.find("note" if takes else "error", "sbatch --test-only", said)
-
-
 def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
-    """Run a script of ours with DRY_RUN=1, as Slurm would: a copy of it, from the folder of submission, with the job's
+    """Run a script of ours with DRY_RUN=1 as Slurm would: a copy of it, from the folder of submission, with the job's
     variables. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
@@ -197,33 +338,26 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             "SITE_NET_FOLDER": folder,
         }
         try:
-            done = subprocess.run(
-                ["bash", str(copy), *arguments], env=environ, cwd=job.value("chdir"), stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=_DRY_RUN_S,
-            )  # fmt: skip
+            code, told = output_of(["bash", str(copy), *arguments], 120.0, env=environ, cwd=job.value("chdir"))
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the script cannot be run: {error}") from error
-    for line in done.stdout.splitlines():
+    for line in told:
         if match := re.match(r" job \S+: (ERROR|WARNING|not checked): (.*)", line):
             if match[1] == "not checked":
                 job.unchecked.append(match[2])
             else:
                 job.find(match[1].lower(), "script", match[2])
-        elif line.startswith("+ export "):
-            job.environ = os.environ | dict(word.split("=", 1) for word in split(line)[2:] if "=" in word)
-        elif line.startswith("+ srun ") and "pretrain_gpt.py" in line:
-            read_command(job, split(line)[1:])
-    if job.words is None or (done.returncode and not any(level == "error" for level, _, _ in job.findings)):
-        said = " / ".join(done.stdout.strip().splitlines()[-3:])
-        job.find("error", "script", f"its dry run ends with exit code {done.returncode}: {said}")
-
-
-def split(line: str) -> list[str]:
-    """Return the words of a shell's command. Raises ConfigError."""
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(f"the script prints a command that cannot be read ({error}): {line[:200]}") from error
+        elif line.startswith(("+ export ", "+ srun ")):
+            try:
+                words = shlex.split(line)[1:]
+            except ValueError as error:
+                raise ConfigError(f"the script's command cannot be read ({error}): {line[:200]}") from error
+            if words[0] == "export":
+                job.environ = os.environ | dict(word.split("=", 1) for word in words[1:] if "=" in word)
+            elif "pretrain_gpt.py" in line:
+                read_command(job, words)
+    if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
+        job.find("error", "script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}")
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
@@ -245,37 +379,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     job.tasks = (tasks or job.nodes * (each or 1)) * (processes or 1)
 
 
-def read_config(job: Job, words: Sequence[str]) -> None:
-    """Resolve the training's flags as its ranks would."""
-    cluster = job.environ.get("MEGATRON_CLUSTER")
-    try:
-        job.config = parse_args([*(["--cluster", cluster] if cluster else []), *words], job.tasks)
-    except ConfigError as problem:
-        job.find("error", "configuration", str(problem))
-
-
-# -- what is asked of Slurm --------------------------------------------------------------------------------------------
-
-
-def check_options(job: Job) -> None:
-    """Check nodes and wall time against the machine's limits, and options that go with each other."""
-    cluster, given = job.cluster, job.value("time")
-    wall_s = duration_s(given or "")
-    if given is None and "nodes" in job.options:
-        job.find("warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS")
-    elif given is not None and wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
-        job.find("error", "time", f"{given} is no time: give minutes, HH:MM:SS or D-HH:MM:SS")
-    if cluster is not None and {"time", "nodes"} & set(job.options):
-        try:
-            hours = cluster.wall_limit_hours(job.asked_nodes, job.value("partition"), job.value("qos"))
-            if wall_s is not None and wall_s > 3600 * hours:
-                text = f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}"
-                job.find("error", "time", f"{text}: ask for at most {show_duration(3600 * hours)}")
-        except ConfigError as problem:
-            job.find("error", "nodes", str(problem))
-    if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
-        text = "--requeue without --open-mode=append: the log of the first start is lost with the second"
-        job.find("warning", "requeue", text)
+# -- the training ------------------------------------------------------------------------------------------------------
 
 
 def check_network(job: Job, cluster: Cluster) -> None:
@@ -284,19 +388,17 @@ def check_network(job: Job, cluster: Cluster) -> None:
     The variables' sources are in examples/frontier/env.sh and docs/frontier.md.
     """
     if job.tasks != job.nodes * cluster.devices_per_node:
-        devices = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
-        job.find("warning", "tasks", f"{job.tasks} processes on {devices}")
-    environ = job.environ
+        where = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
+        job.find("warning", "tasks", f"{job.tasks} processes on {where}")
     if job.nodes == 1 or not any(nic.startswith("hsn") for nic in cluster.nics):
         return
-    if environ.get("NCCL_NET", "Socket") in ("", "Socket"):
-        text = "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing"
-        job.find("warning", "network", f"{text}. examples/frontier/env.sh sets it")
-    if environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
+    if job.environ.get("NCCL_NET", "Socket") in ("", "Socket"):
+        job.find(
+            "warning", "network", "NCCL_NET is not OFI: without the plugin RCCL uses TCP without a notice. "
+            "examples/frontier/env.sh sets it",
+        )  # fmt: skip
+    if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
         job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
-
-
-# -- the training ------------------------------------------------------------------------------------------------------
 
 
 def check_training(job: Job, config: Config) -> None:
@@ -311,19 +413,15 @@ def check_training(job: Job, config: Config) -> None:
     if unknown:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
         job.find(level, "tokenizer", f"{unknown}: figures take a vocabulary of {config.model.vocab_size}")
-    parallel, batch, replicas = config.parallel, config.batch, config.parallel.data_parallel_size
-    sizes = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP {replicas}"
-    parts = f"{batch.micro_batch_size} x {replicas} replicas x {config.num_micro_batches()} micro-batches"
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
-    job.known["layout"] = f"{sizes}, {parallel.schedule}, ZeRO-{config.engine.zero_stage}"
-    job.known["batch"] = f"{batch.global_batch_size} samples = {parts}, {config.precision.dtype_name}"
-    checks = {"data": partial(check_data, job, config), "saving": partial(check_saving, job, config)}
+    job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
+    checks: dict[str, Callable[[Job, Config], None]] = {"data": check_data, "saving": check_saving}
     if job.cluster is not None:
-        checks["memory"] = partial(check_memory, job, config, job.cluster)
-        checks["cost"] = partial(check_cost, job, config, job.cluster)
+        checks["memory"] = partial(check_memory, job.cluster)
+        checks["cost"] = partial(check_cost, job.cluster)
     for about, body in checks.items():
         try:
-            body()
+            body(job, config)
         except ImportError as problem:  # on a login node without torch
             job.unchecked.append(f"{about}: {problem}")
         except CheckpointError as problem:
@@ -366,9 +464,11 @@ def check_saving(job: Job, config: Config) -> None:
         job.find("error", "saving", f"--save {save} is on the nodes' own disks, which are gone with the job")
         return
     if load != save:
-        text = f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not go on from what it"
-        level = "error" if config.training.requeue else "warning"
-        job.find(level, "saving", f"{text} saved. Give --load {save}")
+        job.find(
+            "error" if config.training.requeue else "warning", "saving",
+            f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not resume from what it "
+            f"saved. Give --load {save}",
+        )  # fmt: skip
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
         job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
     folder = Path(save).absolute()
@@ -380,69 +480,56 @@ def check_saving(job: Job, config: Config) -> None:
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
-        text = f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB that are free on"
-        job.find("error", "saving", f"{text} the file system of {folder}")
+        job.find(
+            "error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB "
+            f"that are free on the file system of {folder}",
+        )  # fmt: skip
 
 
-def check_memory(job: Job, config: Config, cluster: Cluster) -> None:
+def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
     """Compare the planner's memory of the fullest device with what the machine has."""
     fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.known["memory"] = text = f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
     if fullest > _TIGHT * cluster.memory_gib:
-        level = "error" if fullest > cluster.memory_gib else "warning"
-        more = "beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full"
-        job.find(level, "memory", f"{text}, {more}")
+        job.find(
+            "error" if fullest > cluster.memory_gib else "warning", "memory",
+            f"{text}, beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full",
+        )  # fmt: skip
 
 
-def check_cost(job: Job, config: Config, cluster: Cluster) -> None:
-    """Say what the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold, and
+def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
+    """Estimate what the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold, and
     CheckpointError."""
     start, end = remaining_steps(config)
     step_s, wall_s = estimate(config, cluster).seconds, duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
     hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
-    steps = f"iterations {start:,} to {end:,} of {step_s:.3g} s by the planner, beside starts, saves and the queue"
-    job.known["it costs"] = f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: {steps}"
+    job.known["it costs"] = (
+        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to {end:,} of "
+        f"{step_s:.3g} s by the planner, beside starts, saves and the queue"
+    )
     if seconds > _LONG_S:
-        text = f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s)"
-        job.find("warning", "cost", f"{text}: shorten it (--train-tokens, --train-iters) or take more nodes")
+        job.find(
+            "warning", "cost", f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s): "
+            "shorten it (--train-tokens, --train-iters) or take more nodes",
+        )  # fmt: skip
 
 
 def remaining_steps(config: Config) -> tuple[int, int]:
-    """Return the iterations from which the run goes on, and of its end. Raises CheckpointError and ConfigError."""
+    """Return the iterations at which the run resumes and ends. Raises CheckpointError and ConfigError."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
     from megatron.training.run.batches import BatchSchedule, total_iterations
 
-    schedule, load = BatchSchedule.from_config(config), config.checkpoint.load
-    anew = 0, total_iterations(config, schedule)
-    if load is None:
-        return anew
-    found = find(load, config.checkpoint.load_tag)
-    if found.folder is None and not found.rejected and not config.checkpoint.exit_on_missing_checkpoint:
-        return anew
-    checkpoint = open_checkpoint(required(load, found))
-    if not config.checkpoint.use_checkpoint_args:
-        check_architecture(checkpoint.config, config, str(checkpoint.folder))
-    if config.checkpoint.finetune or config.checkpoint.reset_iteration:
-        return anew
-    consumed = checkpoint.state["state"].get("consumed_samples", 0)
-    if not is_count(consumed):
-        raise CheckpointError(f"{checkpoint.folder} says {consumed!r} where it counts consumed samples")
-    return checkpoint.iteration, total_iterations(config, schedule, checkpoint.iteration, consumed)
-
-
-# -- what is told ------------------------------------------------------------------------------------------------------
-
-
-def lines(job: Job) -> Iterator[str]:
-    """Say what is known, the findings, and what was not checked, last."""
-    for name in ("account", "partition", "qos", "nodes", "time"):
-        if name in job.options:
-            yield f"{name:<12}{job.options[name].value}   ({job.options[name].where})"
-    yield from (f"{name:<12}{text}" for name, text in job.known.items())
-    yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
-    yield from (f"not checked: {text}" for text in job.unchecked)
-    errors, warnings = (sum(level == finding[0] for finding in job.findings) for level in _LEVELS[:2])
-    yield f"{errors} error(s), {warnings} warning(s), {len(job.unchecked)} thing(s) not checked"
+    settings, iteration, consumed = config.checkpoint, 0, 0
+    found = find(settings.load, settings.load_tag) if settings.load else None
+    if settings.load and found and (found.folder or found.rejected or settings.exit_on_missing_checkpoint):
+        checkpoint = open_checkpoint(required(settings.load, found))
+        if not settings.use_checkpoint_args:
+            check_architecture(checkpoint.config, config, str(checkpoint.folder))
+        if not settings.finetune and not settings.reset_iteration:
+            iteration, consumed = checkpoint.iteration, checkpoint.state["state"].get("consumed_samples", 0)
+            if not is_count(consumed):
+                raise CheckpointError(f"{checkpoint.folder} says {consumed!r} where it counts consumed samples")
+    return iteration, total_iterations(config, BatchSchedule.from_config(config), iteration, consumed)

@@ -1,8 +1,8 @@
 """Test the nodes of an allocation before a training starts: `tools/preflight.py measure` under srun.
 
-Every process multiplies matrices and copies memory on its device. Processes of nodes whose devices are sound then
-all-reduce with the other ranks of their node, and with their counterparts on the two neighbouring nodes. Each leaves
-what it found in the store that rank 0 serves. Ranks are expected in blocks, one for each node. Not run on a GPU.
+Every process multiplies matrices on its device. Processes on nodes whose devices work then all-reduce within their node
+and with their counterparts on both neighbouring nodes. Each leaves its figures and errors in the store of rank 0, which
+judges the nodes. Ranks are expected in blocks, one block per node. The collectives have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,78 +11,36 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
+from megatron.errors import ConfigError, LaunchError, LostRankError
 from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.meeting import Meeting
 from megatron.parallel.nodelist import expand_hosts
 from megatron.parallel.placing import Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import load_cluster
 
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
-_FAILURES = (RuntimeError, MegatronError, OSError, ValueError)
 
-
-class Figure(NamedTuple):
-    """A measurement of a device: slow below `share` of the median. band: the least of a healthy node, by its name in
-    the cluster file."""
-
-    what: str
-    share: float
-    band: str = ""
-
-
+PRODUCT, WITHIN, BETWEEN = "matrix product", "all-reduce within the node", "all-reduce with a neighbouring node"
+# Of each measurement: its unit, the share of the median below which a rank is slow, and its band in a cluster file.
 FIGURES = {
-    "product": Figure("matrix product, TFLOP/s", 0.75, "gemm_tflops"),
-    "copy": Figure("copy in device memory, GB/s", 0.75, "copy_gb_per_s"),
-    "drive": Figure("free on the node's drive, GiB", 0.5),
-    "within": Figure("all-reduce within the node, GB/s", 0.5, "allreduce_node_gb_per_s"),
-    "between": Figure("all-reduce with a neighbouring node, GB/s", 0.5, "neighbour_gb_per_s"),
+    PRODUCT: ("TFLOP/s", 0.75, "gemm_tflops"),
+    WITHIN: ("GB/s", 0.5, "allreduce_node_gb_per_s"),
+    BETWEEN: ("GB/s", 0.5, "neighbour_gb_per_s"),
 }
-
-
-# -- one process -------------------------------------------------------------------------------------------------------
-
-
-def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the median seconds of 20 calls: the same number on each member of a group."""
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-def device_speeds(device: torch.device) -> dict[str, float]:
-    """Return TFLOP/s of a square product and GB/s, read and written, of a copy.
-
-    The product is 8192 wide in fp16 on a GPU, 384 wide in fp32 on a CPU. Raises RuntimeError for a wrong result.
-    """
-    size, length, dtype = (8192, 2**30, torch.float16) if device.type == "cuda" else (384, 2**24, torch.float32)
-    ones = torch.ones(size, size, device=device, dtype=dtype)
-    source = torch.zeros(length, device=device, dtype=torch.uint8)
-    product, target = torch.empty_like(ones), torch.empty_like(source)
-    product_s = median_seconds(lambda: torch.mm(ones, ones, out=product), device)
-    if (product != size).any():
-        raise RuntimeError(f"a product of ones has entries from {product.min():g} to {product.max():g}, not {size}")
-    copy_s = median_seconds(lambda: target.copy_(source), device)
-    return {"product": 2 * size**3 / product_s / 1e12, "copy": 2 * length / copy_s / 1e9}
 
 
 class Stores(Meeting):
@@ -90,7 +48,7 @@ class Stores(Meeting):
 
     def __init__(self, launch: Launch, seconds: float) -> None:
         super().__init__(launch, torch.device("cpu"), timedelta(seconds=seconds))
-        self._store = bounded(lambda: self._open_store(seconds), seconds + _MARGIN_S)
+        self._store = self._open_store(seconds)
 
     def another(self) -> Any:
         """Return a connection of its own: one that waits for a key serves nobody else."""
@@ -100,172 +58,171 @@ class Stores(Meeting):
 
 
 class Process:
-    """One process's measurements: figures by name (FIGURES), and errors by the step that failed."""
+    """One process of the test: its figures, and its errors by the step that failed. Each step may take `seconds`."""
 
     def __init__(self, launch: Launch, stores: Stores, seconds: float) -> None:
-        """`seconds`: of each step."""
         self.launch, self._stores, self._seconds = launch, stores, seconds
-        self._store = stores.another()
-        self._device = torch.device("cpu")
-        self._groups: list[Any] = []  # kept to the end: closing one waits for its other members
-        self.figures: dict[str, float] = {}
-        self.errors: dict[str, str] = {}
+        self._group_store, self._device = stores.another(), torch.device("cpu")
+        self._groups: list[Any] = []  # kept until the end: destroying a group waits for its other members
+        self.figures, self.errors = dict[str, float](), dict[str, str]()
 
-    def told(self) -> str:
-        """What rank 0 has to know, as JSON."""
-        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
-        found = {"host": self.launch.node, "device": device, "figures": self.figures, "errors": self.errors}
-        return json.dumps(found)
+    def multiply(self, backend: str | None, placing: Placing | None) -> None:
+        """Measure TFLOP/s of a square product of ones on this process's device, and check the result."""
 
-    def measure_device(self, backend: str | None, cluster: Cluster | None) -> None:
-        """Multiply and copy on this process's device, and look at the node's drive."""
+        def work() -> float:
+            self._device = select_device(self.launch, backend, placing)
+            size, dtype = (8192, torch.float16) if self._device.type == "cuda" else (384, torch.float32)
+            ones = torch.ones(size, size, device=self._device, dtype=dtype)
+            product = torch.empty_like(ones)
+            seconds = self._median_seconds(lambda: torch.mm(ones, ones, out=product))
+            if (product != size).any():
+                raise RuntimeError(f"the result has entries from {product.min():g} to {product.max():g}, not {size}")
+            return 2 * size**3 / seconds / 1e12
 
-        def work() -> dict[str, float]:
-            placing = Placing(local_order=cluster.local_order) if cluster else None
-            device = self._device = select_device(self.launch, backend, placing)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            drive = os.path.expandvars(cluster.nvme_path) if cluster else ""
-            free = {"drive": shutil.disk_usage(drive).free / 2**30} if os.path.isdir(drive) else {}
-            return free | device_speeds(device)
-
-        self._step("device", work, time.monotonic() + self._seconds)
+        self._step(PRODUCT, work, time.monotonic() + self._seconds)
 
     def meet(self, nodes: Sequence[int]) -> None:
         """All-reduce within this node, then with both neighbours in the ring of `nodes`, of which this is one.
 
-        The better of both speeds counts, so that a bad node spoils nobody else's figure. An odd ring takes three
-        rounds, in each of which one node is left out. The deadlines of all rounds are counted from the beginning: a
-        process that waited in vain still has its full time in the next round.
+        The faster neighbour counts, so that a bad node spoils no other node's figure. An odd ring takes three rounds,
+        in each of which one node is left out. All deadlines are counted from the beginning: a process that waited in
+        vain still has its full time in the next round.
         """
-        each, rank = self.launch.local_world_size, self.launch.rank
+        each = self.launch.local_world_size
+        node, local = divmod(self.launch.rank, each)
         deadline = time.monotonic() + self._seconds
-        self._all_reduce("within", f"{rank // each}", rank % each, each, deadline)
+        if each > 1:
+            self._step(WITHIN, partial(self._bandwidth, f"within/{node}", local, each), deadline)
         for number in range(0 if self.errors else 2 + len(nodes) % 2):
             deadline += self._seconds
-            pair, place = divmod((nodes.index(rank // each) - number) % len(nodes), 2)
+            pair, place = divmod((nodes.index(node) - number) % len(nodes), 2)
             if 2 * pair + 1 < len(nodes):
-                self._all_reduce("between", f"{number}/{pair}/{rank % each}", place, 2, deadline)
-        if "between" in self.figures:
-            self.errors.pop("between", None)
+                name = f"between/{number}/{pair}/{local}"
+                self._step(BETWEEN, partial(self._bandwidth, name, place, 2), deadline)
+        if BETWEEN in self.figures:
+            self.errors.pop(BETWEEN, None)
 
-    def _all_reduce(self, figure: str, name: str, place: int, size: int, deadline: float) -> None:
-        def work() -> dict[str, float]:
-            speed = self._bandwidth(f"{figure}/{name}", place, size)
-            return {figure: max(speed, self.figures.get(figure, 0.0))}
+    def exchange(self) -> dict[int, dict[str, Any]]:
+        """Meet the other nodes whose devices work. Return, on rank 0, what each process found."""
+        store, limit = self._stores.store, timedelta(seconds=4 * self._seconds + _MARGIN_S)
+        came = self.share("device", range(self.launch.world_size), timedelta(seconds=2 * self._seconds))
+        store.wait(["device"], limit)
+        nodes = json.loads(store.get("device"))
+        if self.launch.rank // self.launch.local_world_size in nodes:
+            self.meet(nodes)
+        found = self.share("network", came, limit)
+        with contextlib.suppress(RuntimeError):  # rank 0 has what it needs, and may have ended
+            store.wait(["network"], limit)  # a group ends with its first member
+        return found
 
-        if size > 1:
-            self._step(figure, work, deadline)
+    def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> dict[int, dict[str, Any]]:
+        """Tell rank 0 what this process found. There, return what they told in time, and publish the good nodes."""
+        launch, store = self.launch, self._stores.store
+        told = {"host": launch.node, "device": self._device.type, "figures": self.figures, "errors": self.errors}
+        store.set(f"{phase}/{launch.rank}", json.dumps(told))
+        if launch.rank:
+            return {}
+        keys = {rank: f"{phase}/{rank}" for rank in ranks}
+        with without_dns():  # the store asks for the name of each process that connects
+            self._stores._poll([*keys.values()], time.monotonic() + limit.total_seconds())
+        found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        each = launch.local_world_size
+        good = Counter(rank // each for rank, told in found.items() if not told["errors"])
+        store.set(phase, json.dumps([node for node in sorted(good) if good[node] == each]))
+        return found
 
-    def _step(self, name: str, work: Callable[[], dict[str, float]], deadline: float) -> None:
+    def _step(self, name: str, work: Callable[[], float], deadline: float) -> None:
+        """Keep the best result of a measurement, or its error."""
         try:
-            self.figures |= bounded(work, max(deadline - time.monotonic(), 0.0), "it did not end")
-        except _FAILURES as error:
+            value = bounded(work, max(deadline - time.monotonic(), 0.0), "it did not end")
+            self.figures[name] = max(value, self.figures.get(name, 0.0))
+        except Exception as error:
             self.errors[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            with contextlib.suppress(*_FAILURES):
-                bounded(self._give_up_group, _MARGIN_S)
-
-    def _give_up_group(self) -> None:
-        """Free the connection and the device, which the last group may still be using, for the next one."""
-        self._store = self._stores.another()
-        if self._device.type == "cuda" and self._groups:
-            self._groups[-1].abort()
+            with contextlib.suppress(Exception):  # the last group may still use the connection and the device
+                self._group_store = bounded(self._stores.another, _MARGIN_S)
+                if self._device.type == "cuda":
+                    bounded(self._groups[-1].abort, _MARGIN_S)
 
     def _bandwidth(self, name: str, place: int, size: int) -> float:
-        """Return the GB/s of an all-reduce over a new group: in a ring each rank sends and receives 2 (n - 1) / n of
-        its bytes. Raises RuntimeError."""
-        device, store = self._device, dist.PrefixStore(name, self._store)
+        """Return the GB/s of an all-reduce in a new group: in a ring each rank sends and receives 2 (n - 1) / n of its
+        bytes. Raises RuntimeError for a wrong sum."""
+        store, length = dist.PrefixStore(name, self._group_store), 2**20
         group: Any
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(minutes=30)  # its watchdog would end the process
-            group = dist.ProcessGroupNCCL(store, place, size, options)
+            length, group = 2**28, dist.ProcessGroupNCCL(store, place, size, options)
         else:
             group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
         self._groups.append(group)
-        length = 2**28 if device.type == "cuda" else 2**20
-        tensor = torch.full((length // 4,), float(place + 1), device=device)
+        tensor = torch.full((length // 4,), place + 1.0, device=self._device)
         group.allreduce([tensor]).wait()
-        if (sums := {tensor[0].item(), tensor[-1].item()}) != {size * (size + 1) / 2}:
-            raise RuntimeError(f"the sum of 1 to {size} is {sums}")
-        tensor.zero_()
-        seconds = median_seconds(lambda: group.allreduce([tensor]).wait(), device)
+        if (tensor != size * (size + 1) / 2).any():
+            raise RuntimeError(f"the sum of 1 to {size} has values from {tensor.min():g} to {tensor.max():g}")
+        seconds = self._median_seconds(lambda: group.allreduce([tensor.zero_()]).wait())
         return 2 * (size - 1) / size * length / seconds / 1e9
 
+    def _median_seconds(self, work: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(20):  # the same number on each member of a group
+            begin = time.perf_counter()
+            work()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
 
-# -- all of them -------------------------------------------------------------------------------------------------------
+
+class Verdict(NamedTuple):
+    """Hosts to use and to leave out, and the report. No host is good if the fault cannot be assigned to one."""
+
+    good: list[str]
+    bad: list[str]
+    lines: list[str]
 
 
-class Verdict:
-    """What the processes found, judged.
+def judge(found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], bands: Mapping[str, float]) -> Verdict:
+    """Judge what each process told, by rank; `hosts` has the host of each rank, in the order of the allocation.
 
-    faults   of hosts, which are to be left out; general: of the whole allocation, where no host can be blamed
-    figures  name (FIGURES) -> rank -> value
+    A rank is slow far below the median, or below the machine's band where most ranks are not. On a CPU no rank is:
+    speeds depend on what else uses the cores.
     """
-
-    def __init__(self, found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], cluster: Cluster | None) -> None:
-        """`found`: what each process told, by rank; `hosts`: that of each rank, in the order of the allocation."""
-        self._hosts, self._cluster = hosts, cluster
-        self._device = next((told["device"] for told in found.values()), "cpu")
-        self.faults: dict[str, list[str]] = defaultdict(list)
-        self.general = ""
-        self.figures: dict[str, dict[int, float]] = {}
-        for rank in range(len(hosts)):
-            errors = found[rank]["errors"] if rank in found else {"process": "it did not come, died or hangs"}
-            for step in errors.keys() - {"between"}:
-                self._accuse(rank, f"{step}: {errors[step]}")
-        for name in FIGURES:
-            self._judge(name, {rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]})
-        alone = {rank: told["errors"]["between"] for rank, told in found.items() if "between" in told["errors"]}
-        if "between" in self.figures:
-            for rank, text in alone.items():
-                self._accuse(rank, f"no all-reduce with a neighbouring node succeeds: {text}")
-        elif alone and not self.faults:
-            self.general = f"no node reaches another one: {next(iter(alone.values()))}"
-
-    @property
-    def good(self) -> list[str]:
-        """Hosts to use; none where the fault is nobody's."""
-        return [] if self.general else [host for host in dict.fromkeys(self._hosts) if host not in self.faults]
-
-    def _accuse(self, rank: int, text: str) -> None:
-        self.faults[self._hosts[rank]].append(f"rank {rank}: {text}")
-
-    def _judge(self, name: str, values: dict[int, float]) -> None:
-        """Accuse slow ranks: far below the median, or below the machine's band where most ranks are not. On a CPU
-        speeds tell who got a core when, and nobody is accused."""
+    faults, lines = defaultdict[str, list[str]](list), list[str]()
+    reached = any(BETWEEN in told["figures"] for told in found.values())
+    for rank, host in enumerate(hosts):
+        errors = found[rank]["errors"] if rank in found else {"process": "it did not come, died or hangs"}
+        for step, text in errors.items():
+            if step != BETWEEN or reached:
+                faults[host].append(f"rank {rank}: {step}: {text}")
+    for name, (unit, share, band) in FIGURES.items():
+        values = {rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]}
         if not values:
-            return
-        self.figures[name] = values
-        figure, half = FIGURES[name], statistics.median(values.values())
-        if self._device == "cpu":
-            return
-        least = half * figure.share
-        if self._cluster and self._cluster.device.split()[0] in self._device:
-            low = self._cluster.bands.get(figure.band, 0.0)
-            least = max(least, low if low <= half else 0.0)
+            continue
+        slowest, median = min(values, key=values.__getitem__), statistics.median(values.values())
+        low = bands.get(band, 0.0)
+        least = max(share * median, low if low <= median else 0.0)
+        span = f"{values[slowest]:.3g} to {max(values.values()):.3g}, median {median:.3g}"
+        lines.append(f"{name}, {unit}: {span}; lowest on {hosts[slowest]}, rank {slowest}")
         for rank, value in values.items():
-            if value < least:
-                self._accuse(rank, f"{figure.what}: {value:.3g}, expected at least {least:.3g} (median {half:.3g})")
-
-    def lines(self) -> Iterator[str]:
-        """Say what was found, for people."""
-        for name, values in self.figures.items():
-            slowest = min(values, key=values.__getitem__)
-            low, half, high = (f(values.values()) for f in (min, statistics.median, max))
-            where = f"{self._hosts[slowest]}, rank {slowest}"
-            yield f"{FIGURES[name].what}: {low:.3g} to {high:.3g}, median {half:.3g}; lowest on {where}"
-        yield from (f"FAULT {host} {text}" for host, texts in self.faults.items() for text in texts)
-        if self.general:
-            yield f"FAULT {self.general}"
-        yield f"{len(self.good)} of {len({*self._hosts})} nodes are good"
-        if self.faults:
-            yield f"--exclude={','.join(self.faults)}"
+            if value < least and found[rank]["device"] != "cpu":
+                text = f"{value:.3g} {unit}, expected at least {least:.3g} (median {median:.3g})"
+                faults[hosts[rank]].append(f"rank {rank}: {name}: {text}")
+    lines += (f"FAULT {host} {text}" for host, texts in faults.items() for text in texts)
+    every = list(dict.fromkeys(hosts))
+    good = [host for host in every if host not in faults]
+    alone = [told["errors"][BETWEEN] for told in found.values() if BETWEEN in told["errors"]]
+    if alone and not faults:
+        good = []
+        lines.append(f"FAULT no node reaches another one: {alone[0]}")
+    lines.append(f"{len(good)} of {len(every)} nodes are good")
+    if faults:
+        lines.append(f"--exclude={','.join(faults)}")
+    return Verdict(good, list(faults), lines)
 
 
 def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return each rank's host: as a process there says, else as Slurm's list of nodes has it."""
+    """Return the host of each rank: as a process there told it, else from Slurm's list of nodes."""
     each = launch.local_world_size
     names = dict(enumerate(expand_hosts(os.environ.get("SLURM_STEP_NODELIST") or "node")))
     names |= {rank // each: told["host"] for rank, told in found.items()}
@@ -274,78 +231,38 @@ def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[s
 
 def run(args: argparse.Namespace) -> int:
     """Take part as one process; rank 0 prints the verdict and returns it as exit code."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait that is repeated is no news
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides the warning of each repeated wait
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # its watchdog would end the process
     launch = detect_launch()
     cluster = None if args.cluster == "none" else load_cluster(args.cluster)
-    if launch.rank == 0 and args.out is not None:
-        _write_hosts(args.out, [], [])  # those of an earlier start are out of date
     if launch.on_one_node and not host_name_is_local():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # its watchdog would end the process
-    arrival_s, work_s = 2 * args.seconds, 4 * args.seconds + _MARGIN_S
+    if launch.rank == 0:
+        _write_hosts(args.out, [], [])  # those of an earlier start are out of date
+
+    def work() -> dict[int, dict[str, Any]]:
+        process = Process(launch, Stores(launch, 2 * args.seconds), args.seconds)
+        process.multiply(args.backend, Placing(local_order=cluster.local_order) if cluster else None)
+        return process.exchange()
+
     try:
-        stores = Stores(launch, arrival_s)
-        process = Process(launch, stores, args.seconds)
-        process.measure_device(args.backend, cluster)
-        found = _exchange(stores.store, process, arrival_s, work_s)
+        found = bounded(work, 20 * args.seconds, "the test did not end")
     except (RuntimeError, LaunchError) as error:
         if launch.rank == 0:
             raise
         raise LostRankError(f"rank 0 did not come, died or hangs: {str(error).splitlines()[0]}") from error
     if launch.rank:
         return 0
-    verdict = Verdict(found, rank_hosts(launch, found), cluster)
-    print(*verdict.lines(), sep="\n")
-    if args.out is not None:
-        _write_hosts(args.out, [*verdict.faults], verdict.good)
-    return EXIT_BAD_NODES if verdict.faults or verdict.general else 0
+    verdict = judge(found, rank_hosts(launch, found), cluster.bands if cluster else {})
+    print(*verdict.lines, sep="\n")
+    _write_hosts(args.out, verdict.bad, verdict.good)
+    return 0 if verdict.good and not verdict.bad else EXIT_BAD_NODES
 
 
-def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> dict[int, dict[str, Any]]:
-    """Measure the network between the nodes whose devices are sound; return, on rank 0, what each process told."""
-    rank, size, each = process.launch.rank, process.launch.world_size, process.launch.local_world_size
-    store.set(f"device/{rank}", process.told())
-    came = dict[int, dict[str, Any]]()
-    if rank == 0:
-        with without_dns():  # the store asks for the name of each process that connects
-            came = _answers(store, "device", range(size), arrival_s)
-        bad = {other // each for other in range(size) if other not in came or came[other]["errors"]}
-        store.set("nodes", json.dumps([node for node in range(-(-size // each)) if node not in bad]))
-    _await_key(store, "nodes", work_s)
-    nodes = json.loads(store.get("nodes"))
-    if rank // each in nodes:
-        process.meet(nodes)
-    store.set(f"told/{rank}", process.told())
-    found = dict[int, dict[str, Any]]()
-    if rank == 0:
-        found = _answers(store, "told", came, work_s)
-        store.set("end", b"")
-    with contextlib.suppress(RuntimeError, LaunchError):  # rank 0 has what it needs
-        _await_key(store, "end", work_s)  # a group ends with its first member
-    return found
-
-
-def _answers(store: Any, kind: str, ranks: Iterable[int], seconds: float) -> dict[int, dict[str, Any]]:
-    """What the ranks told within so many seconds."""
-    deadline = time.monotonic() + seconds
-    found = {}
-    for rank in ranks:
-        key, left = f"{kind}/{rank}", deadline - time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            if left > 0:
-                store.wait([key], timedelta(seconds=left))
-        if store.check([key]):
-            found[rank] = json.loads(store.get(key))
-    return found
-
-
-def _await_key(store: Any, key: str, seconds: float) -> None:
-    """Wait for a key; a host that lost power never answers."""
-    bounded(lambda: store.wait([key], timedelta(seconds=seconds)), seconds + _MARGIN_S)
-
-
-def _write_hosts(folder: Path, bad: Sequence[str], good: Sequence[str]) -> None:
-    """Write the files bad_hosts and good_hosts, a host a line. Raises ConfigError."""
+def _write_hosts(folder: Path | None, bad: Sequence[str], good: Sequence[str]) -> None:
+    """Write the files bad_hosts and good_hosts, one host per line. Raises ConfigError."""
+    if folder is None:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, hosts in (("bad_hosts", bad), ("good_hosts", good)):

@@ -1,7 +1,7 @@
-"""Starts the processes of one run, on this machine or as a step of a Slurm job, and ends them, whatever they do.
+"""Start the processes of one run, on this machine or as a step of a Slurm job, and end them whatever they do.
 
-Nothing here waits: whoever started a Run polls it, which also sends the signals that are due. A run's processes are in
-sessions of their own, and none outlives the process that started it, however that ends.
+Nothing here blocks: the caller that started a Run polls it, and each poll sends the signals that are due. A run's
+processes are in sessions of their own, and none outlives the process that started it, however that ends.
 """
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron.parallel.processes import environment, reserve_port
 ROOT = Path(__file__).resolve().parents[2]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 15.0
-"""From SIGTERM to SIGKILL: a short run has nothing to save."""
+"""Seconds from SIGTERM to SIGKILL: a short run has nothing to save."""
 _ASK_AGAIN_S = 5.0
-_WAIT_S = 60  # for the tasks of a step to end when one has
-_PEERS_S = 20.0  # ranks end by themselves when one is lost, and say who it was
+_WAIT_S = 60  # from the end of one task of a step until srun ends the others
+_PEERS_S = 20.0  # from the loss of a rank until the others are killed: they end by themselves, and name the lost rank
 _FIRST_PORT, _PORTS = 3442, range(1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
 
-# Makes Slurm signal the step called STEP. When an srun is to end while its tasks start it asks Slurm once to kill them;
-# where they are not there yet that is lost, and from then on srun waits for them, whatever it is told.
+# Makes Slurm signal the step called STEP. An srun that is told to end while its tasks start asks Slurm once to kill
+# them. If they do not exist yet, that request is lost, and srun waits for them and ignores further signals.
 _TELL_STEP = """
 for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
     scancel -s "$1" "$id"
 done
 """
 
-# The functions of job.sh start the tasks; it sets PYTHON and CODE anew when it is sourced. ALIVE is a pipe of which the
-# starter holds the other end: its end is the end of the starter, and srun does not notice that by itself.
+# The functions of job.sh start the tasks; sourcing it sets PYTHON and CODE. ALIVE is a pipe whose other end the starter
+# holds: it closes when the starter ends, which srun does not notice by itself.
 _SLURM_LAUNCH = """
 source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2
 PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
@@ -62,9 +62,9 @@ exit "$code"
 class Step:
     """A job step of a run under Slurm.
 
-    name     for squeue; no other running step may have it
-    turn     how many runs were started before, which gives it a port of its own
-    limit_s  after which Slurm itself ends it, should its starter not
+    name     in squeue; unique among the running steps
+    turn     number of runs started before this one, which selects its port
+    limit_s  time after which Slurm itself ends the step, should its starter not
     """
 
     name: str
@@ -75,11 +75,11 @@ class Step:
 
 
 class Run:
-    """The processes of a run: those of all ranks, or a launcher.
+    """The processes of a run: all ranks, or one launcher.
 
-    step        its name under Slurm
-    held        closed at its end: the reserved port, the pipe that tells the launcher that its starter lives
-    exit_codes  once it has ended: of the processes that ended by themselves, before others were ended by force
+    step        name of its step under Slurm
+    held        what is closed when the run ends: the reserved port, and the pipe by which the launcher sees its starter
+    exit_codes  None until the run has ended; then those of the processes that ended before others were killed
     """
 
     def __init__(self, step: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,12 +93,12 @@ class Run:
         self._helpers: list[subprocess.Popen[bytes]] = []
 
     def poll(self) -> bool:
-        """Whether it has ended. Sends what is due: to ranks whose peer is lost, to those that were asked to end."""
+        """Return whether the run has ended; send the signals that are due after `stop` or the loss of a rank."""
         codes, now = [process.poll() for process in self.processes], self._clock()
         ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
             self.exit_codes = self._own or ended
-            self._signal(signal.SIGKILL)  # what they had started
+            self._signal(signal.SIGKILL)  # processes that they had started
             self.held.close()
         if self.exit_codes is not None:
             return True
@@ -112,25 +112,25 @@ class Run:
         return False
 
     def stop(self) -> None:
-        """Ask it to end; from then on `poll` ends it by force when it does not. Harmless when called twice."""
+        """Ask the run to end; from then on `poll` kills it if it does not. A second call has no effect."""
         if self._stopped_at is None and self.exit_codes is None:
             self._stopped_at = self._clock()
             self._press(self._stopped_at)
 
     def kill(self) -> None:
-        """End it at once. Waits for its processes, which cannot refuse."""
+        """Kill the run and wait for its processes."""
         if self.exit_codes is None:
             self._tell(signal.SIGKILL)
             self._signal(signal.SIGKILL)
             for process in self.processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nobody can end it
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing can end it
                     process.wait(10.0)
             self.held.close()
 
     def _press(self, now: float) -> None:
-        """Ask for the end, after the grace by force. Of a step first its tasks are killed and srun as long again after
-        that: without an srun they would go on."""
-        assert self._stopped_at is not None, "nobody is asked to end before"
+        """Send SIGTERM, and SIGKILL after the grace period. The tasks of a step are killed first, and srun one grace
+        period later: without srun they would run on."""
+        assert self._stopped_at is not None, "no signal is due before the run is stopped"
         waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
         force = waited >= GRACE_S
         number = signal.SIGKILL if force else signal.SIGTERM
@@ -151,12 +151,12 @@ class Run:
 
 
 def training_command(flags: Sequence[str]) -> list[str]:
-    """Command line of each rank on this machine."""
+    """Return the command line of each rank on this machine."""
     return [sys.executable, "-u", str(ROOT / "pretrain_gpt.py"), *flags]
 
 
 def slurm_command(flags: Sequence[str]) -> list[str]:
-    """Command line of the launcher of a step."""
+    """Return the command line of the launcher of a step."""
     return ["bash", "-c", _SLURM_LAUNCH, "launch", *flags]
 
 
@@ -165,7 +165,7 @@ def start_here(
 ) -> Run:
     """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to TASKS/task_N.err.
 
-    They live as long as the thread that calls this, which is to be the main one.
+    They are killed when the calling thread ends, so call this from the main thread.
     """
     run = Run(clock=clock)
     port = run.held.enter_context(reserve_port()).getsockname()[1]
@@ -185,7 +185,7 @@ def start_here(
 def start_step(
     command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
-    """Start a job step on its hosts. What tasks print goes to LOG in the folder, their errors to TASKS/task_N.err."""
+    """Start a job step on its hosts. Its tasks print to LOG in the folder, and their errors go to TASKS/task_N.err."""
     run = Run(step.name, clock)
     listening, alive = os.pipe()
     run.held.callback(os.close, alive)
@@ -202,7 +202,7 @@ def start_step(
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
-    """What job.sh is to read for a step."""
+    """Return the environment from which job.sh starts a step."""
     kept = {name: value for name, value in environ.items() if name != "MASTER_ADDR"}
     minutes = -(-int(step.limit_s + GRACE_S) // 60)
     first = int(kept.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
@@ -211,18 +211,18 @@ def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dic
         "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} --job-name={step.name}".strip(),
         "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT), "NODES": str(len(step.hosts)),
         "HOSTS": ",".join(step.hosts), "TASKS_PER_NODE": str(step.tasks_per_node), "LOGS": str(tasks), "REQUEUE": "0",
-        # Another port than those of the steps before it.
+        # A port that the steps before it did not use.
         "MASTER_PORT": str(_PORTS[(first + step.turn) % len(_PORTS)]),
     }  # fmt: skip
 
 
 def logs_of(folder: Path, most: int = 256) -> list[Path]:
-    """Files in which a run may have said why it ended."""
+    """Return the files in which a run may have written why it ended."""
     return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:most]]
 
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
-    """Have Slurm send a signal to a step of this job, without waiting for that."""
+    """Make Slurm send a signal to a step of this job, without waiting for it."""
     command = ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number]
     return _spawn(command, {**os.environ, "STEP": name}, Path(os.devnull))
 
@@ -230,7 +230,7 @@ def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
 def _spawn(
     command: Sequence[str], env: Mapping[str, str], log: Path, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which writes to a log; `keep`: files that it inherits."""
+    """Start a process in a session of its own that writes to a log; `keep`: file descriptors that it inherits."""
     with open(log, "wb") as file:
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                                 start_new_session=True, pass_fds=keep)  # fmt: skip

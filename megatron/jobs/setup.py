@@ -1,4 +1,4 @@
-"""What the command line of tools/tune.py asks for: the space, the machine, and where trials run."""
+"""The settings of a search by tools/tune.py: the space, the machine, and where trials run."""
 from __future__ import annotations
 
 import argparse
@@ -26,8 +26,13 @@ _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
 
 @dataclass(frozen=True)
 class Setup:
-    """A search and its place. flags: of pretrain_gpt.py after --; prior: whether the planner's ranking leads it;
-    iterations: measured steps of a trial, after warm_up; walltime_s: of this start."""
+    """A search and where it runs.
+
+    flags       flags of pretrain_gpt.py, given after --
+    prior       whether the planner's ranking guides the search
+    iterations  measured steps of a trial, after `warm_up` steps
+    walltime_s  time limit of this start
+    """
 
     args: argparse.Namespace
     space: Space
@@ -44,22 +49,22 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """Steps of a trial."""
+        """The number of steps of a trial."""
         return self.warm_up + self.iterations
 
     @property
     def searched_by(self) -> str:
-        """Name of the search, for titles and summaries."""
+        """The name of the search, for titles and summaries."""
         return self.search + (" with the planner's ranking" if self.prior else "")
 
     def limit_s(self, candidate: Candidate) -> float:
-        """Longest time of a trial."""
+        """Return the time limit of a trial."""
         if self.args.trial_limit is not None or candidate.step_s is None:
             return float(self.args.trial_limit or _LIMIT_S)
         return START_UP_S + SLACK * candidate.step_s * self.steps
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a search to go on; the rest may change between two starts."""
+        """Return what must be the same for a search to resume; the rest may change between two starts."""
         return {
             "space": self.space.name, "contents of the space": self.space.digest(), "flags": shlex.join(self.flags),
             "search": self.search, "seed": self.args.seed, "prior": self.prior, "iterations": self.iterations,
@@ -70,7 +75,7 @@ class Setup:
 
 
 def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
-    """Raises ConfigError for what contradicts itself, or cannot be had here."""
+    """Make the settings from the command line. Raises ConfigError for contradictions, and for what is not here."""
     if args.dry_run and args.report_only:
         raise ConfigError("--dry-run beside --report-only: give one of them")
     if args.space is None:
@@ -82,7 +87,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if name is None:
         name = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
     cluster = None if name in ("", "none") else load_cluster(name)
-    # A login node shows what would be searched without the libraries that search.
+    # --dry-run and --report-only work on a login node without the libraries that search.
     shows = args.dry_run or args.report_only
     search = args.search if shows else find_search(args.search)
     prior = not args.no_prior
@@ -114,7 +119,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
-    """Count processes for this machine: its GPUs; without any its cores, or more where the space asks for more."""
+    """Return the number of processes on this machine: its GPUs, else its cores, or more if the space asks for more."""
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run one "
@@ -125,7 +130,7 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
 
 
 def _most(space: Space, name: str) -> int:
-    """The largest number of nodes or processes that a space names; 0."""
+    """Return the largest number of nodes or processes that a space names, or 0."""
     found = [value for parameter in space.parameters if parameter.name == name for value in parameter.values]
     text = space.derived[name].text if name in space.derived else ""
     return max((n for n in (*found, int(text) if text.isdigit() else 0) if isinstance(n, int)), default=0)

@@ -1,9 +1,9 @@
-"""Run a command that the kernel kills when its starter ends.
+"""Run a command that the kernel kills when its parent process ends.
 
     python -I -S tether.py PARENT COMMAND...
 
-PARENT: process id of the starter. A program of its own, so that no Python code runs between a fork and an exec in the
-starter, which may have threads.
+PARENT: process id of the parent. This is a program, not a preexec_fn, so that no Python code runs between fork and exec
+in the parent, which may have threads.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Replace this process by the command, bound to the thread that started it (prctl(2)); an exec keeps that."""
+    """Have the kernel kill this process with the thread that started it (prctl(2), kept by exec); run the command."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
     os.execvp(command[0], command)
 

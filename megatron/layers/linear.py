@@ -156,7 +156,7 @@ class _Linear(torch.autograd.Function):
         # the parameter itself.
         ctx.weight = weight
         ctx.column, ctx.context = column, context
-        ctx.partial_gradient = not column or context.sequence_parallel  # of x, for engine/terms.py
+        ctx.partial_gradient = not column or context.sequence_parallel  # of x, for engine/gradients.py
         matrix = weight.view(-1, weight.shape[-1]).t()
         if column:
             return gathered_product(x, matrix, context, keep=False)[0]

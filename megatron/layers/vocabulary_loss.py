@@ -204,7 +204,7 @@ class _LateLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, labels, mask)
         ctx.vocabulary = v
-        ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/terms.py
+        ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         loss = x.new_full((), float("nan"), dtype=torch.float32)
         ctx.loss = loss.detach()  # the same memory; a view would hold the output for good, and that holds this node
         return loss

@@ -17,7 +17,7 @@ from megatron.parallel.topology import Group
 class _ReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.partial_gradient = True  # for engine/terms.py: what each rank put in were values of its own
+        ctx.partial_gradient = True  # for engine/gradients.py: what each rank put in were values of its own
         return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod

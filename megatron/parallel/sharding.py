@@ -23,7 +23,7 @@ class Sharding:
     extent           how much of the local tensor, from its first element, is real; the rest only pads
     dim              the dimension that tensor parallelism divides; None when every tensor rank holds the same values
     partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that to the autograd
-                     graph of the first forward pass (engine/terms.py)
+                     graph of the first forward pass (engine/gradients.py)
     tied             this parameter is the tied embedding weight, held by the first and the last stage
     decay            weight decay applies
     """

@@ -1,4 +1,4 @@
-"""When each pass of a training step runs, from seconds per stage and per boundary: the executor's lists on a clock.
+"""The time of each pass of a training step, from seconds per stage and per boundary: the executor's lists on a clock.
 
 Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in flight and messages
 that follow each other on their links, as the executor runs it (lists.py, exchange.py). Nothing is a formula for a
@@ -8,20 +8,107 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from megatron.pipeline.instructions import Instruction, Op
 from megatron.pipeline.lists import Costs, Lists, Numbers, Times, run
-from megatron.pipeline.orders import ORDERS, AnyOrder, check_sizes
+from megatron.pipeline.orders import ORDERS, AnyOrder, check_sizes, name_of
 from megatron.pipeline.replay import Span, Timeline
 from megatron.pipeline.schedule import build_lists
-from megatron.pipeline.step_times import Boundaries, Boundary, Pipeline, PipelineRun, StageTimes
 
-__all__ = [
-    "Boundaries", "Boundary", "Pipeline", "PipelineRun", "StageTimes", "run_pipeline", "timeline",
-]  # fmt: skip
+# (time that a message keeps its link, time from leaving the link to arriving)
+Boundary = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch in each global stage (chunk * pipeline size + pipeline rank).
+
+    forward   a forward pass
+    backward  a whole backward pass; for 'zb-h1' its first half, the gradient of the input (and recomputation)
+    weight    for 'zb-h1' the second half, the gradients of the weights; for other schedules not looked at
+    first     what the stage's first forward pass takes longer, for instance waiting for gathered weights
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...] = ()
+    first: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency behind it).
+
+    forward   to the next rank, from the last one to the first (only where there are several chunks)
+    backward  to the previous rank, from the first one to the last
+    duplex    the two directions of a pair of ranks do not hold each other up. Without, a pair's messages follow each
+              other in the order of being posted, as in the one communicator that NCCL and RCCL have for a pair.
+    """
+
+    forward: tuple[Boundary, ...]
+    backward: tuple[Boundary, ...]
+    duplex: bool = True
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The arguments of `run_pipeline`."""
+
+    schedule: AnyOrder
+    size: int
+    chunks: int
+    micro_batches: int
+    times: StageTimes
+    boundaries: Boundaries | None = None
+    cores: float | None = None
+    demand: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return name_of(self.schedule)
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A step on the clock; seconds, from the start of the step. By pipeline rank:
+
+    busy           time spent computing
+    waited         time spent waiting until the rank is done
+    message_wait   the part of `waited` after the result waited for had been computed: what messages cost, and what is
+                   lost where stages differ so that a receive is posted late
+    ends           when the rank is done: its last pass, and what it has sent
+
+    By global stage, for what is done behind passes (gathering weights, reducing gradients):
+
+    first_forward_start   start of its first forward pass
+    last_backward_start   start of the last pass that makes gradients of weights (under 'zb-h1' a second half)
+    last_backward_end     end of it
+    """
+
+    pipeline: Pipeline
+    makespan: float
+    busy: tuple[float, ...]
+    waited: tuple[float, ...]
+    message_wait: tuple[float, ...]
+    ends: tuple[float, ...]
+    first_forward_start: tuple[float, ...]
+    last_backward_start: tuple[float, ...]
+    last_backward_end: tuple[float, ...]
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Time in which each rank neither computes nor waits for a message under way."""
+        return tuple(self.makespan - b - w for b, w in zip(self.busy, self.message_wait, strict=True))
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time in which they do not compute, between 0 and 1."""
+        total = self.makespan * len(self.busy)
+        return 1 - sum(self.busy) / total if total else 0.0
 
 
 def run_pipeline(
@@ -40,8 +127,8 @@ def run_pipeline(
     schedule, pipeline_size, chunks, micro_batches   as build_schedule takes them
     times        by global stage: pipeline_size * chunks values each
     boundaries   by pipeline rank; None for messages that cost nothing
-    cores        the ranks share so many cores: while more are wanted, all compute more slowly, alike. None: nothing is
-                 shared.
+    cores        number of cores that the ranks share: while more are wanted, all compute more slowly, alike. None:
+                 nothing is shared.
     demand       cores that a rank keeps busy while it computes
 
     Any unit of time will do. Raises ConfigError as build_schedule does.
@@ -64,7 +151,7 @@ def run_pipeline(
 
 @lru_cache(maxsize=1)  # a plot and a trace are made of the same run
 def timeline(run: PipelineRun) -> Timeline:
-    """For each rank of a run its passes with start and end, in order. Takes memory for large pipelines."""
+    """Return the passes of each rank of a run with start and end, in order. Takes memory for large pipelines."""
     lists, done, scale = _run(run.pipeline)
     ops, ranks = tuple(Op), []
     for first, end in itertools.pairwise(lists.offsets.tolist()):
@@ -79,7 +166,7 @@ def timeline(run: PipelineRun) -> Timeline:
 
 
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
-    """The step's lists, its times in ticks, and ticks per unit of time."""
+    """Return the step's lists, its times in ticks, and ticks per unit of time."""
     p, v, m = pipeline.size, pipeline.chunks, pipeline.micro_batches
     check_sizes(pipeline.schedule, p, v, m)
     times, stages = pipeline.times, p * v

@@ -3,7 +3,7 @@
 Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the messages of a
 communicator run in the order in which they were posted, and the first message of a pair sets up its communicator, which
 holds up both hosts. Neither can deadlock, because a schedule lists the messages of all ranks in one common sequence
-(messages.py). Do not post a message that is not in the schedule.
+(lists.py). Do not post a message that is not in the schedule.
 """
 from __future__ import annotations
 

@@ -31,10 +31,8 @@ class Executor:
     message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only, and by
                       other orders that split backward passes.
-    after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
-                      accumulator of higher precision.
-    before_training   called by `train` with the number of micro-batches, before the first pass: whoever counts the
-                      gradients of a parameter knows from it which is the last.
+    before_training   called by `train` with the number of micro-batches, before the first pass: the Engine needs it to
+                      find which gradient of a parameter is the last.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
     Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
@@ -49,7 +47,6 @@ class Executor:
         message_shape: Shape,
         message_dtype: torch.dtype,
         weight_gradients: WeightGradients | None = None,
-        after_backward: Callable[[], None] | None = None,
         before_training: Callable[[int], None] | None = None,
     ) -> None:
         size, rank = topology.pipeline.size, topology.pipeline.rank
@@ -71,7 +68,6 @@ class Executor:
         self.message_shape = message_shape
         self.message_dtype = message_dtype
         self.weight_gradients = weight_gradients
-        self.after_backward = after_backward
         self.before_training = before_training
         self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
@@ -120,7 +116,6 @@ class Executor:
         return self._instructions[key]
 
 
-_BACKWARD = frozenset((Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
 _NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes them
 
 
@@ -142,7 +137,7 @@ class _Root(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """What is kept of a chunk's forward pass: the graph (through root), its input, and the place for the gradient."""
+    """The graph of a chunk's forward pass (through root), its input, and the place for the gradient."""
 
     root: torch.Tensor
     hidden: torch.Tensor | None
@@ -178,20 +173,12 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        after_backward, flight = self._executor.after_backward, self._executor.topology.flight
-        due = False
+        flight = self._executor.topology.flight
         for instruction in instructions:
-            # Neighbours wait for the messages behind a backward pass, nobody for the accumulation: messages go first.
-            if due and after_backward and instruction.op in COMPUTE:
-                after_backward()
-                due = False
             flight.instruction(_NAMES[instruction.op], instruction.stage, instruction.micro_batch)
             handlers[instruction.op](instruction)
             if instruction.op in COMPUTE:
                 flight.computed()
-            due = due or instruction.op in _BACKWARD
-        if due and after_backward:
-            after_backward()
         self._exchange.finish()
         flight.schedule_ends()
         return [self._losses[i] for i in sorted(self._losses)]

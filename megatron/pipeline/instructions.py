@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
-    """What an instruction does. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
+    """Kind of an instruction. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
 
     Numbered as csrc/schedule_clock.cpp does.
     """
@@ -34,7 +34,7 @@ RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
 """Messages that a rank has on their way at most: their tensors are kept until they have left, and some backends (gloo)
-only say so when asked to wait, so the oldest is waited for. Waiting cannot deadlock: the schedules run even where every
+only report it to a wait, so the oldest is waited for. Waiting cannot deadlock: the schedules run even where every
 send blocks."""
 
 _PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one step, in order. Index it with a pipeline rank."""
+    """Instructions of every rank of a pipeline for one step, in order. Index it with a pipeline rank."""
 
     name: str
     pipeline_size: int

@@ -1,8 +1,8 @@
-"""In which order each rank computes: 1F1B, interleaved 1F1B and zero-bubble ZB-H1. Nothing else states an order.
+"""Orders of passes: 1F1B, interleaved 1F1B and zero-bubble ZB-H1. No other place states an order.
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's passes: instructions, or
 an array with their (op, stage, micro-batch) in rows, where stage = chunk * pipeline size + rank. Messages (lists.py),
-what a rank holds (in_flight.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
+what a rank holds (lists.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
 one function, in ORDERS or given in place of a name.
 """
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
 
 
 def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
-    """So many forward passes, then one forward and one backward pass by turns, then the other backward passes."""
+    """Return `warm_up` forward passes, then forward and backward passes by turns, then the other backward passes."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     pairs = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)

@@ -1,11 +1,11 @@
-"""Find when ranks that compute, post messages and wait for them are done, over links that are slow. Pure arithmetic.
+"""Simulation of ranks that compute, post messages and wait for them, over links that are slow. Pure arithmetic.
 
 Messages are what a network sees: both sides have to post them, those of one link follow each other, and a rank can be
 held up by what it has sent. Any program can be written in these words; `actions_of` writes a pipeline schedule in them
 as the executor runs it.
 
 Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which each keeps `demand`
-cores busy, every one of them goes on at min(1, cores / (n demand)) of its speed. Messages take no cores.
+cores busy, every one of them runs at min(1, cores / (n demand)) of its speed. Messages take no cores.
 
 Units are the caller's, seconds as a rule; whole numbers stay whole where no cores are shared.
 """
@@ -37,7 +37,7 @@ class Compute(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send, to receive, or to take part in `message`, which goes over `link`, and go on.
+    """Start to send, to receive, or to take part in `message`, which goes over `link`, and continue.
 
     The message begins when all ranks that post it have done so. It departs when the older messages of its link, in the
     order of posting, have left the link; `occupies` it; and arrives `latency` later.
@@ -50,7 +50,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Go on when `message`, posted before, has arrived."""
+    """Continue when `message`, posted before, has arrived."""
 
     message: Hashable
 
@@ -183,7 +183,7 @@ class _Machine:
         self._ends[rank] = self._now
 
     def _arrived(self, rank: int, message: Hashable) -> bool:
-        """Whether the message is there; if not, the rank goes on when it is."""
+        """Return whether the message is there; if not, the rank continues when it is."""
         crossing = self._crossings.get(message)
         if crossing is None or crossing.arrives > self._now:
             self._since.setdefault(rank, self._now)
@@ -215,13 +215,13 @@ def actions_of(
     posted_ahead: bool = True,
     duplex: bool = True,
 ) -> list[list[Action]]:
-    """What each rank of a pipeline does in one step.
+    """Return the actions of each rank of a pipeline in one step.
 
     ranks            instructions of each; stage g is on rank g % len(ranks)
     durations        time of a computation: by its Op, or a function of the instruction
     occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a function of the send
     latency          time from leaving the link to arriving, likewise
-    sends_in_flight  a rank waits for the oldest of so many before it sends another (exchange.py)
+    sends_in_flight  messages of a rank under way at most: it waits for the oldest before it sends another (exchange.py)
     posted           by the lists; without, results travel by themselves as soon as they are computed
     posted_ahead     as the lists have it; without, receives are posted where their message is needed
     duplex           the two directions of a pair of ranks are links of their own; without, a pair's messages follow
@@ -283,7 +283,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """For each rank its computations in order."""
+    """Computations of each rank in order."""
 
     ranks: tuple[tuple[Span, ...], ...]
 

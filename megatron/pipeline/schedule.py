@@ -71,12 +71,12 @@ def build_lists(
 
 
 def count_messages(schedule: Schedule) -> int:
-    """How many messages one step sends, over all ranks."""
+    """Return the number of messages of one step, over all ranks."""
     return sum(i.op in SENDS for instructions in schedule for i in instructions)
 
 
 def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple[int, ...]:
-    """For each rank the most activations (of one micro-batch in one chunk) that are alive at once.
+    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at once.
 
     An activation lives from its forward to its backward pass. A split backward pass frees what only the input's
     gradient needs in its first half, and the inputs of linear layers in its second: `until_weights` counts an
@@ -98,7 +98,7 @@ def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple
 
 
 def peak_receives(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most buffers that are posted or filled and whose message is not yet in use."""
+    """Return for each rank the most buffers that are posted or filled and whose message is not yet in use."""
     peaks = []
     for instructions in schedule:
         held: set[tuple[bool, int, int]] = set()
@@ -115,7 +115,7 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def splits_backward(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> bool:
-    """Whether backward passes run in two halves, of inputs and of weights."""
+    """Return whether backward passes run in two halves, of inputs and of weights."""
     if isinstance(schedule, str):
         return pipeline_size > 1 and ORDERS[schedule].splits
     rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)

@@ -1,4 +1,7 @@
-"""A pipeline's step as a trace: JSON that chrome://tracing and https://ui.perfetto.dev open, one row for each rank."""
+"""A pipeline's step as a trace and as text.
+
+The trace is JSON that chrome://tracing and https://ui.perfetto.dev open, with one row for each rank.
+"""
 from __future__ import annotations
 
 import gzip
@@ -10,15 +13,15 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, timeline
-from megatron.pipeline.instructions import Op
-from megatron.pipeline.replay import Span
+from megatron.pipeline.instructions import Instruction, Op, Schedule
+from megatron.pipeline.replay import Span, Timeline
 from megatron.untrusted import without_waiting
 
 NAMES = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
 }  # fmt: skip
-# Above so many passes the arrows of messages are left out: they make the file three times as large.
+# Above this number of passes the arrows of messages are left out: they make the file three times as large.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
@@ -68,7 +71,7 @@ def _at(seconds: float) -> float:
 
 
 def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
-    """From the pass that makes what a message carries to the pass that uses it."""
+    """Yield arrows from the pass that makes a message's tensor to the pass that uses it."""
     passes = {
         (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
         for spans in lanes for span in spans if span.instruction.op is not Op.BACKWARD_WEIGHT
@@ -81,3 +84,27 @@ def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str
         shared = {"name": "activation" if forward else "gradient", "cat": "message", "id": number, "pid": 0}
         yield {**shared, "ph": "s", "tid": stage % size, "ts": _at(made.end)}
         yield {**shared, "ph": "f", "bp": "e", "tid": to % size, "ts": _at(used.start)}
+
+
+def label(instruction: Instruction, schedule: Schedule) -> str:
+    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or F3.1."""
+    chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
+    return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
+
+
+def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
+    """One line per rank; time runs to the right in steps of the shortest computation, and dots are waiting."""
+    spans = [span for rank in timeline.ranks for span in rank]
+    step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+    width = max(len(label(span.instruction, schedule)) for span in spans) + 1
+    lines = []
+    for rank, of_rank in enumerate(timeline.ranks):
+        line = ""
+        for span in of_rank:
+            line += "." * (round(span.start / step) * width - len(line))
+            cell = label(span.instruction, schedule)
+            line += cell.ljust(max(width, round(span.end / step) * width - len(line)), "-")[:-1] + " "
+        line += "." * (round(timeline.makespan / step) * width - len(line))
+        lines.append(f"rank {rank:>2} |{line}|")
+    return "\n".join(lines)
+

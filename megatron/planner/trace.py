@@ -48,7 +48,7 @@ _COUNTS = {"data": ("reset_position_ids",)}
 """Settings of the other sections that count."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
-    "layers", "model", "kernels", "parallel", "engine/gradients.py", "engine/terms.py", "planner/recorder.py",
+    "layers", "model", "kernels", "parallel", "engine/gradients.py", "planner/recorder.py",
     "planner/tensors.py", "planner/events.py", "planner/trace.py",
 )  # fmt: skip
 GPT2_VOCABULARY = 50257

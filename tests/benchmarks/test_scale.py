@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from megatron.checkpoint import boxes
-from megatron.checkpoint.manifest import read_manifest, write_manifest
+from megatron.checkpoint import shards
+from megatron.checkpoint.files import read_manifest, write_manifest
 
 pytestmark = pytest.mark.campaign("benchmarks")
 
 
-def of_stage(stage: int, data: int) -> list[dict[str, boxes.Stored]]:
+def of_stage(stage: int, data: int) -> list[dict[str, shards.Stored]]:
     """For each tensor rank of a stage what its data-parallel group wrote."""
     return [
-        boxes.merged(scale.written(tensor, stage, d, data) for d in range(data)) for tensor in range(scale.TENSOR)
+        shards.merged(scale.written(tensor, stage, d, data) for d in range(data)) for tensor in range(scale.TENSOR)
     ]
 
 
 @pytest.mark.parametrize(("stage", "data"), [(0, 1), (31, 6), (63, 147)])
 def test_as_much_is_written_as_there_is(stage: int, data: int) -> None:
     groups = of_stage(stage, data)
-    boxes.check_complete([boxes.totals(group) for group in groups])
+    shards.check_complete([shards.totals(group) for group in groups])
     for group in groups:
         places = sorted((box[2], box[3], box[3] + box[4]) for stored in group.values() for box in stored["boxes"])
         assert all(a[0] != b[0] or a[2] == b[1] for a, b in itertools.pairwise(places)), "one after another"
@@ -43,16 +43,16 @@ def test_a_rank_reads_the_pieces_of_its_stage_only(tmp_path: Path) -> None:
     totals, written = [], []
     for position, stage in enumerate(stages):
         for tensor, group in enumerate(of_stage(stage, data)):
-            written.append(boxes.write_piece(tmp_path, position * scale.TENSOR + tensor, group))
-            totals.append(boxes.totals(group))
-    written.append(boxes.write_index(tmp_path, totals))
+            written.append(shards.write_piece(tmp_path, position * scale.TENSOR + tensor, group))
+            totals.append(shards.totals(group))
+    written.append(shards.write_index(tmp_path, totals))
     write_manifest(tmp_path, [name for name, _ in written])
     for number in range(scale.TENSOR):  # stage 30
         (tmp_path / f"boxes_{number:05d}.json").write_text("not to be read")
     names = [f"exp_avg.{p[0]}" for p in scale.stage_parameters(5, 31)]
-    found = boxes.read_stored(read_manifest(tmp_path), names)
+    found = shards.read_stored(read_manifest(tmp_path), names)
     assert names and found.keys() == set(names)
-    boxes.check_complete([boxes.totals(found)])
+    shards.check_complete([shards.totals(found)])
     listed = json.loads((tmp_path / "boxes.json").read_text())["pieces"]
     # Row-parallel biases and norms are written by the first tensor rank alone.
     assert {len(listed[name]) for name in names} == {1, scale.TENSOR}

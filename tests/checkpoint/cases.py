@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import boxes
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
-from megatron.engine import deepspeed_setup
+from megatron.engine import deepspeed_internals
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -65,20 +65,20 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
 
 def padded_less(action: Any) -> Any:
     """With the padding that DeepSpeed itself gives to buckets, as in checkpoints from before this one had its own."""
-    usual, deepspeed_setup.ALIGNMENT = deepspeed_setup.ALIGNMENT, 2
+    usual, deepspeed_internals.ALIGNMENT = deepspeed_internals.ALIGNMENT, 2
     try:
         return action()
     finally:
-        deepspeed_setup.ALIGNMENT = usual
+        deepspeed_internals.ALIGNMENT = usual
 
 
 def in_pieces(action: Any) -> Any:
     """What a job of thousands of ranks does: it lists the boxes in pieces."""
-    usual, boxes.WHOLE_UP_TO = boxes.WHOLE_UP_TO, 1
+    usual, save_module.WHOLE_UP_TO = save_module.WHOLE_UP_TO, 1
     try:
         return action()
     finally:
-        boxes.WHOLE_UP_TO = usual
+        save_module.WHOLE_UP_TO = usual
 
 
 def on_two(rank: int, root: str) -> dict[str, Any]:

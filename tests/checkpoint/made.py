@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.boxes import check_complete, merged, totals, write_index, write_piece
-from megatron.checkpoint.folder import TRACKER, write_text
-from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.writer import BoxWriter
+from megatron.checkpoint.files import write_manifest, write_text
+from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.shards import check_complete, merged, totals, write_index, write_piece
+from megatron.checkpoint.writer import ShardWriter
 
 PASSPORT = {"layout": {"world": 2, "tensor": 1, "pipeline": 1, "data": 2}, "versions": {"torch": "1.2"}}
 
@@ -33,7 +33,7 @@ def make(
     folder.mkdir(parents=True)
     parts = []
     for rank in range(files):
-        with BoxWriter(folder, rank) as writer:
+        with ShardWriter(folder, rank) as writer:
             for name, value in values.items():
                 start, stop = len(value) * rank // files, len(value) * (rank + 1) // files
                 if stop > start:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import save as save_module
+from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.load import load
-from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Saver, save
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.writer import write_tensors
@@ -24,13 +24,6 @@ from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.groups import join
-
-
-@dataclasses.dataclass(frozen=True)
-class Keeping(toy.ToyCheckpoint):
-    load: str | None = None
-    keep_last: int | None = None
-    keep_every: int | None = None
 
 
 class Gate:
@@ -108,7 +101,7 @@ class Training:
         self.steps += 1
 
     def saver(self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any) -> Saver:
-        config = dataclasses.replace(self.config, checkpoint=Keeping(**checkpoint))
+        config = dataclasses.replace(self.config, checkpoint=toy.ToyCheckpoint(**checkpoint))
         return Saver(root, self.topology, config, alive)
 
     def loaded(self, root: Path) -> dict[str, Any]:
@@ -328,7 +321,7 @@ def dropped(root: Path, training: Training) -> dict[str, Any]:
 
 def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
     """Bytes by which the resident memory of a process grows in a save, and those of its state."""
-    from megatron.checkpoint.planner import Shards
+    from megatron.checkpoint.tensors import Shards
 
     topology = Topology.create()
     state = torch.ones(megabytes << 18)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from megatron.checkpoint import boxes
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint import shards
+from megatron.checkpoint.files import read_manifest
 from megatron.errors import CheckpointError
 from tests.checkpoint import cases
 from tests.engine import toy
@@ -110,8 +110,8 @@ def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
     for folder in (whole, pieces):
         assert sorted(p.name for p in folder.glob("boxes_*")) == ["boxes_00000.json", "boxes_00001.json"]
     torchs = pickle.loads((whole / ".metadata").read_bytes())
-    expected = boxes.read_stored(read_manifest(whole))
-    assert boxes.read_stored(read_manifest(pieces)) == expected
+    expected = shards.read_stored(read_manifest(whole))
+    assert shards.read_stored(read_manifest(pieces)) == expected
     assert torchs.state_dict_metadata.keys() == expected.keys()
     for name, stored in expected.items():
         assert all(len(box[5]) == 32 for box in stored["boxes"])
@@ -132,10 +132,10 @@ def test_only_the_pieces_of_the_wanted_tensors_are_read(root: Path, four: Any, t
     alone = [name for name, pieces in listed.items() if pieces == [0]]
     assert alone and len(alone) < len(listed)
     manifest = read_manifest(folder)
-    assert boxes.read_stored(manifest, alone).keys() == set(alone)
-    assert boxes.read_stored(manifest, ["unheard of"]) == {}
+    assert shards.read_stored(manifest, alone).keys() == set(alone)
+    assert shards.read_stored(manifest, ["unheard of"]) == {}
     with pytest.raises(CheckpointError, match="boxes_00001"):
-        boxes.read_stored(manifest, listed)
+        shards.read_stored(manifest, listed)
 
 
 def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.ndarray]) -> None:
@@ -147,14 +147,14 @@ def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.nd
 
 
 def test_what_is_missing_or_double_is_seen() -> None:
-    part = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((0, 0), (2, 2), "__0_0.distcp", 0, 16)]}}
-    rest = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((2, 0), (2, 2), "__1_0.distcp", 0, 16)]}}
-    boxes.check_complete([boxes.totals(part), boxes.totals(rest)])
-    boxes.check_complete([boxes.totals(boxes.merged([part, rest]))])
+    halves = [shards.Shard((row, 0), (2, 2), "__0_0.distcp", 0, 16, "") for row in (0, 2)]
+    part, rest = ({"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves)
+    shards.check_complete([shards.totals(part), shards.totals(rest)])
+    shards.check_complete([shards.totals(shards.merged([part, rest]))])
     assert len(part["w"]["boxes"]) == 1, "merging leaves its parts as they are"
     for wrong in ([part], [part, rest, part]):
         with pytest.raises(CheckpointError, match=r"\bw\b"):
-            boxes.check_complete([boxes.totals(p) for p in wrong])
+            shards.check_complete([shards.totals(p) for p in wrong])
 
 
 def test_weights_without_engine(saved: Any, others: Any) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import offline
-from megatron.checkpoint.boxes import read_stored
+from megatron.checkpoint import save as save_module
+from megatron.checkpoint.files import CONFIG, PASSPORT, STATE, read_manifest
 from megatron.checkpoint.find import find_folder
-from megatron.checkpoint.folder import CONFIG, PASSPORT, STATE
-from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.offline import write_offline
+from megatron.checkpoint.save import write_offline
+from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from tests.checkpoint.foreign.whole import whole_tensors
@@ -39,8 +38,8 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
 
 @pytest.mark.parametrize(("box", "file"), [(1 << 20, 1 << 30), (24, 1 << 30), (80, 100), (1, 1)])
 def test_boxes_and_files_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, file: int) -> None:
-    monkeypatch.setattr(offline, "BOX_BYTES", box)
-    monkeypatch.setattr(offline, "FILE_BYTES", file)
+    monkeypatch.setattr(save_module, "SHARD_BYTES", box)
+    monkeypatch.setattr(save_module, "FILE_BYTES", file)
     folder = write(tmp_path, tensors().items())
     assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
     found = whole_tensors(folder)
@@ -87,7 +86,7 @@ def test_after_an_error_all_is_as_before(tmp_path: Path, monkeypatch: pytest.Mon
 
     with pytest.raises(CheckpointError, match="shard 7"):
         write(tmp_path, broken(), 4)
-    monkeypatch.setattr(offline, "write_manifest", full)
+    monkeypatch.setattr(save_module, "write_manifest", full)
     with pytest.raises(CheckpointError, match="iter_0000004"):
         write(tmp_path, tensors().items(), 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == before

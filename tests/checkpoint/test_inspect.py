@@ -14,11 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.compare import TensorDifference, compare, tensor_difference
-from megatron.checkpoint.inspect import contents, locate, matching, norms
-from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.reader import read_whole
-from megatron.checkpoint.verify import verify, verify_tracker
+from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.inspect import (
+    TensorDifference,
+    compare,
+    contents,
+    locate,
+    matching,
+    norms,
+    tensor_difference,
+    verify,
+    verify_tracker,
+)
+from megatron.checkpoint.load import read_whole
 from megatron.errors import CheckpointError
 from tests.checkpoint.made import PASSPORT, make, tensors
 

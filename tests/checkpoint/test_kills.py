@@ -14,13 +14,11 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.inspect import contents
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.reader import read_whole
+from megatron.checkpoint.inspect import contents, verify, verify_tracker
+from megatron.checkpoint.load import read_whole
 from megatron.checkpoint.save import Saver
-from megatron.checkpoint.verify import verify, verify_tracker
+from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
-from tests.checkpoint.saver_cases import Keeping
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for
 
@@ -39,7 +37,7 @@ class Numbers:
 
 
 def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
-    config = dataclasses.replace(toy.config(), checkpoint=Keeping(**checkpoint))
+    config = dataclasses.replace(toy.config(), checkpoint=toy.ToyCheckpoint(**checkpoint))
     saver = Saver(root, Topology.from_layout(Layout(), 0, device=torch.device("cpu")), config)
     saver.start(iteration, Numbers(value), {}, {})  # type: ignore[arg-type]
     saver.finish()

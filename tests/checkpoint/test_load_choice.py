@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.digest import digest
+from megatron.checkpoint.files import digest, write_manifest, write_text
 from megatron.checkpoint.find import Found, find, find_folder, open_checkpoint, required
-from megatron.checkpoint.folder import write_text
-from megatron.checkpoint.manifest import write_manifest
 from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.inspect import contents
-from megatron.checkpoint.reader import read_whole
+from megatron.checkpoint.load import read_whole
 from megatron.training.report.metrics import read_metrics
 from tests.helpers.processes import run_processes
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.checkpoint.load import load
 from megatron.checkpoint.save import save
 from megatron.config import Config
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.find import folders, generations, number_of
-from megatron.checkpoint.folder import folder_name
-from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.retention import clear, left_over, retire, to_remove
+from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to_remove
 
 
 @pytest.mark.parametrize(

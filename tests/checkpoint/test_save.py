@@ -13,9 +13,9 @@ import xxhash
 
 from megatron.checkpoint import folder as folder_module
 from megatron.checkpoint import writer as writer_module
-from megatron.checkpoint.digest import file_digest
+from megatron.checkpoint.files import file_digest
 from megatron.checkpoint.folder import commit_folder
-from megatron.checkpoint.writer import BoxWriter
+from megatron.checkpoint.writer import ShardWriter
 from tests.checkpoint import saver_cases
 from tests.helpers.processes import run_processes
 
@@ -154,7 +154,7 @@ def test_a_commit_that_fails_is_undone(
 def test_any_tensor(tmp_path: Path, dtype: str) -> None:
     whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
     views = {"rows": whole[1:3], "columns": whole[:, 2:4], "one": whole[2, 3], "turned": whole.t(), "none": whole[:0]}
-    with BoxWriter(tmp_path, 3) as writer:
+    with ShardWriter(tmp_path, 3) as writer:
         for name, view in views.items():
             writer.add(name, (9,) * view.dim(), (1,) * view.dim(), view)
         stored = writer.finish()
@@ -171,7 +171,7 @@ def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
 
     def write() -> None:
-        with BoxWriter(tmp_path, 0) as writer:
+        with ShardWriter(tmp_path, 0) as writer:
             writer.add("w", (elements,), (0,), torch.zeros(elements))
             writer.finish()
 
@@ -181,12 +181,12 @@ def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
 
 
 def test_no_file_without_boxes_and_large_ones_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with BoxWriter(tmp_path, 0) as writer:
+    with ShardWriter(tmp_path, 0) as writer:
         assert writer.finish() == {}
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(writer_module, "_CHUNK", 1000)
     monkeypatch.setattr(writer_module, "_SYNC", 5000)
-    with BoxWriter(tmp_path, 1) as writer:
+    with ShardWriter(tmp_path, 1) as writer:
         writer.add("w", (2500,), (0,), torch.arange(2500.0))  # 10,000 bytes
         stored = writer.finish()
     (box,) = stored["w"]["boxes"]

@@ -6,8 +6,7 @@ import gc
 import pytest
 import torch
 
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.snapshot import Snapshot, snapshot_bytes
+from megatron.checkpoint.tensors import Shards, Snapshot, snapshot_bytes
 
 
 class Driver:

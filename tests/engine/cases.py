@@ -1,7 +1,7 @@
 """What the processes of the engine tests do."""
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 
 import megatron.engine.engine as engine_module
 from megatron.config.training import KernelConfig
-from megatron.engine.adamw import FusedAdamW
 from megatron.engine.engine import Engine, StepResult
+from megatron.engine.optimizer import FusedAdamW
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.parallel.topology import Topology
@@ -62,6 +62,13 @@ def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str,
         "results": results, "before": before, "after": after, "scale": scale, "skipped_steps": engine.skipped_steps,
         "state": toy.state_pieces(engine), "scalars": engine.scalars(),
     }  # fmt: skip
+
+
+def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
+    """The same under an optimizer that cannot leave a step out by itself, as a user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "build_optimizer", lambda groups, *_: torch.optim.SGD(groups, momentum=0.9))
+        return bad_gradient(topology, precision, 1, "mixed", optimizer="sgd")
 
 
 def scale_grows(topology: Topology) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def fused_engine(topology: Topology, precision: str, zero_stage: int, fused: boo
     whole = toy.config(precision, zero_stage, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
-        engine = Engine(SimpleNamespace(**vars(whole), kernels=KernelConfig()), topology, toy.build(topology))
+        engine = Engine(dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology))
     assert isinstance(engine._basic, FusedAdamW) == fused
     return engine
 
@@ -226,6 +233,7 @@ def on_one(rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {f"1x1x1 {p} {z}": train(topology, p, z) for p, z in ALL if z == 1}
     momentum = dict(optimizer="sgd", sgd_momentum=0.9)
     out |= {f"bad sgd {p}": bad_gradient(topology, p, 1, "mixed", **momentum) for p in PRECISIONS}
+    out |= {f"bad host {p}": bad_gradient_on_host(topology, p) for p in PRECISIONS}
     return out | {"scale grows": scale_grows(topology)}
 
 

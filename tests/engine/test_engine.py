@@ -115,9 +115,10 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
         np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
 
 
+@pytest.mark.parametrize("decides", ["sgd", "host"])
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision: str) -> None:
-    ranks = runs[f"bad sgd {precision}"]
+def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision: str, decides: str) -> None:
+    ranks = runs[f"bad {decides} {precision}"]
     assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
     before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
     for key in before:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.terms import Terms
+from megatron.engine.gradients import Terms
 from megatron.parallel.sharding import attach, shard
 from tests.engine import toy
 from tests.helpers.groups import join

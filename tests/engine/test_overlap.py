@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.engine import weights as engine_weights
-from megatron.engine.buckets import Bucket
+from megatron.engine import buckets as engine_buckets
+from megatron.engine.buckets import Bucket, WeightGather, sum_of_squares
 from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.engine.weights import WeightGather
-from megatron.engine.zero import square
 from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Group, Topology
 from tests.helpers.training import BASE
@@ -53,7 +51,7 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: p
     parameters = unique_parameters(chunk)
     with torch.no_grad():
         loss, logits = chunk(batch, None), chunk.logits(batch, None)
-        monkeypatch.setattr(engine_weights, "gather_from_owners", lambda bucket, _: [Late(bucket)])
+        monkeypatch.setattr(engine_buckets, "gather_from_owners", lambda bucket, _: [Late(bucket)])
         gather = WeightGather(buckets_of(parameters), Group((0, 1), 0), [chunk], overlap=True)
         gather.start()
         assert all(p.isnan().any() for p in parameters), "nothing is waited for before it is needed"
@@ -71,7 +69,7 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: p
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the model as of a module within: what is saved must not be the weights of the step before."""
-    monkeypatch.setattr(engine_weights, "gather_from_owners", lambda bucket, _: [Late(bucket)])
+    monkeypatch.setattr(engine_buckets, "gather_from_owners", lambda bucket, _: [Late(bucket)])
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
     gather = WeightGather(buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True)
     gather.start()
@@ -88,9 +86,9 @@ def test_squares_by_torch(sizes: list[int]) -> None:
     """A block adds 65,536 squares in fp32 in many short sums: less than what 16 roundings (6e-8 each) come to."""
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
     expected = sum(float(t.double().square().sum()) for t in tensors)
-    assert float(square(tensors)) == pytest.approx(expected, rel=1e-6)
+    assert float(sum_of_squares(tensors)) == pytest.approx(expected, rel=1e-6)
     tensors[-1 if sizes[-1] else 0][-1] = float("nan")
-    assert square(tensors).isnan()
+    assert sum_of_squares(tensors).isnan()
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

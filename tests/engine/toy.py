@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pieces import Pieces
+from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import attach, shard, sharding_of
 from megatron.parallel.topology import Topology
@@ -109,7 +112,10 @@ class ToyCheckpoint:
     no_save_optim: bool = False
     no_load_optim: bool = False
     finetune: bool = False
+    load: str | None = None
     load_tag: str | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,9 @@ class ToyConfig:
     engine: ToyEngine = dataclasses.field(default_factory=ToyEngine)
     checkpoint: ToyCheckpoint = ToyCheckpoint()
     logging: ToyLogging = ToyLogging()
+    kernels: KernelConfig = dataclasses.field(default_factory=lambda: KernelConfig(optimizer_implementation="torch"))
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    pieces: Pieces = dataclasses.field(default_factory=Pieces)
 
 
 def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:

@@ -14,8 +14,7 @@ import pytest
 
 from megatron.checkpoint.folder import TRACKER
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.jobs import check_job, check_slurm
-from megatron.jobs.check_job import Job, check
+from megatron.jobs.check_job import Job, check, count, directives, parse_options, winning
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
@@ -40,15 +39,19 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder and an environment of its own, and no Slurm."""
+def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder and an environment of its own, and an sbatch that finds no Slurm; the path of that program."""
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)
     for name in [n for n in os.environ if n.startswith(("SBATCH_", "NCCL_", "FI_", "SITE_", "MEGATRON_", "OMP_"))]:
         monkeypatch.delenv(name)
     for name, value in NETWORK.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(check_job, "ask_sbatch", lambda words: (None, "there is none"))
+    program = tmp_path_factory.mktemp("slurm") / "sbatch"
+    program.write_text("#!/bin/sh\necho 'sbatch: error: Unable to contact slurm controller' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
 
 
 def report(head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier") -> Job:
@@ -121,23 +124,20 @@ def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.Monk
         assert said(report()) == expected
 
 
-def test_what_slurm_says(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What sbatch refuses is an error, with its words."""
-    sbatch = tmp_path_factory.mktemp("slurm") / "sbatch"
 
     def answers(text: str) -> None:
         sbatch.write_text(f"#!/bin/sh\n{text}\n")
-        sbatch.chmod(0o755)
 
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(check_job, "ask_sbatch", check_slurm.ask_sbatch)
+    assert said(report()) == set() and any("Unable to contact" in text for text in report().unchecked)
     answers('echo "sbatch: error: Invalid account $*" >&2; exit 1')
     (text,) = [text for level, _, text in report(HEAD, COMMAND, "-q", "debug").findings if level == "error"]
     assert "Invalid account --test-only -q debug job.sbatch" in text
     answers("echo 'sbatch: Job 7 to start at 12:00'")
     assert said(report()) == set()
-    answers("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
-    assert said(report()) == set() and any("Unable to contact" in text for text in report().unchecked)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert said(report()) == set() and any("cannot be asked" in text for text in report().unchecked)
 
 
 def test_what_it_costs() -> None:
@@ -213,6 +213,48 @@ def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "-t2:30:00", *words]) == 2
     text = capsys.readouterr().out
     assert "error: time: 2:30:00" in text and "time        2:30:00   (command line)" in text
+
+
+# -- options of sbatch and srun, as the manual pages have their forms and which of them holds --------------------------
+
+
+@pytest.mark.parametrize(("words", "found", "rest"), [
+    ("-N2 -t 1:00 job.sh -x", {"nodes": "2", "time": "1:00"}, "job.sh -x"),
+    ("--nodes=4 --requeue --signal USR1@60 job.sh", {"nodes": "4", "requeue": "", "signal": "USR1@60"}, "job.sh"),
+    ("-H -A abc --exclusive job.sh -N 3", {"H": "", "account": "abc", "exclusive": ""}, "job.sh -N 3"),
+    ("-W --wait -- job.sh", {"W": "", "wait": ""}, "job.sh"),  # sbatch waits for the job's end
+    ("--frobnicate 7 job.sh", {"frobnicate": "7"}, "job.sh"),  # what is not known takes a value
+    ("-t", {"time": ""}, ""),
+])  # fmt: skip
+def test_options_end_where_the_script_begins(words: str, found: dict[str, str], rest: str) -> None:
+    options, at = parse_options(words.split())
+    assert {name: given.value for name, given in options.items()} == found
+    assert words.split()[at:] == rest.split()
+
+
+def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None:
+    script, problems = directives("#!/bin/bash\n#SBATCH -N 2 -t 1:00 # a comment\n#SBATCH -p batch\n")
+    line, _ = parse_options(["-N", "4"])
+    environ = {"SBATCH_TIMELIMIT": "2:00", "SBATCH_NETWORK": ""}
+    options = winning(line, environ, script)
+    assert problems == []
+    assert {name: tuple(given) for name, given in options.items()} == {
+        "nodes": ("4", "command line"), "time": ("2:00", "variable SBATCH_TIMELIMIT"), "partition": ("batch", "line 3"),
+    }  # fmt: skip
+    assert winning(line, {"SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "y"}, {})["nodes"].value == "4"
+    both = winning(parse_options(["-p", "mine"])[0], {"SBATCH_PARTITION": "variable"}, script)
+    assert both["partition"].value == "mine"
+
+
+def test_lines_that_slurm_does_not_read_are_told() -> None:
+    text = "#!/bin/bash\n#SBATCH -N 2 stray\n#SBATCH -o 'x\necho\n#SBATCH -N 3\n#SBATCHED\n"
+    options, problems = directives(text)
+    assert options["nodes"].value == "2"
+    assert [problem.split(":")[0] for problem in problems] == ["line 2", "line 3", "line 5"]
+
+
+def test_numbers() -> None:
+    assert [count(text) for text in ("16", "16-20", "x", "", "9" * 5000)] == [16, 16, None, None, None]
 
 
 # -- our own scripts ---------------------------------------------------------------------------------------------------

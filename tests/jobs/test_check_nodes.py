@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.jobs import check_nodes
-from megatron.jobs.check_nodes import Process, Verdict, rank_hosts
+from megatron.jobs.check_nodes import BETWEEN, FIGURES, PRODUCT, WITHIN, Process, Verdict, judge, rank_hosts
 from megatron.parallel.launch import Launch
 from megatron.planner.cluster import load_cluster
 from tests.helpers.launching import Outcome, Script
@@ -39,8 +39,10 @@ def variables(rank: int, port: int) -> dict[str, str]:
 
 def prepared(living: Sequence[int]) -> None:
     """Do not wait for those that are lost."""
-    answers = check_nodes._answers
-    check_nodes._answers = lambda store, kind, ranks, seconds: answers(store, kind, {*ranks} & {*living}, seconds)
+    share = Process.share
+    Process.share = lambda self, phase, ranks, limit: share(  # type: ignore[method-assign]
+        self, phase, {*ranks} & {*living}, limit
+    )
 
 
 def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
@@ -64,7 +66,7 @@ def test_a_good_allocation(tmp_path: Path) -> None:
     first, *others = measured(tmp_path / "out", range(4))
     assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
     assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
-    assert all(figure.what in first.output for name, figure in check_nodes.FIGURES.items() if name != "drive")
+    assert all(f"{name}, {unit}: " in first.output for name, (unit, _, _) in FIGURES.items())
     assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (["node01", "node02"], [])
 
 
@@ -95,8 +97,8 @@ def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, **options: ones(*shape, **options).fill_(1.5))
     process = Process(Launch(), SimpleNamespace(another=lambda: None), 60.0)  # type: ignore[arg-type]
-    process.measure_device("gloo", None)
-    assert "864" in process.errors["device"]
+    process.multiply("gloo", None)
+    assert "864" in process.errors[PRODUCT]
 
 
 # -- who meets whom ----------------------------------------------------------------------------------------------------
@@ -141,9 +143,9 @@ def test_the_better_neighbour_counts(bad: str) -> None:
         process = process_of(2, 8, lambda name, place, failure=failure: speed(name, place, failure))
         process.meet([0, 1, 2, 3])
         if bad != "between":
-            assert process.figures == {"within": 50.0, "between": 50.0} and process.errors == {}
+            assert process.figures == {WITHIN: 50.0, BETWEEN: 50.0} and process.errors == {}
         elif failure:
-            assert process.figures == {"within": 50.0} and process.errors == {"between": "timed out"}
+            assert process.figures == {WITHIN: 50.0} and process.errors == {BETWEEN: "timed out"}
 
 
 def test_who_fails_within_its_node_meets_nobody() -> None:
@@ -155,19 +157,21 @@ def test_who_fails_within_its_node_meets_nobody() -> None:
 
     process = process_of(2, 8, speed)
     process.meet([0, 1, 2, 3])
-    assert names == ["within/1"] and list(process.errors) == ["within"]
+    assert names == ["within/1"] and list(process.errors) == [WITHIN]
 
 
 def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
     """Rank 2 has no device, rank 7 did not come."""
     store, met = dist.HashStore(), list[Sequence[int]]()
     for rank in {*range(1, 10)} - {7}:
-        store.set(f"device/{rank}", json.dumps({"errors": {"device": "there is none"} if rank == 2 else {}}))
-    process = SimpleNamespace(
-        launch=Launch(world_size=10, local_world_size=2), told=lambda: '{"errors": {}}', meet=met.append
-    )
-    found = check_nodes._exchange(store, process, 0.0, 0.0)  # type: ignore[arg-type]
-    assert met == [[0, 2, 4]] and list(found) == [0], "nobody else said what it found"
+        store.set(f"device/{rank}", json.dumps({"errors": {PRODUCT: "there is none"} if rank == 2 else {}}))
+    for rank in {*range(1, 10)} - {7, 9}:
+        store.set(f"network/{rank}", '{"errors": {}}')
+    stores = SimpleNamespace(store=store, another=lambda: None, _poll=lambda keys, deadline: None)
+    process = Process(Launch(world_size=10, local_world_size=2), stores, 60.0)  # type: ignore[arg-type]
+    process.meet = met.append  # type: ignore[method-assign]
+    assert {*process.exchange()} == {*range(9)} - {7}, "who did not come is not asked again, who is silent is left out"
+    assert met == [[0, 2, 4]]
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
@@ -175,15 +179,15 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
 Told = dict[int, dict[str, Any]]
 
 
-def verdict(nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "AMD Instinct MI250X") -> Verdict:
+def verdict(nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "cuda") -> Verdict:
     told: Told = {
         rank: {
             "device": device, "errors": {},
-            "figures": {"product": 102.0, "copy": 1250.0, "within": 100.0, "between": 90.0, "drive": 1000.0},
+            "figures": {PRODUCT: 102.0, WITHIN: 100.0, BETWEEN: 90.0},
         } for rank in range(nodes * each)
     }  # fmt: skip
     change(told)
-    return Verdict(told, [f"n{rank // each}" for rank in range(nodes * each)], load_cluster("frontier"))
+    return judge(told, [f"n{rank // each}" for rank in range(nodes * each)], load_cluster("frontier").bands)
 
 
 def nothing(told: Told) -> None:
@@ -201,8 +205,8 @@ def figure(name: str, value: float, *ranks: int) -> Callable[[Told], None]:
 def alone(*ranks: int) -> Callable[[Told], None]:
     def change(told: Told) -> None:
         for rank in ranks:
-            told[rank]["errors"]["between"] = "timed out"
-            del told[rank]["figures"]["between"]
+            told[rank]["errors"][BETWEEN] = "timed out"
+            del told[rank]["figures"][BETWEEN]
 
     return change
 
@@ -210,41 +214,41 @@ def alone(*ranks: int) -> Callable[[Told], None]:
 def test_nothing_against_sound_nodes() -> None:
     for nodes in (1, 2, 5):
         found = verdict(nodes, nothing)
-        assert (dict(found.faults), found.general, found.good) == ({}, "", [f"n{n}" for n in range(nodes)])
+        assert (found.bad, found.good) == ([], [f"n{n}" for n in range(nodes)])
+        assert not any("FAULT" in line or "--exclude" in line for line in found.lines)
 
 
 @pytest.mark.parametrize("change", [
-    figure("product", 70.0, 3), figure("copy", 900.0, 3), figure("within", 20.0, 2, 3), figure("between", 1.0, 3),
-    figure("drive", 100.0, 2, 3), alone(3), lambda told: told[3]["errors"].update(device="no device"),
-    lambda told: told.pop(3),
+    figure(PRODUCT, 70.0, 3), figure(WITHIN, 20.0, 2, 3), figure(BETWEEN, 1.0, 3), alone(3),
+    lambda told: told[3]["errors"].update({PRODUCT: "no device"}), lambda told: told.pop(3),
 ])  # fmt: skip
 def test_one_bad_node_is_named_and_no_other(change: Callable[[Told], Any]) -> None:
     for nodes in (3, 4):
         found = verdict(nodes, change)
-        assert list(found.faults) == ["n1"] and found.good == [f"n{n}" for n in range(nodes) if n != 1]
-        assert any("--exclude=n1" in line for line in found.lines())
+        assert found.bad == ["n1"] and found.good == [f"n{n}" for n in range(nodes) if n != 1]
+        assert "--exclude=n1" in found.lines and any(line.startswith("FAULT n1 rank 3: ") for line in found.lines)
 
 
 def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault() -> None:
     found = verdict(2, alone(0, 1, 2, 3))
-    assert not found.faults and found.general and found.good == []
+    assert found.bad == found.good == [] and any(line.startswith("FAULT no node") for line in found.lines)
 
 
 def test_who_has_no_sound_neighbour_is_not_accused() -> None:
-    found = verdict(2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update(within="no end")))
-    assert list(found.faults) == ["n1"] and found.good == ["n0"]
+    found = verdict(2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update({WITHIN: "no end"})))
+    assert found.bad == ["n1"] and found.good == ["n0"]
 
 
 def test_a_machine_below_its_band_is_compared_with_itself() -> None:
-    assert list(verdict(1, figure("product", 88.0, 1)).faults) == ["n0"], "the band is narrower than the share"
-    slow = figure("product", 60.0, *range(8))
-    assert not verdict(4, slow).faults
-    assert list(verdict(4, lambda told: (slow(told), figure("product", 40.0, 5)(told))).faults) == ["n2"]
+    assert verdict(1, figure(PRODUCT, 88.0, 1)).bad == ["n0"], "the band is narrower than the share"
+    slow = figure(PRODUCT, 60.0, *range(8))
+    assert not verdict(4, slow).bad
+    assert verdict(4, lambda told: (slow(told), figure(PRODUCT, 40.0, 5)(told))).bad == ["n2"]
 
 
 def test_nobody_is_accused_of_a_slow_cpu() -> None:
-    for name in ("between", "product"):
-        assert not verdict(3, figure(name, 0.001, 1), device="cpu").faults
+    for name in (BETWEEN, PRODUCT):
+        assert not verdict(3, figure(name, 0.001, 1), device="cpu").bad
 
 
 def test_normal_differences_accuse_nobody() -> None:
@@ -255,9 +259,9 @@ def test_normal_differences_accuse_nobody() -> None:
 
     def change(told: Told) -> None:
         for rank, one in told.items():
-            one["figures"]["product"] = 110.0 * noise[rank]
+            one["figures"][PRODUCT] = 110.0 * noise[rank]
 
-    assert not verdict(1000, change, each=8).faults
+    assert not verdict(1000, change, each=8).bad
 
 
 def test_the_hosts_of_those_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.pipeline import lists
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.step_times import Pipeline
 
 needs_extension = pytest.mark.skipif(lists.compiled is None, reason="csrc/schedule_clock.cpp was not built")
 BOTH = pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension, id="c++"),

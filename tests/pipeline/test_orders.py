@@ -8,8 +8,8 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.pipeline import lists
 from megatron.pipeline.clock import StageTimes, run_pipeline
-from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.lists import moments_of_rank
 from megatron.pipeline.orders import SCHEDULES, group_sizes, passes_of_rank
 from megatron.pipeline.schedule import build_rank_schedule, build_schedule, peak_activations
 from megatron.protocols import Order

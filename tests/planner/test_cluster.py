@@ -71,7 +71,7 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("per_node = 8", 'per_node = "8"', "device.per_node"),
         ("[0, 6, 100.0]", "[0, 8, 100.0]", "links.gb_per_s.*0 to 7"),
         ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
-        ("copy_gb_per_s = 1000.0", "copy_gb_per_s = 0.0", "bands.*copy_gb_per_s"),
+        ("neighbour_gb_per_s = 4.0", "neighbour_gb_per_s = 0.0", "bands.*neighbour_gb_per_s"),
         ("nodes = 9472", "nodes = 9472\nshared_coers = 2", "shared_coers"),
         ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "links"),
         (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
@@ -87,7 +87,7 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("nodes = 9472", f"nodes = {'9' * 400}", "nodes"),
         ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
         ("peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }", "peak_tflops = 5", "peak_tflops"),
-        ("copy_gb_per_s = 1000.0", 'copy_gb_per_s = "fast"', "bands"),
+        ("neighbour_gb_per_s = 4.0", 'neighbour_gb_per_s = "fast"', "bands"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: str, named: str) -> None:

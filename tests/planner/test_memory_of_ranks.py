@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Config
-from megatron.pipeline.in_flight import moments_of_rank
+from megatron.pipeline.lists import moments_of_rank
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from megatron.planner.events import Pass, Take
 from megatron.planner.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank

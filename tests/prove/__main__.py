@@ -61,6 +61,10 @@ CAMPAIGNS = {
         "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 17, workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
+    "deepspeed": Campaign(
+        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI", 8, workers=None,
+        programs=("-m tests.prove.deepspeed_versions",),
+    ),
     "benchmarks": Campaign("the benchmarks measure what they say", 5),
     "peers": Campaign(
         "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 1, workers=0

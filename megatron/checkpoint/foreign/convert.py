@@ -10,20 +10,25 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.folder import TRACKER, tagged_name
-from megatron.checkpoint.foreign.architecture import configure, settings_of
 from megatron.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
-from megatron.checkpoint.foreign.megatron import is_megatron, read_megatron
-from megatron.checkpoint.foreign.merge import Rules, is_replicated, merge
-from megatron.checkpoint.foreign.names import OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
-from megatron.checkpoint.foreign.source import KINDS, Part, Source, laid_out
-from megatron.checkpoint.offline import write_offline
+from megatron.checkpoint.foreign.megatron import FILE, is_megatron, read_megatron
+from megatron.checkpoint.foreign.names import (
+    OUTPUT_LAYER,
+    POSITION_EMBEDDINGS,
+    WORD_EMBEDDINGS,
+    Rules,
+    is_replicated,
+    merge,
+)
+from megatron.checkpoint.foreign.source import KINDS, Part, Source, configure, laid_out, settings_of
+from megatron.checkpoint.save import write_offline
+from megatron.checkpoint.shards import named
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.model.gpt import global_shapes
 from megatron.untrusted import read_bytes
 
-_NAMED = 6
-_TRACKER_BYTES = 4096
+_TRACKER_LIMIT_BYTES = 4096
 
 
 @dataclass
@@ -31,12 +36,14 @@ class Plan:
     """A foreign checkpoint that can be converted.
 
     shapes   global shape of each parameter, by our names
+    rules    how its tensor-parallel parts are laid out
     notes    what a user should know
     """
 
     source: Source
     config: Config
     shapes: dict[str, tuple[int, ...]]
+    rules: Rules
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -45,13 +52,13 @@ class Plan:
 
 
 def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of the checkpoint to read: DIRECTORY itself, the one that its tracker file names, or `tag` in it.
+    """Return the folder to read: DIRECTORY itself, the one that its tracker file names, or `tag` in it.
 
     Raises CheckpointError.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise CheckpointError(f"{root} is no folder: give one with a checkpoint of Megatron or DeepSpeed in it")
+        raise CheckpointError(f"{root} is not a folder: give one with a checkpoint of Megatron or DeepSpeed")
     if tag is not None:
         folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
     elif is_deepspeed(root) or is_megatron(root):
@@ -59,40 +66,40 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
     else:
         folder = root / _tracked(root)
     if not folder.is_dir():
-        there = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())[:_NAMED])
-        raise CheckpointError(f"{folder} does not exist; in {root} there is: {there or 'no folder'}")
+        there = named(sorted(p.name for p in root.iterdir() if p.is_dir()))
+        raise CheckpointError(f"{folder} does not exist; {root} has: {there or 'no folder'}")
     return folder
 
 
 def _tracked(root: Path) -> str:
-    """The folder's name that a tracker file holds; DeepSpeed's comes first, for where it is, its engine wrote."""
+    """Return the folder that a tracker file names; where DeepSpeed's is there, its engine wrote the checkpoint."""
     for name in ("latest", TRACKER):
         if (root / name).is_file():
-            data = read_bytes(root / name, _TRACKER_BYTES, error=CheckpointError)
+            data = read_bytes(root / name, _TRACKER_LIMIT_BYTES, error=CheckpointError)
             text = data.decode(errors="replace").strip()
             if not text or "/" in text or len(text) > 200:
                 raise CheckpointError(f"{root / name} holds {text[:40]!r} where a folder is expected: use --load-tag")
             return tagged_name(text)
-    raise CheckpointError(f"{root} holds no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag")
+    raise CheckpointError(f"{root} has no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag")
 
 
 def read_source(
     folder: Path, *, optimizer: bool = True, version: float | None = None, plain: Sequence[str] = ()
 ) -> Source:
-    """What is in a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
-    names = {path.name for path in folder.iterdir()}
+    """Read a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
     for is_theirs, read in ((is_deepspeed, read_deepspeed), (is_megatron, read_megatron)):
         if is_theirs(folder):
             with laid_out(folder):
                 return read(folder, optimizer, version, plain)
+    names = {path.name for path in folder.iterdir()}
     if any(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names):
         why = "is of ZeRO stage 3: use the zero_to_fp32.py beside it, which makes a file of weights"
     elif "zero" in names:
-        why = "is a universal checkpoint: convert the one that it was made of"
+        why = "is a universal checkpoint: convert the one that it was made from"
     elif ".metadata" in names or "boxes.json" in names:
         why = "is in torch's distributed format, as this program's own are: load those with --load"
     else:
-        why = f"holds neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{'model_optim_rng.pt'}"
+        why = f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE}"
     raise CheckpointError(f"{folder} {why}")
 
 
@@ -102,148 +109,120 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
     Raises CheckpointError where tensors are missing, unknown or of another shape, and ConfigError for bad settings.
     """
     with laid_out(source.folder):
-        return _planned(source, chosen)
-
-
-def _planned(source: Source, chosen: Mapping[str, Any]) -> Plan:
-    settings, notes = settings_of(source.arguments)
-    config, more = configure(_completed(settings, source, chosen), chosen)
-    layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
-    if config.model.num_layers > len(layers):
-        raise CheckpointError(f"{source.folder} has {len(layers)} layers, and with these settings the model has "
-                              f"{config.model.num_layers}: correct --num-layers")  # fmt: skip
-    shapes = global_shapes(config)
-    _check_names(source, shapes)
-    plan = Plan(source, config, shapes, [*source.notes, *notes, *more])
-    padded = sum(len(part.weight) for part in source.parts[WORD_EMBEDDINGS])
-    if padded > config.model.vocab_size:  # type: ignore[operator]
-        plan.notes.append(
-            f"{padded - config.model.vocab_size} of {padded} rows of the vocabulary are padding and left out; "  # type: ignore[operator]
-            f"Megatron's loss counts them, so it is a little higher than the one here"
-        )
-    rules = _rules(plan)
-    for name, shape in shapes.items():
-        whole = _shape(merge(name, [part.weight.to("meta") for part in source.parts[name]], rules), shape)
-        if whole is None:
+        settings, notes = settings_of(source.arguments)
+        config, more = configure(_completed(settings, source, chosen), chosen)
+        model, vocab_size = config.model, config.model.vocab_size
+        assert vocab_size is not None, "configure requires it"
+        layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
+        if model.num_layers > len(layers):
+            raise CheckpointError(f"{source.folder} has {len(layers)} layers, and with these settings the model has "
+                                  f"{model.num_layers}: correct --num-layers")  # fmt: skip
+        shapes = global_shapes(config)
+        _check_names(source, shapes)
+        rules = Rules(source.version, model.kv_channels, vocab_size, model.swiglu)
+        plan = Plan(source, config, shapes, rules, [*source.notes, *notes, *more])
+        padded = _rows(source)
+        if padded > vocab_size:
+            plan.notes.append(
+                f"{padded - vocab_size} of {padded} rows of the vocabulary are padding and left out; Megatron's loss "
+                f"includes them, so it is a little higher than the one here"
+            )
+        for name, shape in shapes.items():
             found = tuple(merge(name, [part.weight.to("meta") for part in source.parts[name]], rules).shape)
-            raise CheckpointError(f"{source.folder}: {name} is {found} there, and {shape} with these settings")
-    return plan
+            if found != shape:
+                raise CheckpointError(f"{source.folder}: {name} is {found} there, and {shape} with these settings")
+        return plan
+
+
+def _rows(source: Source) -> int:
+    """Return the padded size of the vocabulary."""
+    return sum(len(part.weight) for part in source.parts[WORD_EMBEDDINGS])
 
 
 def _completed(settings: dict[str, Any], source: Source, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the tensors themselves show, where neither arguments nor the user give them."""
-    shown: dict[str, Any] = {}
+    """Add settings that follow from the tensors, where there are no arguments."""
     parts = source.parts
     if not source.arguments:
-        shown["num_layers"] = len({name.split(".")[1] for name in parts if name.startswith("layers.")})
-        shown["untie_embeddings_and_output_weights"] = OUTPUT_LAYER in parts
-        shown["add_bias_linear"] = any(name.endswith("dense.bias") for name in parts)
-        shown["normalization"] = "layernorm" if "final_layernorm.bias" in parts else "rmsnorm"
+        shown: dict[str, Any] = {
+            "num_layers": len({name.split(".")[1] for name in parts if name.startswith("layers.")}),
+            "untie_embeddings_and_output_weights": OUTPUT_LAYER in parts,
+            "add_bias_linear": any(name.endswith("dense.bias") for name in parts),
+            "normalization": "layernorm" if "final_layernorm.bias" in parts else "rmsnorm",
+        }
         if POSITION_EMBEDDINGS in parts:
             shown["max_position_embeddings"] = len(parts[POSITION_EMBEDDINGS][0].weight)
         if WORD_EMBEDDINGS in parts:
             shown["hidden_size"] = parts[WORD_EMBEDDINGS][0].weight.shape[-1]
-    elif settings.get("vocab_size") is None and chosen.get("vocab_size") is None and WORD_EMBEDDINGS in parts:
-        padded = sum(len(part.weight) for part in parts[WORD_EMBEDDINGS])
+        return {**shown, **settings}
+    if settings.get("vocab_size") is None and chosen.get("vocab_size") is None and WORD_EMBEDDINGS in parts:
         raise CheckpointError(
-            f"{source.folder} does not say how large the vocabulary is without padding: give --vocab-size with the "
-            f"number of entries of its tokenizer (at most {padded}, its padded size)"
+            f"{source.folder} does not contain the size of the vocabulary without padding: give --vocab-size with the "
+            f"number of entries of its tokenizer (at most {_rows(source)}, its padded size)"
         )
-    return {**shown, **settings}
+    return settings
 
 
 def _check_names(source: Source, shapes: Mapping[str, Any]) -> None:
     missing = [name for name in shapes if name not in source.parts]
-    tied = OUTPUT_LAYER in source.parts and OUTPUT_LAYER not in shapes
     unknown = [name for name in source.parts if name not in shapes]
-    problems = []
-    for what, names in (("it has no", missing), ("it has also", unknown)):
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            problems.append(f"{what} {', '.join(names[:_NAMED])}{more}")
-    if problems:
-        hint = " (--untie-embeddings-and-output-weights?)" if tied else ""
+    lists = (("it has no", missing), ("it also has", unknown))
+    if problems := [f"{what} {named(names)}" for what, names in lists if names]:
+        hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
         raise CheckpointError(
             f"{source.folder} does not have the parameters of a model with these settings: {'; '.join(problems)}{hint}"
         )
-
-
-def _rules(plan: Plan) -> Rules:
-    model = plan.config.model
-    assert model.vocab_size is not None, "configure insists on it"
-    return Rules(plan.source.version, model.kv_channels, model.vocab_size, model.swiglu)
-
-
-def _shape(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """The tensor in the shape of our parameter, None where it is another."""
-    return whole if tuple(whole.shape) == shape else None
 
 
 def convert(
     plan: Plan, directory: str | os.PathLike[str], passport: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Write the checkpoint into DIRECTORY, tensor by tensor; the folder that it is in now.
+    """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
+    passport   provenance to be kept beside that of the source
     progress   called with (parameters written, all parameters)
 
     Raises CheckpointError when the optimizer's masters are not those of the weights, or when it cannot be written.
     """
     source = plan.source
+    state = dict(source.counters)
+    for kind in ("consumed", "scheduled"):  # without arguments only our settings have the length of a sample
+        state[f"{kind}_tokens"] = state[f"{kind}_tokens"] or state[f"{kind}_samples"] * plan.config.model.seq_length
     scalars = {
         "optimizer_step": source.optimizer_step or 0, "skipped_steps": source.counters.get("skipped_iterations", 0),
         "loss_scale": source.loss_scale,
     }  # fmt: skip
-    with laid_out(source.folder):
-        return write_offline(
-            directory, source.iteration, _tensors(plan, progress), config=plan.config, state=_state(plan),
-            scalars=scalars, optimizer=plan.optimizer,
-            passport={**(passport or {}), "converted_from": _origin(plan)},
-        )  # fmt: skip
-
-
-def _state(plan: Plan) -> dict[str, Any]:
-    """The counters, with tokens where only the settings tell how long a sample is."""
-    found, sequence = dict(plan.source.counters), plan.config.model.seq_length
-    for kind in ("consumed", "scheduled"):
-        found[f"{kind}_tokens"] = found[f"{kind}_tokens"] or found[f"{kind}_samples"] * sequence
-    return found
-
-
-def _origin(plan: Plan) -> dict[str, Any]:
-    source = plan.source
-    return {
+    origin = {
         "kind": source.kind, "folder": str(source.folder.absolute()), "tensor_parallel_size": source.tensor_size,
         "pipeline_parallel_size": source.pipeline_size, "data_parallel_size": source.data_size,
         "checkpoint_version": source.version, "notes": plan.notes,
     }  # fmt: skip
+    with laid_out(source.folder):
+        return write_offline(
+            directory, source.iteration, _tensors(plan, progress), config=plan.config, state=state, scalars=scalars,
+            optimizer=plan.optimizer, passport={**(passport or {}), "converted_from": origin},
+        )  # fmt: skip
 
 
 def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in a checkpoint, fp32 tensor), one after another; nothing is kept."""
-    rules = _rules(plan)
+    """Yield (name in a checkpoint, fp32 tensor), one after another; nothing is kept."""
     for done, name in enumerate(plan.shapes, 1):
         parts = plan.source.parts[name]
-        _check_copies(plan, name, parts)
+        if is_replicated(name) and any(not torch.equal(part.weight, parts[0].weight) for part in parts[1:]):
+            plan.notes.append(f"{name} is not the same on all tensor ranks: that of the first is taken")
         for kind in KINDS if plan.optimizer else KINDS[:1]:
-            yield f"{kind}.{name}", merge(name, [_value(plan, name, part, kind) for part in parts], rules)
+            yield f"{kind}.{name}", merge(name, [_value(plan, name, part, kind) for part in parts], plan.rules)
         progress(done, len(plan.shapes))
 
 
 def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
-    """A part's tensor, fp32; a master must round to the weight that the model computes with."""
+    """Return a part's tensor, fp32; a master must round to the weight that the model computes with."""
     if part.state is None or not plan.optimizer:
         return part.weight.float()
-    value = part.state(kind)
+    value = part.state(kind).detach().float()
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: files of different "
             f"steps or layouts. Convert without the optimizer (--no-optim) if the weights are the right ones"
         )
     return value
-
-
-def _check_copies(plan: Plan, name: str, parts: Sequence[Part]) -> None:
-    """Note where tensor ranks that should hold the same hold something else."""
-    if is_replicated(name) and any(not torch.equal(part.weight, parts[0].weight) for part in parts[1:]):
-        plan.notes.append(f"{name} is not the same on all tensor ranks: that of the first is taken")

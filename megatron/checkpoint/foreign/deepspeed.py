@@ -3,249 +3,326 @@
     global_step100/mp_rank_01_model_states.pt               a model-parallel rank (stage x tensor size + tensor rank):
                                                             counters, arguments, and without pipeline the weights
                    layer_03-model_01-model_states.pt        with pipeline: a layer's weights, of tensor rank 1
-                   bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt      a shard of the optimizer's state (zero.py)
+                   bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt      a shard of the optimizer's state
+
+The shards are those of ZeRO stages 1 and 2. The parameters of a group are laid end to end in one flat array, which is
+cut over the data-parallel ranks. Each shard has a map of which stretch of its piece belongs to which parameter
+(param_slice_mappings); older ones only have the shapes of the parameters (param_shapes).
 """
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.checkpoint.foreign.names import WORD_EMBEDDINGS, PipelineNames, flatten, ours
-from megatron.checkpoint.foreign.source import Part, Source
+from megatron.checkpoint.foreign.source import MOMENTS, Part, Source, aligned, check_ranks, source_of
 from megatron.checkpoint.foreign.unpickle import attributes, load_file
-from megatron.checkpoint.foreign.zero import ZeroShards, shards_in
 from megatron.errors import CheckpointError
 
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
+_SHARD = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
-
-_Shards = dict[int, tuple[ZeroShards, dict[str, str]]]
-"""Of each model-parallel rank: its shards, and by our names of parameters theirs."""
+Weights = list[dict[str, tuple[torch.Tensor, str]]]
+"""Of each tensor rank: (weight, its name there) by our name."""
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether DeepSpeed's engine wrote this folder."""
+    """Return whether DeepSpeed's engine wrote this folder."""
     return any(_MODEL.match(path.name) for path in folder.iterdir())
 
 
 def read_deepspeed(folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()) -> Source:
-    """What is in a folder that DeepSpeed's engine wrote.
+    """Read a folder that DeepSpeed's engine wrote.
 
     optimizer   whether its state is wanted
-    version     checkpoint_version, instead of what the files say
+    version     checkpoint_version, instead of that in the files
     plain       see unpickle.load_file
 
     Raises CheckpointError, naming files, where some are missing, damaged or not of one checkpoint.
     """
-    return _Reader(folder, plain).read(optimizer, version)
+    listed = sorted(folder.iterdir())
+    experts = [path.name for path in listed if "_expert_" in path.name]
+    if experts:
+        raise CheckpointError(f"{folder} has a model with experts ({experts[0]} ...), which are not supported")
+    model_files = {int(match[1]): path for path in listed if (match := _MODEL.match(path.name))}
+    layer_files: dict[int, dict[int, Path]] = {}
+    for path in listed:
+        if match := _LAYER.match(path.name):
+            layer_files.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
+    states = {rank: load_file(model_files[rank], plain) for rank in sorted(model_files)}
+    first = next(iter(states.values()))
+    arguments, count = attributes(first.get("args")), len(states)
+    written = attributes(first.get("checkpoint_parallel_dimensions"))
+    tensor = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
+    if tensor is None and layer_files:
+        tensor = max(len(files) for files in layer_files.values())
+    tensor = int(tensor or written.get("tp_degree") or first.get("mp_world_size") or count)
+    pipeline = int(arguments.get("pipeline_model_parallel_size") or max(1, count // tensor)) if layer_files else 1
+    check_ranks(
+        folder, tensor, pipeline, {(rank % tensor, rank // tensor) for rank in states},
+        lambda t, p: f"mp_rank_{p * tensor + t:02d}_model_states.pt",
+    )  # fmt: skip
+    kind = f"DeepSpeed {first.get('ds_version', '')}".strip() + (", pipeline" if layer_files else "")
+    if version is None:
+        version = first.get("checkpoint_version", 0.0 if arguments else 3.0)
+    files = {model_files[rank]: state for rank, state in states.items()}
+    source = source_of(kind, files, folder, version, tensor, pipeline)
+    source.files += [path for files in layer_files.values() for path in files.values()]
+    if layer_files:
+        weights, translate = _layers(folder, layer_files, tensor, plain)
+    else:
+        weights, translate = _modules(files)
+    shards = _shards(source, states, translate, plain) if optimizer else []
+    for name, parts in aligned(folder, weights).items():
+        source.parts[name] = [
+            Part(weight, _state(shards[t::tensor], folder, name, weight) if shards else None)
+            for t, (weight, _) in enumerate(parts)
+        ]
+    return source
 
 
-class _Reader:
-    def __init__(self, folder: Path, plain: Sequence[str]) -> None:
-        self.folder, self.plain = folder, plain
-        listed = sorted(folder.iterdir())
-        experts = [path.name for path in listed if "_expert_" in path.name]
-        if experts:
-            raise CheckpointError(f"{folder} is of a model with experts ({experts[0]} ...), which this program has not")
-        self.model_files = {int(m[1]): path for path in listed if (m := _MODEL.match(path.name))}
-        self.layer_files: dict[int, dict[int, Path]] = {}
-        for path in listed:
-            if match := _LAYER.match(path.name):
-                self.layer_files.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
-        self.states = {rank: load_file(path, plain) for rank, path in self.model_files.items()}
+def _modules(states: Mapping[Path, Mapping[str, Any]]) -> tuple[Weights, Callable[[str], str | None]]:
+    """Return the weights of a checkpoint without pipeline, and what translates names in its optimizer."""
+    # Of two names of one tensor the optimizer has the first. A tied embedding is an embedding to us.
+    again = attributes(next(iter(states.values())).get("shared_params"))
+    tied = {first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS}
 
-    def read(self, optimizer: bool, version: float | None) -> Source:
-        first = self.states[min(self.states)]
-        arguments = attributes(first.get("args"))
-        tensor, pipeline = self._sizes(first, arguments)
-        iteration = self._iteration()
-        weights = self._layers(tensor) if self.layer_files else self._modules()
-        if version is None:
-            version = float(first.get("checkpoint_version", 0.0 if arguments else 3.0))
-        source = Source(
-            kind=f"DeepSpeed {first.get('ds_version', '')}".strip() + (", pipeline" if self.layer_files else ""),
-            folder=self.folder, iteration=iteration, arguments=arguments, version=version,
-            tensor_size=tensor, pipeline_size=pipeline, parts={}, counters=_counters(first, arguments, iteration),
-            files=[*self.model_files.values(), *(path for f in self.layer_files.values() for path in f.values())],
-        )  # fmt: skip
-        if not arguments:
-            source.notes.append("it holds no arguments of Megatron: settings come from the command line")
-        shards = self._shards(source, tensor * pipeline) if optimizer else {}
-        for name, parts in weights.items():
-            source.parts[name] = [
-                Part(weight, self._state(shards, name, weight, t, tensor)) for t, (weight, _) in enumerate(parts)
-            ]
-        return source
+    def translate(name: str) -> str | None:
+        return tied.get(name) or ours(name)
 
-    def _sizes(self, first: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int]:
-        """Tensor and pipeline size; all files of the model-parallel ranks must be there."""
-        count = len(self.model_files)
-        written = attributes(first.get("checkpoint_parallel_dimensions"))
-        tensor = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
-        if tensor is None and self.layer_files:
-            tensor = max(len(files) for files in self.layer_files.values())
-        tensor = int(tensor or written.get("tp_degree") or first.get("mp_world_size") or count)
-        pipeline = arguments.get("pipeline_model_parallel_size") or max(1, count // tensor)
-        pipeline = int(pipeline) if self.layer_files else 1
-        most = min(tensor * pipeline, count + 1)  # enough to miss one, whatever the file says
-        expected = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(most)}
-        there = {path.name for path in self.model_files.values()}
-        if expected != there:
-            missing, more = sorted(expected - there), sorted(there - expected)
-            wrong = f"{', '.join(missing[:4])} missing" if missing else f"{', '.join(more[:4])} too many"
+    each = []
+    for path, state in states.items():
+        module = state.get("module")
+        if not isinstance(module, Mapping):
             raise CheckpointError(
-                f"{self.folder} was written with tensor-parallel size {tensor} and pipeline size {pipeline}, but it "
-                f"has {count} mp_rank files: {wrong}"
+                f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: the checkpoint is "
+                f"incomplete"
             )
-        return tensor, pipeline
+        named = {name: weight for name, weight in flatten(module).items() if name not in again}
+        each.append({own: (weight, name) for name, weight in named.items() if (own := translate(name))})
+    return each, translate
 
-    def _iteration(self) -> int:
-        """The iteration, which all files must agree on."""
-        found: dict[int, str] = {}
-        for rank, state in self.states.items():
-            iteration = state.get("iteration", state.get("global_steps"))
-            if not isinstance(iteration, int):
-                raise CheckpointError(f"{self.model_files[rank]} does not say its iteration: is it DeepSpeed's?")
-            found.setdefault(iteration, self.model_files[rank].name)
-        if len(found) > 1:
-            listed = ", ".join(f"{name}: {iteration}" for iteration, name in sorted(found.items()))
-            raise CheckpointError(f"{self.folder} mixes files of different iterations ({listed})")
-        return next(iter(found))
 
-    def _modules(self) -> dict[str, list[tuple[torch.Tensor, str]]]:
-        """{our name: [(weight, its name there) for each tensor rank]} of a checkpoint without pipeline."""
-        # Two names of one tensor: the optimizer knows it by the first. A tied embedding is an embedding to us.
-        again = attributes(self.states[min(self.states)].get("shared_params"))
-        tied = {first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS}
-        self._translate: Any = lambda name: tied.get(name) or ours(name)
-        each = []
-        for rank in sorted(self.states):
-            module = self.states[rank].get("module")
-            if not isinstance(module, Mapping):
-                raise CheckpointError(
-                    f"{self.model_files[rank]} holds no weights, and there are no layer_NN-model_NN-model_states.pt "
-                    f"files: the checkpoint is not complete"
-                )
-            named = {name: weight for name, weight in flatten(module).items() if name not in again}
-            each.append({own: (weight, name) for name, weight in named.items() if (own := self._translate(name))})
-        return _aligned(each, [self.model_files[rank] for rank in sorted(self.states)])
-
-    def _layers(self, tensor: int) -> dict[str, list[tuple[torch.Tensor, str]]]:
-        """The same of a checkpoint with pipeline; a layer's file of each tensor rank."""
-        for files in self.layer_files.values():
-            if sorted(files) != list(range(tensor)):
-                example = re.sub(r"model_\d+-", "model_%02d-", next(iter(files.values())).name)
-                absent = sorted(set(range(tensor)) - set(files)) or sorted(files)[tensor:]
-                raise CheckpointError(
-                    f"{self.folder} was written by {tensor} tensor-parallel ranks, of which "
-                    f"{example.replace('%02d', f'{absent[0]:02d}')} is missing or too many"
-                )
-        loaded = {n: [load_file(files[t], self.plain) for t in range(tensor)] for n, files in self.layer_files.items()}
-        names = PipelineNames({number: ranks[0] for number, ranks in loaded.items()})
-        self._translate = names.in_module
-        each: list[dict[str, tuple[torch.Tensor, str]]] = [{} for _ in range(tensor)]
-        for number in sorted(loaded):
-            for t, content in enumerate(loaded[number]):
-                for name, weight in flatten(content).items():
-                    own = names.in_file(number, name)
-                    if own:
-                        each[t].setdefault(own, (weight, name))  # a tied embedding that is stored again comes later
-        return _aligned(each, [self.folder] * tensor)
-
-    def _shards(self, source: Source, ranks: int) -> _Shards:
-        """The optimizer's shards of each model-parallel rank, with their names of parameters by ours; empty: none."""
-        files = shards_in(self.folder)
-        if not files:
-            kept = any(state.get("optimizer") for state in self.states.values())
-            source.notes.append(
-                "its optimizer's state is not in ZeRO's shards, and without names of parameters: only weights are taken"
-                if kept else "it has no optimizer state: only weights are taken"
-            )
-            return {}
-        absent = [rank for rank in range(ranks) if rank not in files]
-        if absent:
+def _layers(
+    folder: Path, layer_files: Mapping[int, Mapping[int, Path]], tensor: int, plain: Sequence[str]
+) -> tuple[Weights, Callable[[str], str | None]]:
+    """Return the same of a checkpoint with pipeline."""
+    for files in layer_files.values():
+        if sorted(files) != list(range(tensor)):
+            example = re.sub(r"model_\d+-", "model_NN-", next(iter(files.values())).name)
             raise CheckpointError(
-                f"{self.folder} has optimizer shards, but none of model-parallel rank {absent[0]} "
-                f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert without the "
-                f"optimizer (--no-optim)"
+                f"{folder} was written by {tensor} tensor-parallel ranks, but {example} is there for {sorted(files)}"
             )
-        found = {}
-        for rank in range(ranks):
-            shards = ZeroShards(files[rank], self.states[rank].get("param_shapes"), self.plain)
-            found[rank] = (shards, {own: name for name in shards.names if (own := self._translate(name))})
-            source.files += shards.files
-        steps = {shards.step for shards, _ in found.values()}
+    loaded = {n: [load_file(files[t], plain) for t in range(tensor)] for n, files in sorted(layer_files.items())}
+    names = PipelineNames({number: ranks[0] for number, ranks in loaded.items()})
+    each: Weights = [{} for _ in range(tensor)]
+    for number, ranks in loaded.items():
+        for t, content in enumerate(ranks):
+            for name, weight in flatten(content).items():
+                if own := names.in_file(number, name):
+                    each[t].setdefault(own, (weight, name))  # a tied embedding is stored again in a later layer
+    return each, names.in_module
+
+
+def _shards(
+    source: Source, states: Mapping[int, Mapping[str, Any]], translate: Callable[[str], str | None],
+    plain: Sequence[str],
+) -> list[tuple[ZeroShards, dict[str, str]]]:
+    """Return the optimizer's shards of each model-parallel rank, with their names of parameters by ours; empty, with a
+    note, where there are none."""
+    files = shards_in(source.folder)
+    if not files:
+        kept = any(state.get("optimizer") for state in states.values())
+        source.notes.append(
+            "its optimizer's state is not in ZeRO's shards, and has no names of parameters: only weights are taken"
+            if kept else "it has no optimizer state: only weights are taken"
+        )
+        return []
+    absent = [rank for rank in states if rank not in files]
+    if absent:
+        raise CheckpointError(
+            f"{source.folder} has optimizer shards, but none of model-parallel rank {absent[0]} "
+            f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert without the "
+            f"optimizer (--no-optim)"
+        )
+    found = []
+    for rank, state in states.items():
+        shards = ZeroShards(files[rank], state.get("param_shapes"), plain)
+        found.append((shards, {own: name for name in shards.names if (own := translate(name))}))
+        source.files += shards.files
+    steps = {shards.step for shards, _ in found}
+    if len(steps) > 1:
+        raise CheckpointError(f"{source.folder}: optimizer shards of different steps: {sorted(map(str, steps))}")
+    if not all(shards.is_adam for shards, _ in found):
+        source.notes.append("its optimizer is not Adam: only weights are taken")
+        return []
+    scaler = found[0][0].loss_scaler
+    if "scale_window" in scaler:  # a dynamic loss scale
+        steps_since = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
+        source.loss_scale = {
+            "scale": float(scaler["cur_scale"]), "good_steps": max(steps_since, 0) % int(scaler["scale_window"]),
+            "allowance": int(scaler.get("cur_hysteresis", 1)),
+        }  # fmt: skip
+    source.optimizer_step = steps.pop()
+    source.data_size = len(files[0])
+    return found
+
+
+def _state(
+    stages: Sequence[tuple[ZeroShards, dict[str, str]]], folder: Path, name: str, weight: torch.Tensor
+) -> Callable[[str], torch.Tensor]:
+    """Return what reads the optimizer's state of one part, from the first stage that has the parameter."""
+    for shards, names in stages:
+        if name in names:
+            return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
+    raise CheckpointError(f"{folder}: no optimizer shard has {name}; convert without it (--no-optim)")
+
+
+def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
+    """Return {model-parallel rank: {data-parallel rank: file}}. Raises CheckpointError where one rank has two files."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _SHARD.match(path.name):
+            data, model = int(match[1]), int(match[2])
+            other = found.setdefault(model, {}).setdefault(data, path)
+            if other != path:
+                raise CheckpointError(
+                    f"{other} and {path.name} are shards of the same rank: remove those of the other run or precision"
+                )
+    return found
+
+
+class _Stretch(NamedTuple):
+    """`numel` numbers from `start` of a group's flat tensors (by kind) in the shard of data-parallel rank `data`."""
+
+    data: int
+    flat: Mapping[str, torch.Tensor]
+    start: int
+    numel: int
+
+
+class ZeroShards:
+    """The optimizer shards of one model-parallel rank.
+
+    step         Adam's steps; None where the optimizer is not Adam
+    is_adam      whether both of Adam's moments are there
+    loss_scaler  attributes of DeepSpeed's loss scaler; empty where there is none
+    names        parameters, by their names in the module
+    """
+
+    def __init__(self, files: Mapping[int, Path], param_shapes: Any, plain: Sequence[str] = ()) -> None:
+        self.files = [files[data] for data in sorted(files)]
+        shards = [load_file(path, plain) for path in self.files]
+        try:
+            self._read([shard["optimizer_state_dict"] for shard in shards], sorted(files), param_shapes)
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.files[0].parent}: the shards {self.files[0].name} ... do not have the layout of ZeRO stage 1 "
+                f"or 2 ({type(error).__name__}: {error}); convert without the optimizer (--no-optim)"
+            ) from error
+
+    def _read(self, states: list[dict[str, Any]], ranks: list[int], param_shapes: Any) -> None:
+        counts = states[0]["partition_count"]
+        expected = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
+        wanted = list(range(min(expected, len(ranks) + 1)))
+        if ranks != wanted:
+            missing = sorted(set(wanted) - set(ranks))
+            example = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name)
+            raise CheckpointError(
+                f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where {expected} wrote: "
+                f"{example} is {'missing' if missing else 'from another run'}"
+            )
+        pieces = [_pieces(state) for state in states]
+        self.loss_scaler = attributes(states[0].get("loss_scaler"))
+        steps = {_step(state) for state in states}
         if len(steps) > 1:
-            raise CheckpointError(f"{self.folder}: optimizer shards of different steps: {sorted(map(str, steps))}")
-        if not all(shards.is_adam for shards, _ in found.values()):
-            source.notes.append("its optimizer is not Adam: only weights are taken")
-            return {}
-        source.optimizer_step = steps.pop()
-        source.loss_scale = loss_scale_of(found[0][0].loss_scaler)
-        source.data_size = len(files[0])
-        return found
+            raise CheckpointError(f"{self.files[0].parent}: shards of different steps: {sorted(map(str, steps))}")
+        self.step = steps.pop()
+        mapped = "param_slice_mappings" in states[0]
+        self._where = _mapped(states, pieces) if mapped else _laid(pieces, param_shapes)
+        self.names = list(self._where)
+        groups = [group for piece in pieces for group in piece]
+        self.is_adam = self.step is not None and all(kind in group for group in groups for kind in MOMENTS)
 
-    def _state(self, shards: _Shards, name: str, weight: torch.Tensor, t: int, tensor: int) -> Any:
-        """What gives the optimizer's state of one part: of the first stage that has the parameter."""
-        if not shards:
-            return None
-        for rank in range(t, len(shards), tensor):
-            held, names = shards[rank]
-            if name in names:
-                return partial(held.tensor, name=names[name], shape=tuple(weight.shape))
-        raise CheckpointError(f"{self.folder}: no optimizer shard has {name}; convert without it (--no-optim)")
-
-
-def _aligned(
-    each: Sequence[Mapping[str, tuple[torch.Tensor, str]]], where: Sequence[Path]
-) -> dict[str, list[tuple[torch.Tensor, str]]]:
-    """Parts by parameter; every tensor rank must have the same ones."""
-    for other, place in zip(each[1:], where[1:], strict=True):
-        different = sorted(each[0].keys() ^ other.keys())
-        if different:
-            raise CheckpointError(f"{place} and {where[0]} hold different parameters: {', '.join(different[:4])}")
-    return {name: [parts[name] for parts in each] for name in each[0]}
+    def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape. Raises CheckpointError."""
+        stretches = self._where[name]
+        held = sum(s.numel for s in stretches)
+        if held != math.prod(shape):
+            raise CheckpointError(
+                f"{self.files[0].parent}: the optimizer's shards have {held} numbers of {name}, which is "
+                f"{tuple(shape)}: files of different runs?"
+            )
+        found = []
+        for s in stretches:
+            flat = s.flat[kind].detach().view(-1)
+            if s.start + s.numel > flat.numel():
+                raise CheckpointError(f"{self.files[s.data]} ends within {name}: the file is damaged")
+            found.append(flat[s.start : s.start + s.numel].float())
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(*shape)
 
 
-def loss_scale_of(scaler: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of our dynamic loss scale from the attributes of DeepSpeed's; None where its scale is fixed."""
-    if "scale_window" not in scaler:
-        return None
-    steps = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
-    return {
-        "scale": float(scaler["cur_scale"]), "good_steps": max(steps, 0) % int(scaler["scale_window"]),
-        "allowance": int(scaler.get("cur_hysteresis", 1)),
-    }  # fmt: skip
+def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Return the flat tensors of a shard: of each group {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
+    masters = state["single_partition_of_fp32_groups"]
+    base = state["base_optimizer_state"]
+    # A plain torch state dict, or with DeepSpeed's elastic checkpoints a list over the groups.
+    each = base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(masters))]
+    return [
+        {"master": master} | {kind: moments[kind] for kind in MOMENTS if isinstance(moments.get(kind), torch.Tensor)}
+        for master, moments in zip(masters, each, strict=True)
+    ]
 
 
-def _counters(state: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int) -> dict[str, int]:
-    """The counters of our training loop."""
-    samples = arguments.get("consumed_train_samples")
-    skipped = int(state.get("skipped_steps") or 0)
-    tokens = state.get("tokens") or arguments.get("consumed_train_tokens")
-    schedule = attributes(state.get("opt_param_scheduler") or state.get("lr_scheduler"))
-    return counters(arguments, iteration, samples or state.get("global_samples"), tokens, skipped, schedule)
+def _step(state: Mapping[str, Any]) -> int | None:
+    """Return Adam's count, which optimizers keep for each tensor or for each group."""
+    base = state["base_optimizer_state"]
+    places = base if isinstance(base, list) else [*base["state"].values(), *base["param_groups"]]
+    for place in (*places, {"step": state.get("base_optimizer_state_step")}):
+        if place.get("step") is not None:
+            return int(place["step"])
+    return None
 
 
-def counters(
-    arguments: Mapping[str, Any], iteration: int, samples: int | None, tokens: int | None, skipped: int,
-    schedule: Mapping[str, Any],
-) -> dict[str, int]:
-    """How far the run came. Megatron's scheduler counts samples, and only of steps that were taken."""
-    sequence = int(arguments.get("seq_length") or 0)
-    samples = int(samples or 0)
-    scheduled = schedule.get("num_steps")
-    if not isinstance(scheduled, int):
-        scheduled = samples if not iteration else samples * (iteration - skipped) // iteration
-    return {
-        "iteration": iteration, "consumed_samples": samples, "consumed_tokens": int(tokens or samples * sequence),
-        "consumed_valid_samples": int(arguments.get("consumed_valid_samples") or 0), "skipped_iterations": skipped,
-        "scheduled_iterations": iteration - skipped, "scheduled_samples": int(scheduled),
-        "scheduled_tokens": int(scheduled) * sequence,
-    }  # fmt: skip
+_Pieces = list[dict[str, torch.Tensor]]
+
+
+def _mapped(states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]) -> dict[str, list[_Stretch]]:
+    """Return where the shards have parameters: their parts follow one another over the data-parallel ranks."""
+    found: dict[str, list[_Stretch]] = {}
+    for data, state in enumerate(states):
+        for flat, mapping in zip(pieces[data], state["param_slice_mappings"], strict=True):
+            for name, address in mapping.items():
+                at = attributes(address)
+                found.setdefault(name, []).append(_Stretch(data, flat, int(at["start"]), int(at["numel"])))
+    return found
+
+
+def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stretch]]:
+    """Return where parameters are that lie end to end in the order of `param_shapes`, a dict for each group."""
+    if not param_shapes:
+        raise CheckpointError(
+            "the ZeRO shards do not contain where parameters are (neither param_slice_mappings nor param_shapes): "
+            "convert without the optimizer (--no-optim)"
+        )
+    found: dict[str, list[_Stretch]] = {}
+    for group, shapes in enumerate(param_shapes if isinstance(param_shapes, (list, tuple)) else [param_shapes]):
+        bounds = [0]
+        for piece in pieces:
+            bounds.append(bounds[-1] + piece[group]["master"].numel())
+        start = 0
+        for name, shape in shapes.items():
+            stop = start + math.prod(shape)
+            for data, piece in enumerate(pieces):
+                low, high = max(start, bounds[data]), min(stop, bounds[data + 1])
+                if low < high:
+                    found.setdefault(name, []).append(_Stretch(data, piece[group], low - bounds[data], high - low))
+            start = stop
+    return found

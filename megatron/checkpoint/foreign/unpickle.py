@@ -1,8 +1,8 @@
 """Reading foreign pickles: nothing in them is executed, and no module is imported for them.
 
-torch.load(weights_only=True) makes tensors and plain values. Foreign checkpoints hold objects besides: the namespace of
+torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold objects: the namespace of
 arguments, enumerations, loss scalers. Each of these classes, known by the beginning of its name, is read as a `Record`,
-which has the object's content and no behaviour. A file that names anything else is refused.
+which has the object's content and no behaviour. A file that names any other class is refused.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (
     "pathlib.PurePosixPath", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.", "numpy._core.multiarray.",
     "deepspeed.", "megatron.",
 )  # fmt: skip
-"""Classes of which a Record is made: whole names, or beginnings that end in a dot."""
+"""Classes that are read as a Record: whole names, or prefixes that end in a dot."""
 
 _LEGACY = (
     "argparse.Namespace", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -31,11 +31,11 @@ _LEGACY = (
     "megatron.model.enums.ModelType", "megatron.core.enums.ModelType", "numpy.ndarray", "numpy.dtype",
     "numpy.core.multiarray._reconstruct",
 )  # fmt: skip
-"""Classes expected in files from before torch 1.6, which do not list theirs."""
+"""Classes expected in files from before torch 1.6, whose classes cannot be listed without unpickling."""
 
 
 class Record:
-    """What an object of a foreign class held: its attributes, and `arguments_`, with which it was made."""
+    """The content of an object of a foreign class: its attributes and, as `arguments_`, its constructor's arguments."""
 
     arguments_: tuple[Any, ...]
 
@@ -45,7 +45,7 @@ class Record:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Everything is in __new__, which alone is called for some pickled objects."""
+        """Do nothing: some pickled objects are created by __new__ alone."""
 
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):
@@ -54,18 +54,18 @@ class Record:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of a Record or the entries of a dict; empty for anything else."""
+    """Return the attributes of a Record or the entries of a dict; empty for anything else."""
     if isinstance(value, Record):
         return {name: item for name, item in vars(value).items() if name != "arguments_"}
     return dict(value) if isinstance(value, dict) else {}
 
 
 def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """The dict that torch.save wrote to `path`. Tensors stay in the file, mapped into memory, until they are read.
+    """Return the dict that torch.save wrote to `path`. Tensors stay in the file, memory-mapped, until they are read.
 
-    plain   further names of classes to be read as Records
+    plain   further classes to be read as Records
 
-    Raises CheckpointError, naming the file, when it is missing, damaged, holds no dict, or holds other objects.
+    Raises CheckpointError, naming the file, when it is missing, damaged, not a dict, or holds other objects.
     """
     open_regular(path, error=CheckpointError).close()
     try:
@@ -74,7 +74,9 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         else:
             names = [*_LEGACY, *plain]
-        refused = sorted(name for name in names if not _is_plain(name, (*PLAIN, *plain)))
+        allowed = (*PLAIN, *plain)
+        prefixes = tuple(entry for entry in allowed if entry.endswith("."))
+        refused = sorted(name for name in names if name not in allowed and not name.startswith(prefixes))
         if refused:
             raise CheckpointError(_refusal(path, ", ".join(refused)))
         with torch.serialization.safe_globals([(Record, name) for name in names]):
@@ -82,11 +84,11 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        # torch advises to load the file with weights_only=False, which is not passed on.
+        # torch's message is not passed on: it recommends weights_only=False.
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise CheckpointError(_refusal(path, named[1])) from error
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): it is damaged, or no file that torch.save wrote"
+            f"{path} cannot be read ({type(error).__name__}): it is damaged, or torch.save did not write it"
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?")
@@ -95,10 +97,6 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
 
 def _refusal(path: Path, names: str) -> str:
     return (
-        f"{path} holds objects that are not read, for a pickle can run anything: {names}. If these classes only hold "
-        f"settings, give their names with --plain-class: then they are read as plain values"
+        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If these classes only hold "
+        f"settings, name them with --plain-class to read them as plain values"
     )
-
-
-def _is_plain(name: str, allowed: Iterable[str]) -> bool:
-    return any(name == entry or (entry.endswith(".") and name.startswith(entry)) for entry in allowed)

@@ -16,9 +16,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.config.parallel import RecomputeConfig
+from megatron.engine.buckets import sum_of_squares
 from megatron.engine.optimizer import build_optimizer, create_state
 from megatron.engine.optimizer_state import OPTIMIZERS
-from megatron.engine.zero import square
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
@@ -165,7 +165,7 @@ def _update(config: Config, device: torch.device) -> Task:
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
             adam.copies = {weights: copy}  # type: ignore[attr-defined]
         own = kernels.optimizer_implementation != "torch" and available(device)
-        squares = scale_and_norm_ if own else square
+        squares = scale_and_norm_ if own else sum_of_squares
 
         def run() -> None:
             assert weights.grad is not None

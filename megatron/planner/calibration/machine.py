@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.model.formulas import peak_tflops
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.snapshot import snapshot_bytes
-from megatron.checkpoint.tensors import tensors_to_save
+from megatron.checkpoint.tensors import snapshot_bytes, tensors_to_save
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.engine.assemble import build_executor
-from megatron.engine.deepspeed_setup import import_deepspeed
-from megatron.engine.engine import Engine
+from megatron.engine.deepspeed_internals import import_deepspeed
+from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.bucket_size import bucket_elements
-from megatron.engine.optimizer_state import has_kernel, optimizer_state
+from megatron.engine.optimizer_state import bucket_elements, has_kernel, optimizer_state
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
@@ -305,7 +304,7 @@ def reduction_seconds(channels: Channels, n_bytes: float, replicas: int, *, owne
 
 
 def bytes_per_element(config: Config, device: str) -> float:
-    """Count bytes read and written per element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
+    """Count bytes read and written per element of the master weights (engine/deepspeed_internals.py)."""
     norm = gradient = float(config.precision.gradient_bytes)
     update = optimizer_state(config).traffic_bytes(gradient)
     kernels, dtype_name = config.kernels, config.precision.dtype_name

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import Found, find, required
-from megatron.checkpoint.folder import CONFIG
-from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.config import Config
 from megatron.data.ledger import is_consumed

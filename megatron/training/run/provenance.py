@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.digest import digest, file_digest
+from megatron.checkpoint.files import digest, file_digest
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.size import checkpoint_bytes
+from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
 from megatron.data.datasets import Datasets, build_datasets
@@ -24,8 +24,7 @@ from megatron.data.packing import PackedDataset
 from megatron.data.sampler import sample_order
 from megatron.data.splits import SPLIT_NAMES
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.kernels import choose

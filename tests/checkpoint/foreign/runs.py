@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
-from megatron.engine.mpu import ModelParallelUnit
+from megatron.engine.deepspeed_internals import ModelParallelUnit, ensure_process_group, import_deepspeed, start_engine
 from megatron.parallel.topology import Topology
 from tests.checkpoint.foreign import theirs
 from tests.helpers.groups import join

@@ -13,8 +13,8 @@ import torch
 
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.foreign.convert import Plan, convert, find_source, plan_conversion, read_source
+from megatron.checkpoint.foreign.deepspeed import ZeroShards, shards_in
 from megatron.checkpoint.foreign.names import ours
-from megatron.checkpoint.foreign.zero import ZeroShards, shards_in
 from megatron.errors import CheckpointError, MegatronError
 from megatron.training.report.metrics import read_metrics
 from tests.checkpoint.foreign import runs, theirs

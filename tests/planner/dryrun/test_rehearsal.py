@@ -10,8 +10,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks, global_shapes, layer_context
 from megatron.parallel.topology import DEFAULT_ORDER
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.engine.bucket_size import bucket_elements
 from megatron.engine.optimizer import parameter_groups, unique_parameters
+from megatron.engine.optimizer_state import bucket_elements
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.errors import CheckpointError

@@ -1,6 +1,7 @@
-"""Start-up: nothing compiled, nothing printed, nothing changed for others; and what is handed to DeepSpeed."""
+"""Start-up: nothing compiled, nothing printed, nothing changed for others; what is handed to DeepSpeed; its names."""
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from megatron.engine import deepspeed_internals
+from megatron.engine.deepspeed_internals import OF_MODULES, OF_OBJECTS, import_deepspeed
 from megatron.engine.deepspeed_json import deepspeed_json
-from megatron.engine.deepspeed_setup import _check_version
+from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
+from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch
+from tests.helpers.processes import run_processes
 
 PROGRAM = """
 import contextlib, io, json, logging, os, sys
@@ -41,6 +46,7 @@ print(json.dumps({
     "disabled": os.environ.get("TORCH_COMPILE_DISABLE"),
     "dynamo disabled": torch._dynamo.config.disable,
     "imported": [*imported, *(name for name in ("mpi4py",) if name in sys.modules)],
+    "deepspeed": [int(n) for n in sys.modules["deepspeed"].__version__.split("+")[0].split(".")],
     "logging": logging.root.manager.disable,
     "extensions": os.environ["TORCH_EXTENSIONS_DIR"],
     "inductor code": code,
@@ -67,7 +73,9 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
     assert found["compile"] == "function" and found["compiled"] == 2
     assert found["disabled"] is None and found["dynamo disabled"] is False
     assert found["variables"] == [], "a later launch in this process must not read them"
-    assert (found["imported"], found["logging"], found["inductor code"]) == ([], 0, [])
+    assert found["logging"] == 0
+    if found["deepspeed"] >= [0, 19, 8]:  # older ones import torch's compiler themselves
+        assert (found["imported"], found["inductor code"]) == ([], [])
 
 
 @pytest.mark.slow
@@ -104,7 +112,54 @@ def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_old_deepspeed_is_refused() -> None:
-    _check_version("0.19.5")
-    _check_version("0.20.0+rocm")
+    deepspeed_internals._check_version("0.19.5")
+    deepspeed_internals._check_version("0.20.0+rocm")
     with pytest.raises(ConfigError, match=r"0\.18\.9.*0\.19\.5"):
-        _check_version("0.18.9")
+        deepspeed_internals._check_version("0.18.9")
+
+
+def raised(action: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        action()
+    return str(error.value)
+
+
+def without_names(rank: int) -> dict[str, str]:
+    """Errors of a DeepSpeed without each name of its modules, and of one whose optimizer lacks a method."""
+    found = {"version": import_deepspeed().__version__}
+    for module, names in OF_MODULES.items():
+        for name in names:
+            path, _, last = name.partition("(")[0].rpartition(".")
+            owner = importlib.import_module(module)
+            with pytest.MonkeyPatch.context() as patch:
+                if name.endswith(")"):
+                    patch.setattr(getattr(owner, path), last, lambda self: None)
+                else:
+                    patch.delattr(getattr(owner, path) if path else owner, last)
+                found[name] = raised(import_deepspeed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.update_lp_params")
+        topology = Topology.create()
+        found["update_lp_params"] = raised(lambda: Engine(toy.config("bf16"), topology, toy.build(topology)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_missing_name_is_refused_with_the_version() -> None:
+    (found,) = run_processes(1, without_names)
+    version = found.pop("version")
+    assert len(found) == len({name for names in OF_MODULES.values() for name in names}) + 1
+    for name, message in found.items():
+        assert name in message and version in message and "0.19.5" in message
+
+
+@pytest.mark.parametrize("kind", sorted(OF_OBJECTS))
+def test_every_name_of_an_object_is_checked(kind: str) -> None:
+    """What DeepSpeed makes under the same class name, whole and without one name at a time."""
+    whole = dict(OF_OBJECTS[kind])
+    deepspeed_internals._check_object(type(kind, (), whole)(), "7.8.9")
+    for name in whole:
+        lacking = type(kind, (), {k: v for k, v in whole.items() if k != name})()
+        message = raised(lambda lacking=lacking: deepspeed_internals._check_object(lacking, "7.8.9"))
+        assert name in message and "7.8.9" in message
+    assert "Another" in raised(lambda: deepspeed_internals._check_object(type("Another", (), whole)(), "7.8.9"))

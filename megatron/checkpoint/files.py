@@ -1,0 +1,154 @@
+"""The small files of a checkpoint: their names, how they are written, and the manifest that covers them.
+
+    {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the rest}
+
+The manifest has size and digest of every file but the data files, and of itself. Shards in data files have their
+digests in the shard lists (shards.py), which the manifest covers in turn. So a flipped bit or a truncation anywhere in
+a checkpoint is found by the reader of the affected part, before it is used.
+
+The generation gives the order in which the checkpoints of a folder were saved. Iterations do not when a run went back,
+and clocks may be wrong. Each save counts one up from the largest that is there; checkpoints without a generation are
+older than all others.
+
+Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as fast as memory can be
+read. They detect accidents and are no signature.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron.errors import CheckpointError
+from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes
+
+STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
+MANIFEST, PASSPORT = "manifest.json", "passport.json"
+FORMAT = 3
+
+Written = tuple[int, str]
+"""Size in bytes and digest of a file that was written."""
+
+_OTHER = "load another checkpoint"
+_MANIFEST_LIMIT_BYTES, _FILE_LIMIT_BYTES = 64 << 20, 1 << 30  # of the manifest, and of a file that it lists
+_LARGEST_GENERATION = 1 << 62  # the next save can still count up
+
+
+def digest(data: Any) -> str:
+    """Return 32 hex digits for bytes, or anything else with the buffer protocol (a memoryview, a numpy array).
+
+    >>> digest(b"")
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: str | os.PathLike[str]) -> Written:
+    """Return size and digest of a file, read in parts. Raises OSError."""
+    with open(path, "rb", buffering=0) as f:
+        found = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
+        return f.tell(), found
+
+
+def to_json(value: Any, what: str) -> str:
+    """Return JSON text. Raises CheckpointError naming `what` for values that JSON cannot hold or that could not be
+    read back."""
+    try:
+        text = json.dumps(value, indent=1, sort_keys=True) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{what} cannot be saved as JSON ({error}): use numbers, strings, lists and dicts"
+        ) from error
+    parse_json(text, what, error=CheckpointError)
+    return text
+
+
+def write_text(path: Path, text: str) -> Written:
+    """Write a file, sync it to disk, and return its size and digest. Raises OSError.
+
+    Use it for files that are not looked for yet: a crash may leave a partial one.
+    """
+    data = text.encode()
+    with open(path, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    sys.audit("megatron.checkpoint.synced", str(path))
+    return len(data), digest(data)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The small files of a checkpoint, {name: (bytes, digest)}, and the generation of its save."""
+
+    folder: Path
+    files: Mapping[str, Written]
+    generation: int = 0
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return the content of a file, checked against the manifest. Raises CheckpointError naming the file."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}")
+        (size, expected), path = self.files[name], self.folder / name
+        data = read_bytes(path, size, error=CheckpointError)
+        if len(data) != size:
+            raise CheckpointError(f"{path} has {len(data)} bytes where {size} were written: {_OTHER}")
+        if digest(data) != expected:
+            raise CheckpointError(f"{path} is damaged: digest {digest(data)}, expected {expected}: {_OTHER}")
+        return data
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file, checked against the manifest. Raises CheckpointError naming the file."""
+        found: dict[str, Any] = parse_json(self.read_bytes(name), self.folder / name, error=CheckpointError)
+        return found
+
+
+def write_manifest(
+    folder: Path, names: Iterable[str], known: Mapping[str, Written] | None = None, generation: int = 0
+) -> Written:
+    """Write the manifest for the files `names` of a folder and return its size and digest. Raises OSError.
+
+    known   {name: (bytes, digest)} from write_text. These files are not read again, so that corruption on their way to
+            the disk is found when they are loaded
+    """
+    known = known or {}
+    files = {name: known[name] if name in known else file_digest(folder / name) for name in names}
+    return write_text(folder / MANIFEST, _text({"format": FORMAT, "generation": generation, "files": files}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint. Raises CheckpointError naming the file when it is missing or damaged."""
+    path = folder / MANIFEST
+    text = read_bytes(path, _MANIFEST_LIMIT_BYTES, error=CheckpointError)
+    content = parse_json(text, path, error=CheckpointError)
+    content.pop("digest", None)
+    if _text(content).encode() != text:
+        raise CheckpointError(f"{path} is damaged: its digest does not match its content: {_OTHER}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')!r}, this program reads {FORMAT}: use the version that wrote it"
+        )
+    files, generation = content.get("files"), content.get("generation", 0)
+    if not isinstance(files, dict) or not all(map(_is_entry, files.items())) or not is_count(generation):
+        raise CheckpointError(f"{path} does not list files with their sizes and digests: {_OTHER}")
+    listed = {name: (size, value) for name, (size, value) in files.items()}
+    return Manifest(folder, listed, min(generation, _LARGEST_GENERATION))
+
+
+def _is_entry(item: tuple[str, Any]) -> bool:
+    name, entry = item
+    pair = isinstance(entry, list) and len(entry) == 2 and is_count(entry[0]) and isinstance(entry[1], str)
+    return is_file_name(name) and pair and entry[0] <= _FILE_LIMIT_BYTES
+
+
+def _text(content: dict[str, Any]) -> str:
+    """Return the text of a manifest: `content` and the digest of its compact form. Every byte follows from it."""
+    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps(content | {"digest": own}, indent=1, sort_keys=True) + "\n"
