@@ -77,5 +77,5 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int) 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """The Sharding of a parameter; a parameter without one is whole, replicated and named by nobody."""
     found = getattr(parameter, "sharding", None)
-    assert found is not None, "parameter without sharding: create it through megatron.layers.parameters"
+    assert found is not None, "parameter without sharding: create it through megatron.layers.context"
     return found
