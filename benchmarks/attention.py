@@ -19,11 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.kernels import library
-from megatron.kernels.availability import flash_attention as look_for_flash
 from megatron.kernels.choose import ALL
-from megatron.layers.attention import flash_attention, torch_attention
+from megatron.kernels.choose import flash_attention as look_for_flash
+from megatron.layers.attention import flash_attention, torch_attention, unfused_attention
 from megatron.layers.blocked_attention import blocked_attention
-from megatron.layers.unfused_attention import unfused_attention
 
 # Sequence, micro-batch, groups, queries of a group, head dimension: 2048 tokens of 12 heads, or as much.
 SHAPES = [(512, 2, 12, 1, 64), (1024, 1, 12, 1, 64), (2048, 1, 6, 1, 64), (512, 1, 8, 1, 128), (2048, 1, 4, 1, 128),

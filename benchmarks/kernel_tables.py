@@ -145,7 +145,7 @@ def judged(rows: list[Row]) -> list[str]:
         fusion, measured = OPERATORS[name].fusion, verdict(found)
         if fusion is None:
             continue
-        stated = "faster" if dtype in HOST_FASTER[fusion].types else "slower"
+        stated = "faster" if dtype in HOST_FASTER[fusion] else "slower"
         spread = f"{statistics.geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f}"
         kind = "even" if measured == "even" else "agrees" if measured == stated else "differs"
         groups[kind].append(f"{name} {dtype} {spread}; {fusion}: {stated})")

@@ -26,10 +26,9 @@ import torch.multiprocessing as mp
 from delayed_links import install
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.layers import chunked_products
-from megatron.layers.context import LayerContext
+from megatron.layers import linear
+from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.parameters import ParameterFactory, normal
 from megatron.parallel.topology import Topology
 
 TP = 2
@@ -127,7 +126,7 @@ def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
         step = _blocks(topology, options, 1, True)
         product_s = min(_time(step) for _ in range(5)) / 6
     else:
-        chunked_products.LEAST_TOKENS = 1
+        linear.LEAST_TOKENS = 1
     message_s, latency_s = options.message_ms / 1e3, options.latency_ms / 1e3
     element = torch.empty(0, dtype=getattr(torch, options.dtype)).element_size()
     wire = options.tokens * options.hidden * element * (TP - 1) / TP

@@ -18,9 +18,8 @@ from benchmarks.parity import LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
 from megatron.data.batch import make_micro_batch
 from megatron.layers.attention import flash_attention, torch_attention
-from megatron.layers.documents import Documents
-from megatron.layers.masks import Alibi, alibi_slopes
-from megatron.layers.parameters import ParameterFactory, normal
+from megatron.layers.context import ParameterFactory, normal
+from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.model.gpt import build_chunks
 from megatron.parallel.random import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology

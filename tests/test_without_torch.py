@@ -48,9 +48,9 @@ for name in {helps!r}:
 LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch megatron.parallel.topology "
     "megatron.parallel.placing megatron.model.formulas "
-    "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
+    "megatron.model.stages megatron.kernels.choose megatron.training "
     "megatron.planner.cluster megatron.planner.placement megatron.planner.rates "
-    "megatron.planner.channels megatron.jobs.scaling_report "
+    "megatron.planner.channels megatron.jobs.scaling "
     "megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (

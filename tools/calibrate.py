@@ -8,7 +8,7 @@
 
 All flags of pretrain_gpt.py are taken: products and kernels are measured over the shapes of that model, in its format.
 On a CPU a file holds for as many processes on a node as it was measured with, because they share its cores.
---refine takes the metrics of runs of about 20 steps with --timing-log-level 1 and corrects the figures by their times.
+--refine takes the metrics of runs of about 20 steps and corrects the figures by their step times.
 """
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
 def start(count: int, argv: Sequence[str]) -> None:
     """Start this program `count` times, as a launcher would, and show what the first process says. Raises LaunchError
     where one fails."""
-    from megatron.jobs.endings import ending
     from megatron.jobs.processes import logs_of, start_here
+    from megatron.jobs.result import ending
 
     with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as name:
         folder = Path(name)
@@ -127,13 +127,12 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
     cluster = load_cluster(args.cluster)
     if args.output.exists() and args.output.samefile(cluster.path):
         raise ConfigError(f"-o {args.output} is the description that is corrected: choose another file")
-    found = refined(cluster, args.refine)
-    write_cluster(found.cluster, args.output, _HEADING)
-    print_table(found.errors)
-    for why in found.left_out:
+    corrected, factors, errors, left_out = refined(cluster, args.refine)
+    write_cluster(corrected, args.output, _HEADING)
+    print_table(errors)
+    for why in left_out:
         print(f"left out: {why}")
-    print("seconds times {:.3f} for computations, {:.3f} for messages, {:.3f} for optimizer and host".format(
-        *found.factors))  # fmt: skip
+    print("seconds times {:.3f} for computations, {:.3f} for messages".format(*factors))
     print(f"{args.output}: {args.cluster}, corrected")
 
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.kernel_cases import OPERATORS, Operator
 from megatron.config.option import Parser
-from megatron.kernels import availability, library
+from megatron.kernels import choose, library
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.optimizer import adamw_, adamw_reference_
@@ -138,9 +138,9 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
         yield from (f"  {target:<5} {compiler(target) or no_compiler(target)}" for target in TARGETS)
     yield "optional packages"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    yield f"  {availability.flash_attention(kind, 'bfloat16').line}"
-    yield f"  {availability.fused_norm(kind).line}"
-    yield f"  {availability.fused_adam(kind).line}"
+    yield f"  {choose.flash_attention(kind, 'bfloat16').line}"
+    yield f"  {choose.fused_norm(kind).line}"
+    yield f"  {choose.fused_adam(kind).line}"
 
 
 def compare(device_type: str) -> bool:

@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
                      "they would be at the device's peak")  # fmt: skip
     out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
                      "(arXiv 2312.12705)")  # fmt: skip
-    out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, pareto.png, "
+    out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, "
                      "timeline.png, trace.json and the job script into it")  # fmt: skip
     out.add_argument("--markdown", action="store_true", help="tables for a document")
     return parser

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, print_error
-from megatron.jobs.scaling import Judge, figures, find_runs
-from megatron.jobs.scaling_report import Series, as_csv, compare, draw, state, table
+from megatron.jobs.scaling import Series, as_csv, compare, draw, figures, find_runs, state, table
 from megatron.planner.table import print_table
 from megatron.training.run.process import as_tool
 from megatron.untrusted import write_text
@@ -59,8 +58,7 @@ def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args = build_parser().parse_args(argv)
-    judge = Judge(args.warm_up, args.peak_tflops)
-    found = [figures(run, judge) for run in find_runs(args.runs)]
+    found = [figures(run, args.warm_up, args.peak_tflops) for run in find_runs(args.runs)]
     series = compare(found)
     for each in series:
         print_table(table(each))

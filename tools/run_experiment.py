@@ -27,8 +27,7 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
-from megatron.jobs.experiment import Experiment, state_of
-from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
+from megatron.jobs.experiment import KINDS, Experiment, Point, Request, plan, priced, state_of
 from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster
@@ -102,13 +101,12 @@ def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> s
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
-def list_jobs(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
+def list_jobs(args: argparse.Namespace, points: list[Point], cluster: Cluster | None,
               root: Path) -> None:  # fmt: skip
     """Print what a job of its own needs for each point that is still to run; a dash: the default partition."""
     for point in points:
         if state_of(root / point.name, point)[0] in ("", "interrupted"):
-            own = costs[point.name]
-            partition = args.partition if own.fits_alone else own.queue or args.partition
+            partition = args.partition if point.fits_alone else point.queue or args.partition
             print(point.name, point.nodes, longest_job(cluster, point.nodes, partition), partition or "-")
 
 
@@ -121,16 +119,16 @@ def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
     return [known[name] for name in names] if names else points
 
 
-def dry_run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
+def dry_run(args: argparse.Namespace, points: list[Point], cluster: Cluster | None,
             root: Path) -> None:  # fmt: skip
     """Print the table of points and what there is to say about them."""
-    print_table(experiment.table(points, costs, root))
+    print_table(experiment.table(points, root))
     nodes = args.nodes or max(p.nodes for p in points)
-    for line in experiment.remarks(points, costs, nodes, cluster, not args.one_at_a_time, args.partition):
+    for line in experiment.remarks(points, nodes, cluster, not args.one_at_a_time, args.partition):
         print(f"- {line}")
 
 
-def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], root: Path) -> int:
+def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     """Run the points; returns the exit code."""
     hosts: tuple[str, ...] = ()
     if args.launcher == "slurm":
@@ -140,7 +138,7 @@ def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], r
                 "--launcher local runs on this machine, --dry-run shows what would run"
             )
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
-    found = Experiment(root, points, costs, args.limit, args.retry_failed, _say)
+    found = Experiment(root, points, args.limit, args.retry_failed, _say)
     place = Place(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
     found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s)))
     summary(found, root)
@@ -179,14 +177,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     root = args.out or ROOT / "runs" / request.experiment
     limits = None if args.launcher == "local" else cluster
-    costs = {p.name: cost(p, limits, args.tflops, args.partition) for p in points}
+    points = [priced(point, limits, args.tflops, args.partition) for point in points]
     if args.list:
-        list_jobs(args, points, costs, cluster, root)
+        list_jobs(args, points, cluster, root)
         return 0
     if args.dry_run:
-        dry_run(args, points, costs, limits, root)
+        dry_run(args, points, limits, root)
         return 0
-    return run(args, points, costs, root)
+    return run(args, points, root)
 
 
 if __name__ == "__main__":

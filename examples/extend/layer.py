@@ -9,11 +9,8 @@ import torch
 from megatron.config import Config
 from megatron.layers.attention import CoreAttention
 from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.dropout import bias_dropout_add
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.mlp import MLP
-from megatron.layers.norm import Norm
-from megatron.layers.transformer import weight_fills
+from megatron.layers.transformer import MLP, Norm, bias_dropout_add, weight_fills
 from megatron.parallel.random import Site
 
 

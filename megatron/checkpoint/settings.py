@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.pieces import Pieces
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import CheckpointError
-from megatron.model.size import total_parameters
+from megatron.model.formulas import parameters_of
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -61,4 +61,4 @@ def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: 4 for each weight and, with the optimizer, those of its state."""
     state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
-    return (4 + state) * total_parameters(config)
+    return (4 + state) * parameters_of(config)

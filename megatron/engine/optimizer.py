@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.engine.optimizer_state import OptimizerState
 from megatron.errors import ConfigError
-from megatron.kernels.availability import fused_adam
+from megatron.kernels.choose import fused_adam
 from megatron.kernels.ops.optimizer import adamw_
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology

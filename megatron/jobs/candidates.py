@@ -16,12 +16,21 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import parse_args, read_settings, scan
-from megatron.config.layout import Layout, layout_of, write_value
+from megatron.config.layout import layout_of, write_value
 from megatron.config.resolve import resolve
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
-from megatron.jobs.expressions import Expression
-from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, read_value, settings_of_flags
+from megatron.jobs.space import (
+    CHUNK,
+    DECIDES,
+    SETTING,
+    Expression,
+    Space,
+    Value,
+    flags_of,
+    read_value,
+    settings_of_flags,
+)
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.search.find import worthwhile_placements
@@ -41,7 +50,7 @@ class Candidate:
     """A layout that may be tried: it is valid and, as far as is known, fits.
 
     index         its place among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in every run of the tuner
-    values        by parameter of the space; layout: what they come to
+    values        by parameter of the space; processes: of a trial
     flags         of pretrain_gpt.py, all of them, without what a trial adds (length, metrics file, log intervals)
     nodes         of the job; tokens of one step
     memory_bytes  on a device of the fullest pipeline rank, by the planner; None: not asked
@@ -51,27 +60,27 @@ class Candidate:
     index: int
     key: str
     values: Mapping[str, Value]
-    layout: Layout
+    processes: int
     flags: tuple[str, ...]
     nodes: int
     tokens: int
     memory_bytes: float | None = None
     step_s: float | None = None
 
-    @property
-    def processes(self) -> int:
-        return self.layout.world
-
     def cost(self, step_s: float, objective: str) -> float:
-        """Seconds for each token, or node-seconds for each token, with steps of so many seconds."""
+        """Return seconds, or node-seconds, for each token, with steps of so many seconds."""
         return step_s * (self.nodes if objective == "node_hours" else 1) / self.tokens
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where trials run. cluster: its description, None: not known, so that neither memory nor time is predicted;
-    processes_per_node: of a job that fills its nodes; max_nodes: that one trial may have; capacity_bytes: of a device
-    that a layout may use, None: memory is not asked."""
+    """The machine that trials run on.
+
+    cluster             its description, None: not known, so that neither memory nor time is predicted
+    processes_per_node  of a job that fills its nodes
+    max_nodes           that one trial may have
+    capacity_bytes      of a device that a layout may use, None: memory is not asked
+    """
 
     cluster: Cluster | None
     processes_per_node: int
@@ -93,7 +102,7 @@ class Rejected(Exception):
 
 
 def enumerate_candidates(space: Space, flags: Sequence[str], machine: Machine, *, predict: bool) -> Enumeration:
-    """Every layout of a space that runs on this machine; of those that run the same the first.
+    """List every layout of a space that runs on this machine; of those that run the same the first.
 
     flags    of the command line, which win over the space's
     predict  ask the planner for the time of a step, on the best placement
@@ -129,7 +138,8 @@ def enumerate_candidates(space: Space, flags: Sequence[str], machine: Machine, *
 
 
 def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
-    """Flags of all layouts, in order; of those that say one setting, that of the command line. Raises ConfigError."""
+    """Return the flags of all layouts, in order; of those that say one setting, that of the command line. Raises
+    ConfigError."""
     scanned = scan(flags)
     raise_problems(scanned.problems)
     said, words = settings_of_flags(scanned.flags), list[str]()
@@ -146,7 +156,7 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
-    """All flags of a trial but the metrics file's. Raises ConfigError where they cannot be read."""
+    """Return all flags of a trial but the metrics file's. Raises ConfigError where they cannot be read."""
     given = read_settings(flags).given
     kept = [*flags, "--train-iters", str(steps), "--eval-iters", "0", "--log-interval", "1", "--timing-log-level", "1"]
     kept += [] if _DATA & given.keys() else ["--mock-data"]
@@ -160,12 +170,11 @@ def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _settings(flags: tuple[str, ...]) -> dict[str, Any]:
-    """All settings, by short names and their own, by flags of which some may still be missing."""
+    """Return all settings, by short names and their own, by flags of which some may still be missing."""
     settings = read_settings(flags)
-    batch = settings.given.get("global_batch_size")
+    unknown = {} if settings.given.get("global_batch_size") else {"gbs": None}
     resolve(settings)
-    found = settings.values | {name: settings.values[setting] for name, setting in SETTING.items()}
-    return {name: value for name, value in found.items() if name != "gbs" or batch}
+    return settings.values | {name: settings.values[own] for name, own in SETTING.items() if name not in unknown}
 
 
 class _Names(dict[str, Any]):
@@ -198,7 +207,7 @@ class _Names(dict[str, Any]):
         each, found = self.machine.processes_per_node, None
         if name in self.space.derived:
             found = self.evaluate(f"[derived] {name}", self.space.derived[name])
-            found = int(found) if isinstance(found, float) and not found % 1 else found
+            found = int(found) if isinstance(found, float) and found.is_integer() else found
             try:
                 found = read_value(name, found) if name in DECIDES or found is not None else None
             except ConfigError as error:
@@ -225,7 +234,7 @@ class _Names(dict[str, Any]):
             raise ConfigError(f"{self.space.path}: {where}: '{expression.text}': {error} (with {self.key})") from None
 
     def flags(self) -> tuple[str, ...]:
-        """All flags of the layout, but what a trial adds."""
+        """Return all flags of the layout, but what a trial adds."""
         words = list[str]()
         for name in self.space.named:
             value = self[name]
@@ -237,25 +246,10 @@ class _Names(dict[str, Any]):
             words += flags_of(name, value)
         return (*self.common, *words)
 
-    def config(self, flags: Sequence[str]) -> Config:
-        """Make the configuration that pretrain_gpt.py makes of these flags in a trial. Raises Rejected."""
-        try:
-            found = parse_args(trial_flags(flags, self.space.warm_up + self.space.iterations), self["processes"])
-        except ConfigError as error:
-            problem = first_problem(str(error))
-            # N for every number, so that messages about several sizes are one.
-            general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
-            raise Rejected(f"refused: {general}", problem) from None
-        is_now = layout_of(found).schedule
-        # A single stage has no schedule that could be another one.
-        if self.get("schedule", is_now) not in (is_now, "zb-h1"):
-            raise Rejected("no such schedule with these chunks", f"it would be {is_now}")
-        return found
-
 
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
-    """A layout, by checks in order of their cost, and what is equal for those that run the same. Raises Rejected and
-    ConfigError."""
+    """Return a layout, checked in the order of what checks cost, and a text that is equal for those that run the same.
+    Raises Rejected and ConfigError."""
     space, machine = names.space, names.machine
     for reason, rule in space.constraints.items():
         holds = names.evaluate(f"[constraints] '{reason}'", rule)
@@ -273,22 +267,31 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     if nodes > 1 and processes % each:
         raise Rejected(f"neither whole nodes of {each} processes nor a part of one", f"{processes} processes")
     flags = names.flags()
-    config = names.config(flags)
+    try:
+        config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
+    except ConfigError as error:
+        problem = first_problem(str(error))
+        # N for every number, so that messages about several sizes are one.
+        general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
+        raise Rejected(f"refused: {general}", problem) from None
+    layout, settings = layout_of(config), config.to_dict()
+    # A single stage has no schedule that could be another one.
+    if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
+        raise Rejected("no such schedule with these chunks", f"it would be {layout.schedule}")
     try:
         memory, step_s, placed = _fit(config, machine, predict)
     except ConfigError as error:
         raise Rejected("the planner refuses it", " ".join(str(error).split())) from None
-    layout, settings = layout_of(config), config.to_dict()
     tokens = layout.batch * config.model.seq_length
-    found = Candidate(0, names.key, names.varied, layout, (*flags, *placed), nodes, tokens, memory, step_s)
+    found = Candidate(0, names.key, names.varied, processes, (*flags, *placed), nodes, tokens, memory, step_s)
     if not layout.has_choice("zero"):
         settings["zero_stage"] = None
     return found, json.dumps([settings, placed], sort_keys=True, default=str)
 
 
 def _fit(config: Config, machine: Machine, predict: bool) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """(bytes of the fullest rank, seconds of a step on the best placement, flags that place the ranks) by the planner.
-    Raises Rejected for what does not fit, ConfigError for what it refuses."""
+    """Return (bytes of the fullest rank, seconds of a step on the best placement, flags that place the ranks) by the
+    planner. Raises Rejected for what does not fit, ConfigError for what it refuses."""
     cluster, layout, capacity = machine.cluster, layout_of(config), machine.capacity_bytes
     if cluster is None:
         return None, None, ()

@@ -1,22 +1,255 @@
-"""Running the points of an experiment, and showing them before a job: what they cost and what does not fit."""
+"""Scaling experiments: their points, what these cost, and a source that runs them. Needs no torch.
+
+Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction is found before anything is queued.
+Costs come from the published throughput and the limits of the machine.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron import metrics_file
+from megatron.config import Config, parse_args
 from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.points import Cost, Point, bubble_of
-from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_beside
+from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
+from megatron.planner.published import Published, published, published_by_name
 from megatron.planner.table import Table
 
+_DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-data"}
+# The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is lower than Megatron's
+# 2^32, from which the first steps, and so all of these short runs, would overflow and be skipped.
+_PAPER_FLAGS = (
+    "--fp16", "--initial-loss-scale", "4096", "--rank-order", "tp-dp-pp", "--device-order", "0,1,2,3,4,5,6,7",
+)  # fmt: skip
+_PAPER_VOCABULARY_MULTIPLE = 1024  # GPT-2's 50,257 entries become 51,200, whatever the tensor-parallel size
+_WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 _LIMIT_S = 3600.0  # of a point whose time cannot be predicted
+
+
+class Kind(NamedTuple):
+    """A kind of experiment. varies: the size that varies; values: its defaults. For a sweep with the paper's models:
+    batch of a point (pp-bubble: micro-batches of each stage), and replicas."""
+
+    parameter: str
+    varies: str
+    values: tuple[int, ...]
+    batch: int = 0
+    replicas: int = 1
+
+
+_REPLICAS_OF_1T = (1, 2, 3, 4, 6)
+KINDS: Mapping[str, Kind] = {
+    "weak": Kind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
+    "strong": Kind("replicas", "dp", (1, 2, 4, 8, 16)),
+    "tp": Kind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
+    "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
+    "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
+    "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
+    # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
+    "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """An experiment as it is asked for.
+
+    model       22b, 175b, 1t (the paper's models), or the name of any preset
+    recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
+    values      of what varies; empty for the kind's own
+    batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every point. None: the
+                published one, or the kind's own
+    iterations  of the full batch, which are measured after `warm_up` steps that are not
+    flags       more flags of pretrain_gpt.py; they win
+    """
+
+    kind: str
+    model: str
+    recipe: str = "paper"
+    values: tuple[int, ...] = ()
+    batch: int | None = None
+    iterations: int = 3
+    warm_up: int = 2
+    tasks_per_node: int = 8
+    flags: tuple[str, ...] = ()
+
+    @property
+    def of_the_paper(self) -> bool:
+        """Tell whether it is one of the paper's models, of which there are two recipes."""
+        return published_by_name(self.model) is not None
+
+    @property
+    def experiment(self) -> str:
+        """Name the experiment, and its folder: 'weak-175b-paper'."""
+        return f"{self.kind}-{self.model}" + (f"-{self.recipe}" if self.of_the_paper else "")
+
+    @property
+    def recipe_flags(self) -> tuple[str, ...]:
+        """Return flags of the model, and made-up tokens unless the request's flags name data."""
+        named = {flag.split("=")[0] for flag in self.flags}
+        data = () if _DATA_FLAGS & named else ("--mock-data",)
+        if not self.of_the_paper:
+            return ("--preset", self.model, *data)
+        if self.recipe == "frontier":
+            return ("--preset", f"gpt-{self.model}-frontier", *data)
+        return ("--preset", f"gpt-{self.model}", *_PAPER_FLAGS, *data)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of an experiment. `config` is None and `problem` says why where its settings contradict each other.
+
+    flags        of pretrain_gpt.py, without the place of the metrics file
+    world        processes
+    iteration_s  of the full batch; total_s: of the whole point with its warm-up and start-up; None: unknown
+    limit_h      longest job on so many nodes
+    queue        a partition that would let such a job last long enough, where the default one does not
+    """
+
+    name: str
+    request: Request
+    value: int
+    world: int
+    nodes: int
+    flags: tuple[str, ...]
+    config: Config | None = None
+    problem: str | None = None
+    iteration_s: float | None = None
+    total_s: float | None = None
+    limit_h: float | None = None
+    queue: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of the run."""
+        return self.request.warm_up + self.request.iterations
+
+    @property
+    def fits_alone(self) -> bool:
+        """Tell whether a job of just this point's nodes may last long enough, as far as is known."""
+        return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
+
+    def description(self) -> dict[str, Any]:
+        """Return the content of point.json: what was varied, and all settings."""
+        kind, request = KINDS[self.request.kind], self.request
+        return {
+            "name": self.name, "experiment": request.experiment, "parameter": kind.parameter, "value": self.value,
+            "kind": request.kind if kind.varies == "dp" else "sweep", "world": self.world, "nodes": self.nodes,
+            "warm_up": request.warm_up, "flags": list(self.flags),
+            "settings": self.config.to_dict() if self.config else {},
+        }  # fmt: skip
+
+
+def plan(request: Request) -> list[Point]:
+    """Return the points of a request, in the order of what varies. Raises ConfigError for flags that contradict
+    themselves."""
+    base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
+    kind, known = KINDS[request.kind], _paper(base)
+    values = request.values or kind.values
+    if known is not None and kind.varies == "dp" and not request.values:
+        # As many replicas as make the paper's GCDs, whatever a replica of the recipe takes.
+        replicas, mine = _REPLICAS_OF_1T if request.model == "1t" else values, _replica_gcds(base)
+        gcds = [known.replica_gcds * count for count in replicas]
+        values = tuple(n // mine for n in gcds if n % mine == 0) or (1,)
+    return [_point(request, base, value) for value in values]
+
+
+def _replica_gcds(base: Config) -> int:
+    return base.parallel.tensor_model_parallel_size * base.parallel.pipeline_model_parallel_size
+
+
+def _paper(base: Config) -> Published | None:
+    return published(base.model.num_layers, base.model.hidden_size)
+
+
+def _point(request: Request, base: Config, value: int) -> Point:
+    kind, own, known = KINDS[request.kind], base.batch.global_batch_size, _paper(base)
+    sizes = {"tp": base.parallel.tensor_model_parallel_size, "pp": base.parallel.pipeline_model_parallel_size,
+             "mbs": base.batch.micro_batch_size, "dp": kind.replicas if request.of_the_paper else 1}  # fmt: skip
+    batch = request.batch or (kind.batch if request.of_the_paper else own)
+    if request.kind == "weak":
+        each = request.batch or own
+        if known is not None and request.batch is None:
+            # As many sequences for a GCD as published, where a replica of the recipe has another size than the paper's.
+            each = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
+        batch = each * value
+    elif request.kind == "strong":
+        batch = request.batch or (known.total if known else None) or own
+    elif request.kind == "pp-bubble":
+        batch = (request.batch or kind.batch) * value * sizes["mbs"]
+    sizes |= {"batch": batch, kind.varies: value}
+    tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
+    world = tensor * pipeline * sizes["dp"]
+    tasks = min(world, request.tasks_per_node)
+    # A smaller batch during the warm-up, where that is shorter: what is compiled, allocated and connected in it does
+    # not depend on the number of micro-batches once the pipeline is full.
+    small, step, ramp = _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"], micro * sizes["dp"], tuple[str, ...]()
+    if request.warm_up and small < batch and batch % step == 0:
+        ramp = "--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small)
+    flags = [
+        *request.recipe_flags,
+        "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
+        "--micro-batch-size", str(micro), "--global-batch-size", str(batch), *ramp,
+        "--train-iters", str(request.warm_up + request.iterations), "--log-interval", "1", "--eval-iters", "0",
+    ]  # fmt: skip
+    if request.of_the_paper and request.recipe == "paper":
+        flags += ["--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor))]
+    flags += request.flags
+    config, problem = None, None
+    if world % tasks:
+        problem = f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a multiple of {tasks}"
+    else:
+        try:
+            config = parse_args(flags, world)
+        except ConfigError as error:
+            problem = " ".join(str(error).split())
+    # A folder's name that sorts by what varies.
+    name = f"gcds-{world:05d}" if kind.varies == "dp" else f"{request.kind}-{value:05d}"
+    return Point(name, request, value, world, world // tasks, tuple(flags), config, problem)
+
+
+def bubble_of(config: Config) -> float:
+    """Return the part of a step in which a stage waits: (p - 1) / (v m + p - 1)."""
+    waits = config.parallel.pipeline_model_parallel_size - 1
+    return waits / (config.parallel.virtual_pipeline_model_parallel_size * config.num_micro_batches() + waits)
+
+
+def priced(
+    point: Point, cluster: Cluster | None, tflops: float | None = None, partition: str | None = None
+) -> Point:
+    """Return the point with its cost. `tflops`: hardware TFLOP/s of a device; None: what is published for this model.
+
+    Raises ConfigError for more nodes than the machine or the partition gives.
+    """
+    limit = cluster.wall_limit_hours(point.nodes, partition) if cluster is not None else None
+    config = point.config
+    known = _paper(config) if config is not None else None
+    rate = tflops or (known.tflops if known else None)
+    if config is None or rate is None:
+        return replace(point, limit_h=limit)
+    model, batch, ramp = config.model, config.batch.global_batch_size, config.batch.rampup_batch_size
+    vocabulary = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    flops = paper_flops(1, model.seq_length, model.num_layers, model.hidden_size, vocabulary)
+    # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.
+    sample_s = flops / (rate * 1e12 * point.world) / (1 - bubble_of(config))
+    samples = point.request.iterations * batch + point.request.warm_up * (ramp[0] if ramp else batch)
+    total_s = START_UP_S + sample_s * samples
+    longer = (
+        queue.name for queue in (cluster.partitions if cluster is not None else ())
+        if (queue.max_nodes or point.nodes) >= point.nodes and 3600 * (queue.max_hours or 0) >= total_s
+    )  # fmt: skip
+    return replace(point, iteration_s=sample_s * batch, total_s=total_s, limit_h=limit, queue=next(longer, None))
+
+
+# -- running points ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -33,7 +266,6 @@ class Experiment:
 
     root: Path
     points: Sequence[Point]
-    costs: Mapping[str, Cost]
     limit_s: float | None = None
     retry_failed: bool = False
     say: Callable[[str], object] = print
@@ -46,7 +278,7 @@ class Experiment:
     def __post_init__(self) -> None:
         self._claims = dict[str, FolderClaim]()
         self._to_do = list[Point]()
-        for point in sorted(self.points, key=lambda p: (-(self.costs[p.name].total_s or 0.0), -p.nodes)):
+        for point in sorted(self.points, key=lambda p: (-(p.total_s or 0.0), -p.nodes)):
             state, reason = state_of(self.root / point.name, point)
             if state == "done":
                 self.skipped.append(point.name)
@@ -59,7 +291,8 @@ class Experiment:
 
     @property
     def resumable(self) -> bool:
-        """Something was done and the rest did not fit into the time: without the first it would never end."""
+        """Tell whether something was done and the rest did not fit into the time: without the first it would never
+        end."""
         return self.out_of_time and bool(self.done)
 
     def run(self, runner: Runner) -> None:
@@ -70,23 +303,25 @@ class Experiment:
             self._postpone(point, f"interrupted by {why}" if runner.signal else why)
 
     def next(self, runner: Runner) -> Job | None:
+        """Return the first point that there is room and time for; postpone those that never get it."""
         for point in list(self._to_do):
-            needed, left = self.costs[point.name].total_s, runner.left_s()
+            left = runner.left_s()
             if not runner.ever(point.nodes):
                 self._postpone(point, f"needs {point.nodes} nodes, there are {len(runner.place.hosts)}")
             elif not runner.room(point.nodes):
                 continue
-            elif left is not None and needed is not None and left < needed:
+            elif left is not None and point.total_s is not None and left < point.total_s:
                 self.out_of_time = True
-                self._postpone(point, f"needs about {show_duration(needed)}, {show_duration(left)} are left of the job")
+                self._postpone(point, f"needs about {show_duration(point.total_s)}, {show_duration(left)} are left of "
+                                      "the job")  # fmt: skip
             elif (job := self._claimed(point)) is not None:
                 self.say(f"{point.name}: {point.world} process(es), at most {show_duration(job.limit_s)}; {job.folder}")
                 return job
         return None
 
     def _claimed(self, point: Point) -> Job | None:
-        """The job of a point that nobody else measures now."""
-        folder, cost = self.root / point.name, self.costs[point.name]
+        """Return the job of a point, unless somebody else measures it now."""
+        folder = self.root / point.name
         claim = FolderClaim(folder, f"point {folder}")
         try:
             claim.take(self.say)
@@ -95,35 +330,35 @@ class Experiment:
             return None
         self._to_do.remove(point)
         self._claims[point.name] = claim
-        limit = self.limit_s or (_LIMIT_S if cost.total_s is None else SLACK * cost.total_s + START_UP_S)
+        limit = self.limit_s or (_LIMIT_S if point.total_s is None else SLACK * point.total_s + START_UP_S)
         return Job(point.name, folder, point.description(), point.flags, point.world, point.nodes, point.steps, limit,
-                   limit, cost.iteration_s)  # fmt: skip
+                   limit, point.iteration_s)  # fmt: skip
 
     def _postpone(self, point: Point, why: str) -> None:
         self._to_do.remove(point)
         self.waiting[point.name] = why
         self.say(f"{point.name}: not run: {why}")
 
-    def ended(self, end: End) -> None:
-        name = end.job.name
+    def ended(self, end: Attempt) -> None:
+        """Record how a point ended; an interrupted one is to be run again."""
+        name, took = end.job.name, show_duration(end.ended - end.started)
         if end.interrupted:
             self.say(f"{name}: {end.interrupted}")
             self._to_do += [point for point in self.points if point.name == name]
         elif end.complete or end.why is None:
             end.note({"status": "done", "reason": None})
             self.done.append(name)
-            self.say(f"{name}: done after {show_duration(end.ended - end.started)}")
+            self.say(f"{name}: done after {took}")
         else:
             end.note({"status": "failed", "kind": end.why.kind, "reason": end.why.reason})
             self.failed[name] = end.why.reason
-            self.say(f"{name}: failed after {show_duration(end.ended - end.started)}: {end.why.reason}; "
-                     f"{end.job.folder}")  # fmt: skip
+            self.say(f"{name}: failed after {took}: {end.why.reason}; {end.job.folder}")
         self._claims.pop(name).release()
 
 
 def state_of(folder: Path, point: Point) -> tuple[str, str]:
-    """'refused' or 'failed' with the reason, 'done', 'interrupted', or '' when there is nothing yet of a point. Raises
-    ConfigError when the folder has a point with other settings."""
+    """Return 'refused' or 'failed' with the reason, 'done', 'interrupted', or '' when there is nothing yet of a point.
+    Raises ConfigError when the folder has a point with other settings."""
     if point.problem:
         return "refused", point.problem
     there, mine = read_beside(folder / POINT, metrics_file.POINT), point.description()
@@ -142,48 +377,38 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
 # -- before a job ------------------------------------------------------------------------------------------------------
 
 
-_HEADS = (
-    "point", "nodes", "GCDs", "TPxPPxDP", "micro", "batch", "bubble", "s/step", "time", "longest job", "node-hours",
-    "state",
-)  # fmt: skip
-
-
-def table(points: Sequence[Point], costs: Mapping[str, Cost], root: Path) -> Table:
-    """One row for each point, with what is there of it already in the experiment's folder."""
-    first = points[0].request
-    title = f"{first.experiment}: {first.warm_up} step(s) of warm-up and {first.iterations} measured at each point"
-    return Table(title, _HEADS, [_row(p, costs[p.name], state_of(root / p.name, p)[0]) for p in points])
-
-
-def _row(point: Point, cost: Cost, state: str) -> tuple[str, ...]:
-    sizes, times, config = [""] * 4, [""] * 4, point.config
-    if config is not None:
-        parallel, batch = config.parallel, config.batch
-        sizes = [
-            f"{parallel.tensor_model_parallel_size}x{parallel.pipeline_model_parallel_size}x"
-            f"{parallel.data_parallel_size}", f"{batch.micro_batch_size}", f"{batch.global_batch_size:,}",
-            f"{100 * bubble_of(config):.1f} %",
-        ]  # fmt: skip
-    if cost.total_s is not None:
-        longest = "" if cost.limit_h is None else f"{cost.limit_h:g} h" + ("" if cost.fits_alone else ": too short")
-        times = [f"{cost.iteration_s or 0.0:,.0f}", show_duration(cost.total_s), longest,
-                 f"{point.nodes * cost.total_s / 3600:,.1f}"]  # fmt: skip
-    return point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times, state
-
-
-def remarks(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, cluster: Cluster | None,
-            side_by_side: bool = True, partition: str | None = None) -> list[str]:  # fmt: skip
-    """Why points are refused, and what one allocation of `nodes` nodes takes for all, beside a job for each."""
-    lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
+def table(points: Sequence[Point], root: Path) -> Table:
+    """Make a table with a row for each point, and what is there of it already in the experiment's folder."""
+    first, rows = points[0].request, list[tuple[str, ...]]()
     for point in points:
-        if not costs[point.name].fits_alone:
-            queue = costs[point.name].queue
-            lines.append(f"{point.name} needs a larger allocation, beside others, or "
-                         + (f"partition {queue}" if queue else "fewer iterations"))  # fmt: skip
-    known = [(p, t) for p in points if (t := costs[p.name].total_s) is not None]
+        sizes, times = [""] * 4, [""] * 4
+        if point.config is not None:
+            parallel, batch = point.config.parallel, point.config.batch
+            layout = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                      parallel.data_parallel_size)  # fmt: skip
+            sizes = ["x".join(map(str, layout)), f"{batch.micro_batch_size}", f"{batch.global_batch_size:,}",
+                     f"{100 * bubble_of(point.config):.1f} %"]  # fmt: skip
+        if point.total_s is not None:
+            longest = "" if point.limit_h is None else f"{point.limit_h:g} h" + ": too short" * (not point.fits_alone)
+            times = [f"{point.iteration_s or 0.0:,.0f}", show_duration(point.total_s), longest,
+                     f"{point.nodes * point.total_s / 3600:,.1f}"]  # fmt: skip
+        rows.append((point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times,
+                     state_of(root / point.name, point)[0]))  # fmt: skip
+    title = f"{first.experiment}: {first.warm_up} step(s) of warm-up and {first.iterations} measured at each point"
+    return Table(title, ("point", "nodes", "GCDs", "TPxPPxDP", "micro", "batch", "bubble", "s/step", "time",
+                         "longest job", "node-hours", "state"), rows)  # fmt: skip
+
+
+def remarks(points: Sequence[Point], nodes: int, cluster: Cluster | None, side_by_side: bool = True,
+            partition: str | None = None) -> list[str]:  # fmt: skip
+    """List why points are refused, and what one allocation of `nodes` nodes takes for all, beside a job for each."""
+    lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
+    lines += [f"{p.name} needs a larger allocation, beside others, or "
+              + (f"partition {p.queue}" if p.queue else "fewer iterations") for p in points if not p.fits_alone]
+    known = [(p.nodes, p.total_s) for p in points if p.total_s is not None]
     if not known:
         return [*lines, "no time is published for this model: give --tflops to estimate times"]
-    least_s = least_time_s([(p.nodes, t) for p, t in known if p.nodes <= nodes], nodes, side_by_side)
+    least_s = least_time_s([(n, seconds) for n, seconds in known if n <= nodes], nodes, side_by_side)
     limit = f" (longest job on so many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)" if cluster else ""
     left_out = ", ".join(p.name for p in points if p.nodes > nodes)
     return [
@@ -191,13 +416,13 @@ def remarks(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, clus
         f"one allocation of {nodes} node(s), {'side by side' if side_by_side else 'one after another'}: at least "
         f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends before, the same "
         "command goes on" + (f"; too large for it: {left_out}" if left_out else ""),
-        f"a job for each point: {sum(p.nodes * t for p, t in known) / 3600:,.1f} node-hours",
+        f"a job for each point: {sum(n * seconds for n, seconds in known) / 3600:,.1f} node-hours",
     ]
 
 
 def least_time_s(points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True) -> float:
-    """Least time of an allocation for points of (nodes, seconds): side by side that of the longest of them, or of all
-    with all nodes always at work, whichever is longer.
+    """Return the least time of an allocation for points of (nodes, seconds): side by side that of the longest of them,
+    or of all with all nodes always at work, whichever is longer.
 
     >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
     (40.0, 50.0)

@@ -1,4 +1,4 @@
-"""What all trials of a layout tell together, how much single ones scatter, and which layouts are measured again.
+"""Join all trials of a layout, estimate how much single ones scatter, and choose which layouts are measured again.
 
 The best of many noisy measurements is rarely as good as it looks, and the layout that truly is the best may have had a
 bad moment. So nothing is called better that lies within the noise, and when a search has ended those that may be the
@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.jobs.candidates import Candidate
-from megatron.jobs.endings import LOST_RANK, OUT_OF_MEMORY
-from megatron.jobs.result import RUNNING, Result
+from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
 CONFIRM = "confirm"
@@ -65,7 +64,7 @@ class Measured:
 
     @property
     def spread(self) -> str:
-        """How often it was measured, and (slowest - fastest run) / median of the runs, of their step times."""
+        """Say how often it was measured, and (slowest - fastest run) / median of the runs, of their step times."""
         if len(self.steps) < 2:
             return "measured once"
         apart = (max(self.steps) - min(self.steps)) / self.step_s
@@ -73,7 +72,7 @@ class Measured:
 
     @property
     def numbers(self) -> str:
-        """Numbers of the trials: trial 6, or: trials 6, 14, 15."""
+        """Write the numbers of the trials: trial 6, or: trials 6, 14, 15."""
         return f"trial{'s' * (len(self.trials) > 1)} {', '.join(str(trial.number) for trial in self.trials)}"
 
 
@@ -94,20 +93,26 @@ def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
     return found
 
 
-def ranked(trials: Iterable[Trial], objective: str) -> list[Measured]:
-    """Layouts with figures, the best first; of equal ones the first."""
-    return sorted((one for one in measured(trials, objective) if one.cost < math.inf), key=lambda one: one.cost)
+def ranked(layouts: Iterable[Measured]) -> list[Measured]:
+    """Return layouts with figures, the best first; of equal ones the first."""
+    return sorted((one for one in layouts if one.cost < math.inf), key=lambda one: one.cost)
+
+
+def value_of(cost: float, objective: str) -> tuple[float, str]:
+    """Return a cost as users read it, and its unit: tokens a second, or node-hours for 10^9 tokens."""
+    if objective == "node_hours":
+        return cost * 1e9 / 3600, "node-hours for a billion tokens"
+    return 1 / cost, "tokens/s"
 
 
 def written(cost: float, objective: str) -> str:
-    """Write a cost as users read it: tokens a second, or node-hours for 10^9 tokens."""
-    value = cost * 1e9 / 3600 if objective == "node_hours" else 1 / cost
-    unit = "node-hours for a billion tokens" if objective == "node_hours" else "tokens/s"
+    """Write a cost with its unit."""
+    value, unit = value_of(cost, objective)
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def noise_of(layouts: Iterable[Measured]) -> float:
-    """Standard deviation of log(cost) of one trial, by the runs of layouts that were measured several times and by the
+    """Estimate the standard deviation of log(cost) of one trial, by layouts that were measured several times and by the
     spread of steady steps."""
     errors, squares, free = list[float](), 0.0, 0
     for one in layouts:
@@ -121,26 +126,27 @@ def noise_of(layouts: Iterable[Measured]) -> float:
 
 
 def within_noise(one: Measured, best: Measured, noise: float) -> bool:
-    """Whether a layout may be as good as one that looks better."""
+    """Tell whether a layout may be as good as one that looks better."""
     reach = min(_DEVIATIONS * noise * math.sqrt(1 / len(one.steps) + 1 / len(best.steps)), _FURTHEST)
     return math.log(one.cost / best.cost) <= reach
 
 
 def rivals(best: Sequence[Measured], noise: float) -> list[Measured]:
-    """Of layouts, the best first, those that may be as good as it."""
+    """Return those of layouts, the best first, that may be as good as the best."""
     return [one for one in best[1:] if within_noise(one, best[0], noise)]
 
 
 def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
-    """Layouts whose measurement is worth most now, the best first; none where there is no doubt about the best.
+    """Return layouts whose measurement is worth most now, the best first; none where there is no doubt about the best.
 
     trials  in any state; what has not ended counts as a measurement, so that the next one goes elsewhere
 
     Of the best and its rivals they are the ones with the fewest measurements: so the one that will be named was
     measured no less often than what it is compared with. One that failed when it was run again is left alone.
     """
-    known = [one for one in ranked(trials, objective) if not one.failures]
-    doubt = rivals(known, noise_of(measured(trials, objective)))
+    layouts = measured(trials, objective)
+    known = [one for one in ranked(layouts) if not one.failures]
+    doubt = rivals(known, noise_of(layouts))
     if not doubt:
         return []
     under_way = Counter(trial.candidate.key for trial in trials if trial.by == CONFIRM and not trial.result.status)
@@ -150,7 +156,7 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
 
 
 def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[int]:
-    """Indices of candidates that need, by the planner, no less memory than one that ran out of it.
+    """Return the indices of candidates that need, by the planner, no less memory than one that ran out of it.
 
     The planner's figures are not exact: a trial that ran out is no argument where another one fitted that should need
     as much or more.

@@ -11,21 +11,22 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.duration import duration_s, show_duration
-from megatron.data.file_lock import LOCK_NAME
+from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT, Ending, cause, ending
-from megatron.jobs.nodes import Inquiry, Nodes
 from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
+from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT, Ending, cause, ending
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
@@ -72,54 +73,44 @@ class Job:
     step_s: float | None = None
 
 
-@dataclass(frozen=True)
-class End:
-    """How a run ended. why: None where it ended well, and where it was interrupted.
-
-    complete     all steps are recorded
-    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is to be repeated
-    """
-
-    job: Job
-    hosts: tuple[str, ...]
-    started: float
-    ended: float
-    exit_codes: Sequence[int] | None
-    complete: bool
-    why: Ending | None = None
-    interrupted: str = ""
-
-    def note(self, record: Mapping[str, Any]) -> None:
-        """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
-        more = {"exit_code": cause(self.exit_codes), "started": self.started, "ended": self.ended,
-                "hosts": list(self.hosts)}  # fmt: skip
-        with _disk(self.job):
-            write_json(self.job.folder / RESULT, {**record, **more})
-
-
 class Source(Protocol):
-    """Where a runner gets its jobs."""
+    """The source of a runner's jobs."""
 
     def next(self, runner: Runner) -> Job | None:
-        """The job to be started now, for which there is room; None: none now."""
+        """Return the job to be started now, for which there is room; None: none now."""
 
-    def ended(self, end: End) -> None: ...
+    def ended(self, attempt: Attempt) -> None:
+        """Take note of how a job ended."""
 
 
 @dataclass
-class _Running:
-    """A started job. stopped: the limit for which it was stopped; failed: why it ended, once its processes have."""
+class Attempt:
+    """A job that was started, and how it ended.
+
+    stopped      the limit for which it was stopped
+    complete     all steps are recorded
+    why          why it failed; None where it ended well, and where it was interrupted
+    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is to be repeated
+    """
 
     job: Job
     hosts: tuple[str, ...]
     run: Run
     watch: Watch
     started: float = field(default_factory=time.time)
+    ended: float = 0.0
     stopped: Ending | None = None
-    interrupted: str = ""
     complete: bool = False
-    failed: Ending | None = None
+    why: Ending | None = None
+    interrupted: str = ""
     inquiry: Inquiry | None = None
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
+        more = {"exit_code": cause(self.run.exit_codes), "started": self.started, "ended": self.ended,
+                "hosts": list(self.hosts)}  # fmt: skip
+        with _disk(self.job):
+            write_json(self.job.folder / RESULT, {**record, **more})
 
 
 class Runner:
@@ -133,24 +124,19 @@ class Runner:
         self.place, self.left_s, self._clock, self._sleep = place, left_s, clock, sleep
         self._local = place.launcher == "local"
         self._nodes = Nodes(place.hosts, say)
-        self._running: list[_Running] = []
+        self._running: list[Attempt] = []
         self._lost = Counter[Path]()
         self._turn, self._over = 0, False
         self.signal = ""
 
-    @property
-    def running(self) -> list[Job]:
-        """Jobs that have not ended, in the order of their starts."""
-        return [each.job for each in self._running]
-
     def room(self, nodes: int) -> bool:
-        """Whether so many nodes are free now."""
+        """Tell whether so many nodes are free now."""
         if self._local:
             return not self._running
         return len(self._running) < self.place.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
-        """Whether so many nodes are left, free or taken."""
+        """Tell whether so many nodes are left, free or taken."""
         return self._local or nodes <= self._nodes.usable
 
     def run(self, source: Source) -> str:
@@ -168,7 +154,12 @@ class Runner:
 
     def _loop(self, source: Source) -> str:
         while True:
-            self._reap(source)
+            for each in list(self._running):
+                if each.run.poll():
+                    self._settle(each, source)
+                elif each.stopped is None and (found := each.watch.look(self._clock())) is not None:
+                    each.stopped = found
+                    each.run.stop()
             while not self.signal and not self._over and (job := source.next(self)) is not None:
                 if self.signal:  # it came while the source was thinking
                     break
@@ -185,7 +176,7 @@ class Runner:
     # -- one run -------------------------------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        """The processes live as long as the thread that calls this."""
+        """Start a job; its processes live as long as the thread that calls this."""
         hosts = () if self._local else self._nodes.take(job.nodes)
         flags = [*job.flags, "--metrics-file", str(job.folder / METRICS)]
         self._turn += 1
@@ -199,35 +190,28 @@ class Runner:
                 # Another search or experiment may run in this Slurm job: the name of a step has our process id.
                 step = Step(f"{job.name}-{os.getpid()}", hosts, job.processes // job.nodes, self._turn, job.limit_s)
                 run = start_step(slurm_command(flags), step, job.folder, clock=self._clock)
-        self._running.append(_Running(job, hosts, run, Watch(job, self._clock())))
+        self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
-    def _reap(self, source: Source) -> None:
-        for each in list(self._running):
-            if each.run.poll():
-                self._settle(each, source)
-            elif each.stopped is None and (found := each.watch.look(self._clock())) is not None:
-                each.stopped = found
-                each.run.stop()
-
-    def _settle(self, each: _Running, source: Source) -> None:
+    def _settle(self, each: Attempt, source: Source) -> None:
         """Tell the source that a run's processes have ended, once it is known why."""
-        if each.failed is None:
+        if each.why is None:
             with contextlib.suppress(DataError):
                 each.complete = is_complete(each.job.folder, each.job.steps)
-            each.failed = self._why(each)
-            if each.failed is not None and not each.complete:
-                self._look_outside(each, each.failed)
+            each.why = self._why(each)
+            if each.why is not None and not each.complete:
+                self._look_outside(each, each.why)
         if each.inquiry is not None and not each.interrupted:
             if each.inquiry.dead is None:
                 return
             self._blame(each, each.inquiry.dead)
         self._running.remove(each)
         self._nodes.give_back(each.hosts)
-        interrupted = "" if each.complete else each.interrupted
-        source.ended(End(each.job, each.hosts, each.started, time.time(), each.run.exit_codes, each.complete,
-                         None if interrupted else each.failed, interrupted))  # fmt: skip
+        each.ended = time.time()
+        each.interrupted = "" if each.complete else each.interrupted
+        each.why = None if each.interrupted else each.why
+        source.ended(each)
 
-    def _why(self, each: _Running) -> Ending | None:
+    def _why(self, each: Attempt) -> Ending | None:
         logs, codes = logs_of(each.job.folder), each.run.exit_codes
         if each.stopped is None and not each.interrupted:
             return ending(codes, logs) if any(codes or ()) or not each.complete else None
@@ -237,7 +221,7 @@ class Runner:
             return said
         return each.stopped or said
 
-    def _look_outside(self, each: _Running, failed: Ending) -> None:
+    def _look_outside(self, each: Attempt, failed: Ending) -> None:
         """Find out whether the allocation, a signal or a dead node ended a run, and not the run itself."""
         if not self._local and not each.interrupted:
             if each.stopped is None and slurm_job_runs() is False:
@@ -247,17 +231,17 @@ class Runner:
         if self.signal and failed.kind in (CRASH, LOST_RANK):  # the signal may have gone to the run, too
             each.interrupted = f"interrupted by {self.signal}"
 
-    def _blame(self, each: _Running, dead: Sequence[str]) -> None:
+    def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
         """Hold a failure against its dead nodes, unless it ran out of memory, which takes nodes along, or nodes die
         under it again and again."""
         self._nodes.leave_out(dead)
         if not dead:
             return
-        assert each.failed is not None, "nodes are asked for what failed"
+        assert each.why is not None, "nodes are asked for what failed"
         said = f"{', '.join(dead)} did not answer"
         self._lost[each.job.folder] += 1
-        if each.failed.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
-            each.failed = Ending(each.failed.kind, f"{each.failed.reason}; {said}")
+        if each.why.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
+            each.why = Ending(each.why.kind, f"{each.why.reason}; {said}")
         else:
             each.interrupted = said
 
@@ -312,7 +296,7 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Why it is to be stopped; None while it is well. now: seconds of the clock by which it began."""
+        """Tell why it is to be stopped; None while it is well. now: seconds of the clock by which it began."""
         metrics, size = self.job.folder / METRICS, 0
         with contextlib.suppress(OSError):
             size = metrics.stat().st_size
@@ -338,7 +322,7 @@ class Watch:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether the metrics file of a folder has all steps up to the end. Raises DataError."""
+    """Tell whether the metrics file of a folder has all steps up to the end. Raises DataError."""
     return (folder / METRICS).is_file() and _all_done(read_records(folder / METRICS), steps)
 
 
@@ -360,12 +344,8 @@ def _set_aside(folder: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file so that a reader finds the old or the new one, whole, also after the node went down."""
-    part = path.with_suffix(".part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with renamed_into(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -387,24 +367,24 @@ def time_left(
     """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the end, whichever is
     less; None where both are unknown."""
     begun, left_s = clock(), allocation_s()
-    limits = [walltime_s, None if left_s is None else left_s - reserve_s]
-    known = [limit for limit in limits if limit is not None]
+    known = [] if walltime_s is None else [walltime_s]
+    known += [] if left_s is None else [left_s - reserve_s]
     return lambda: begun + min(known) - clock() if known else None
 
 
 def slurm_time_left_s() -> float | None:
-    """Seconds that are left of this Slurm job; None where squeue does not say."""
+    """Return the seconds that are left of this Slurm job; None where squeue does not say."""
     return duration_s(_squeue("%L") or "")
 
 
 def slurm_job_runs() -> bool | None:
-    """Whether this Slurm job runs, and is not cancelled or out of time; None where squeue does not say."""
+    """Tell whether this Slurm job runs, and is not cancelled or out of time; None where squeue does not say."""
     said = _squeue("%T")
     return None if said is None else said == "RUNNING"
 
 
 def _squeue(what: str) -> str | None:
-    """What squeue says of this job; None where it does not answer."""
+    """Ask squeue about this job; None where it does not answer."""
     job = job_name(os.environ)
     if not job:
         return None
@@ -414,3 +394,84 @@ def _squeue(what: str) -> str | None:
         return None
     unknown = "Invalid job id" in done.stderr  # it has ended
     return done.stdout.strip() if done.returncode == 0 or unknown else None
+
+
+_ANSWER_S = 60.0  # for a node to start a task that only prints its name
+
+
+class Nodes:
+    """Free nodes and those that are left out; `say` gets a line for each of the latter."""
+
+    def __init__(self, hosts: Sequence[str], say: Callable[[str], object]) -> None:
+        self._hosts, self._say = tuple(hosts), say
+        self.free = list(hosts)
+        self._out = set[str]()
+
+    @property
+    def usable(self) -> int:
+        """Count the nodes that are left, free or taken."""
+        return len(self._hosts) - len(self._out)
+
+    def take(self, count: int) -> tuple[str, ...]:
+        """Take the first free ones, which are neighbours as far as the list has it."""
+        taken, self.free = tuple(self.free[:count]), self.free[count:]
+        return taken
+
+    def give_back(self, hosts: Iterable[str]) -> None:
+        """Make nodes free again, in the order of the list, except those that are left out."""
+        free = {*self.free, *hosts} - self._out
+        self.free = [host for host in self._hosts if host in free]
+
+    def leave_out(self, dead: Iterable[str]) -> None:
+        """Leave nodes out for good."""
+        for host in dead:
+            if host in self._hosts and host not in self._out:
+                self._out.add(host)
+                self._say(f"{host} does not answer: it is left out from now on; {self.usable} of {len(self._hosts)} "
+                          "node(s) are left")  # fmt: skip
+        self.give_back(())
+
+
+class Inquiry:
+    """Finds out, in a thread of its own, which of some nodes of this job are dead.
+
+    dead: those that start no task while another node does; None until that is known. Where no node starts one the
+    fault is Slurm's, and none is dead: a failure is then held against what ran.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = set(hosts)
+        self.dead: list[str] | None = None
+        threading.Thread(target=self._ask, name="nodes", daemon=True).start()
+
+    def _ask(self) -> None:
+        dead = set[str]()
+        try:
+            # Our own node answers as long as steps can be started at all.
+            here = {os.environ.get("SLURMD_NODENAME", "")} - {""}
+            answered = self.answers(self._hosts | here)
+            if answered:
+                # Asked again: srun starts tasks by way of other nodes, and a busy one may see a credential too late.
+                silent = self._hosts - answered
+                dead = silent - self.answers(silent)
+        except OSError:  # srun cannot be started here
+            pass
+        finally:
+            self.dead = sorted(dead)
+
+    def answers(self, hosts: Iterable[str]) -> set[str]:
+        """Return the nodes that start a task which prints their name, each in a step of its own beside all that runs
+        there. Raises OSError."""
+        words = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w"]
+        probes = [
+            subprocess.Popen([*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'], stdin=subprocess.DEVNULL,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            for host in hosts
+        ]  # fmt: skip
+        found, deadline = set[str](), time.monotonic() + _ANSWER_S
+        for probe in probes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+                found.update(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
+            probe.kill()
+        return found

@@ -5,18 +5,23 @@ is taken from the median of their times; the spread is their range over it.
 """
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron import metrics_file
+from megatron.drawing import pyplot, save, tidy
 from megatron.errors import DataError
 from megatron.metrics_file import SETTINGS, check_kinds, read_beside, read_records
 from megatron.model import formulas
+from megatron.planner.published import Published, published
+from megatron.planner.table import Table
 
 METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training step cannot beat it.
@@ -26,28 +31,20 @@ _PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figur
 
 @dataclass(frozen=True)
 class Line:
-    """A record of a metrics file, under its names, of the `steps` steps that it stands for; step_time_s is their mean.
-
-    time: when it was written, in seconds since 1970; times_ms: of the parts of a step, of the fastest and the slowest
-    rank.
-    """
+    """A record of a metrics file, under its names, for `steps` steps, whose mean step_time_s is. time: when it was
+    written, in seconds since 1970."""
 
     iteration: int
     steps: int
     global_batch_size: int
     step_time_s: float
-    consumed_samples: int | None = None
+    consumed_samples: float = math.nan
     model_tflops: float | None = None
     hardware_tflops: float | None = None
-    memory_bytes: int | None = None
-    skipped: int | None = None
-    nan: int | None = None
-    time: float | None = None
-    times_ms: Mapping[str, Any] | None = None
-
-    @property
-    def step_s(self) -> float:
-        return self.step_time_s
+    memory_bytes: int = 0
+    skipped: int = 0
+    nan: int = 0
+    time: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class MeasuredRun:
     finished: bool = False
 
     def get(self, name: str) -> Any:
-        """A setting, None where it is not known."""
+        """Return a setting, None where it is not known."""
         return self.settings.get(name)
 
     @property
@@ -87,7 +84,7 @@ class MeasuredRun:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
-    """Every run below the given folders, and of the given files, in order of their names.
+    """Find every run below the given folders, and of the given files, in order of their names.
 
     A folder is a run when it has a metrics file or a point's description. Raises DataError for a path that is missing
     or has no run.
@@ -122,11 +119,11 @@ def read_run(path: str | Path) -> MeasuredRun:
     settings = {**point.get("settings", {}), **(start.get("config") or {}), **{k: v for k, v in layout.items() if v}}
     check_kinds(settings, SETTINGS, path)
     first, lines = int(start.get("iteration") or 0), list[Line]()
-    names = {each.name for each in fields(Line)} - {"steps"}
+    names = Line.__dataclass_fields__.keys() - {"steps"}
     for record in records:
         if record["event"] == "iteration" and record.get("step_time_s") and record.get("global_batch_size"):
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
-            lines.append(Line(steps=steps, **{key: record[key] for key in names & record.keys()}))
+            lines.append(Line(steps=steps, **{name: record[name] for name in names if record.get(name) is not None}))
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
@@ -140,16 +137,8 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What figures are judged by. warm_up: steps; peak_tflops: of a device; None: what is known."""
-
-    warm_up: int | None = None
-    peak_tflops: float | None = None
-
-
-@dataclass(frozen=True)
 class Figures:
-    """One run's figures; None where they cannot be had. Rates are tokens per second; TFLOP/s are per device.
+    """Figures of one run; None where they cannot be had. Rates are tokens per second; TFLOP/s are per device.
 
     range_s       the fastest and the slowest steady step, None of a single one
     memory_bytes  most that any rank held
@@ -177,38 +166,44 @@ class Figures:
 
     @property
     def valid(self) -> bool:
-        """Whether there are figures and nothing contradicts them."""
+        """Tell whether there are figures and nothing contradicts them."""
         return self.step_s is not None and not self.problems and self.run.failure is None
 
     @property
     def spread(self) -> float | None:
-        """Range of the steady steps over their median; None of a single step."""
+        """Return the range of the steady steps over their median; None of a single step."""
         return (self.range_s[1] - self.range_s[0]) / self.step_s if self.range_s and self.step_s else None
 
 
-def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
-    """Measure a run. A run without lines gives figures without values."""
-    judge = judge or Judge()
-    memory = max((line.memory_bytes or 0 for line in run.lines), default=0) or None
-    found = Figures(run, sum(line.skipped or 0 for line in run.lines), sum(line.nan or 0 for line in run.lines), memory)
+def figures(run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | None = None) -> Figures:
+    """Measure a run. A run without lines gives figures without values.
+
+    warm_up      steps that do not count; None: as its point says, else 1
+    peak_tflops  of a device; None: what is known
+    """
+    memory = max((line.memory_bytes for line in run.lines), default=0) or None
+    found = Figures(run, sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines), memory)
     if not run.lines:
         return found
-    steady = steady_lines(run, judge.warm_up)
+    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
+    full = max(line.global_batch_size for line in run.lines)
+    steady = [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
+              and not line.skipped and not line.nan]  # fmt: skip
     if not steady:
         why = (f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} were skipped, "
                f"{found.nan} had a loss that is not finite, and none of the others is after the warm-up with the full "
                "batch")  # fmt: skip
         return replace(found, problems=() if run.failure else (why,))
-    times, full = [line.step_s for line in steady], steady[0].global_batch_size
+    times = [line.step_time_s for line in steady]
     step_s, sequence = statistics.median(times), run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
 
     def stated(name: str) -> float | None:
-        work = [rate * line.step_s for line in steady if (rate := getattr(line, name)) is not None]
+        work = [rate * line.step_time_s for line in steady if (rate := getattr(line, name)) is not None]
         return statistics.median(work) / step_s if work else None
 
     dtype = "float16" if run.get("fp16") else "bfloat16" if run.get("bf16") else "float32"
-    peak = judge.peak_tflops or formulas.peak_tflops(run.device, dtype)
+    peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
     model, hardware = stated("model_tflops"), stated("hardware_tflops")
     measured = (value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device and dtype != "float32")
     ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
@@ -232,28 +227,217 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     )  # fmt: skip
 
 
-def steady_lines(run: MeasuredRun, warm_up: int | None = None) -> list[Line]:
-    """The lines of a run's steady steps; warm_up: how many do not count, None: as its point says, else 1."""
-    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
-    full = max((line.global_batch_size for line in run.lines), default=0)
-    return [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
-            and not line.skipped and not line.nan]  # fmt: skip
-
-
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Samples or times that do not agree with the line before."""
+    """Find samples and times that do not agree with the line before. Those that a line lacks are NaN, which agrees."""
     for before, line in itertools.pairwise(run.lines):
-        counted, expected = _between(before, line, "consumed_samples"), line.global_batch_size * line.steps
+        counted, expected = line.consumed_samples - before.consumed_samples, line.global_batch_size * line.steps
         ramp = run.get("rampup_batch_size") and line.steps > 1  # the batch of steps between two lines is not known
-        if counted not in (None, expected) and not ramp:
+        if abs(counted - expected) > 0 and not ramp:
             yield (f"iteration {line.iteration}: {counted} samples were counted since iteration {before.iteration}, "
                    f"but {line.steps} step(s) of {line.global_batch_size} take {expected}")  # fmt: skip
-        passed, took = _between(before, line, "time"), line.step_s * line.steps
-        if passed is not None and took > 1.05 * passed + 1.0:  # what reading clocks may explain
+        passed, took = line.time - before.time, line.step_time_s * line.steps
+        if took > 1.05 * passed + 1.0:  # what reading clocks may explain
             yield (f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by {passed:.4g} s since "
                    f"iteration {before.iteration}")  # fmt: skip
 
 
-def _between(before: Line, line: Line, name: str) -> float | None:
-    old, new = getattr(before, name), getattr(line, name)
-    return None if old is None or new is None else new - old
+WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
+_TITLES = {WEAK: "weak scaling: batch per replica fixed", STRONG: "strong scaling: batch fixed", OTHER: "runs"}
+_ALIKE = (
+    "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size "
+    "virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
+).split()
+Range = tuple[float, float, float]
+"""Low end, value, high end."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs of which one thing varies.
+
+    kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or other
+    members    in order of what varies
+    base       the smallest valid run of weak or strong scaling, against which efficiency is taken
+    published  the paper's model, when these runs are of it
+    """
+
+    name: str
+    kind: str
+    parameter: str
+    members: tuple[Figures, ...]
+    base: Figures | None
+    published: Published | None
+
+    @property
+    def device(self) -> str:
+        """Name the device of a process: GCD where it is one or the model is one of the paper's."""
+        return "GCD" if self.published else formulas.device_unit(self.members[0].run.device)
+
+    def efficiency(self, member: Figures) -> Range | None:
+        """Return throughput per device over that of the base; the ends are those of the slowest steps of one against
+        the fastest of the other. None without a base and for a run that is invalid."""
+        base, mine = self.base and throughput(self.base), throughput(member)
+        if not base or not mine:
+            return None
+        return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
+
+    def best(self) -> list[Figures]:
+        """Return the valid run of most throughput per device, and all that cannot be told apart from it."""
+        rates = [(rate, m) for m in self.members if (rate := throughput(m))]
+        top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
+        return [m for rate, m in rates if top and rate[2] >= top[0]]
+
+    def remarks(self, member: Figures) -> list[str]:
+        """List what there is to say about a run, the gravest first."""
+        said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
+        if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
+            said.append("best" if len(best) == 1 else f"as good as any: {len(best)} runs are best within their spread")
+        return said
+
+    def value(self, member: Figures) -> float | None:
+        """Return the value of what varies, in a run."""
+        return member.run.point.get("value") if self.kind == SWEEP else member.run.world_size
+
+
+def throughput(m: Figures) -> Range | None:
+    """Return tokens per second of a device in the slowest steady step, the median and the fastest; None of an invalid
+    run. A single step could have been any."""
+    rate = m.tokens_per_s_per_device
+    if rate is None or m.step_s is None or not m.valid:
+        return None
+    fast, slow = m.range_s or (0.0, math.inf)
+    return rate * m.step_s / slow, rate, rate * m.step_s / fast if fast else math.inf
+
+
+def compare(measured: Sequence[Figures]) -> list[Series]:
+    """Put runs into series: by the experiment that their points name, else by model and layout of a replica."""
+    groups: dict[str, list[Figures]] = {}
+    for each in measured:
+        key = each.run.point.get("experiment") or [each.run.get(name) for name in _ALIKE]
+        groups.setdefault(str(key), []).append(each)
+    return [_series(groups[key]) for key in sorted(groups)]
+
+
+def _series(members: list[Figures]) -> Series:
+    run, point = members[0].run, members[0].run.point
+    known = published(run.get("num_layers"), run.get("hidden_size"))
+    name = point.get("experiment") or (known.name if known else f"{run.get('num_layers')} layers")
+    if point.get("kind") == SWEEP:
+        members.sort(key=lambda m: m.run.point.get("value") or 0)
+        return Series(name, SWEEP, str(point.get("parameter") or "value"), tuple(members), None, known)
+    members.sort(key=lambda m: m.run.world_size or 0)
+    valid = [m for m in members if m.valid and m.run.world_size]
+    # The kind is what is fixed while the number of devices varies.
+    kind = OTHER
+    if len({m.run.world_size for m in valid}) > 1:
+        shares = {m.batch / m.run.replicas for m in valid if m.batch and m.run.replicas}
+        kind = STRONG if len({m.batch for m in valid}) == 1 else WEAK if len(shares) == 1 else OTHER
+    return Series(name, kind, "devices", tuple(members), None if kind == OTHER else valid[0], known)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def state(m: Figures) -> str:
+    """Return 'valid', 'invalid', or what became of a run without figures."""
+    if m.run.failure is not None:
+        return "not run" if m.run.failure == "not run yet" else "failed"
+    return "valid" if m.valid else "invalid"
+
+
+_FIGURES = (
+    "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu hfu memory_bytes "
+    "skipped"
+).split()
+_HEADS = {
+    "run": "run", "devices": "{}s", "layout": "TPxPPxDP", "micro_batch": "micro", "global_batch": "batch",
+    "step_s": "s/step", "spread": "spread", "tokens_per_s": "tokens/s", "model_tflops": "TFLOP/s", "mfu": "MFU",
+    "hfu": "HFU", "efficiency": "efficiency", "within": "within", "memory_bytes": "GiB", "state": "state",
+}  # fmt: skip
+"""Heads of the table's columns, by the names of the CSV file; {} is a device."""
+_SHARES = {"spread", "mfu", "hfu", "efficiency"}
+
+
+def _row(series: Series, m: Figures) -> dict[str, Any]:
+    """Return a run's values by the names of the CSV file, unrounded; None where there is no figure."""
+    sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
+    efficiency = series.efficiency(m)
+    return {
+        "series": series.name, "kind": series.kind, "parameter": series.parameter, "value": series.value(m),
+        "run": m.run.name, "devices": m.run.world_size, "micro_batch": m.run.get("micro_batch_size"),
+        "layout": "x".join(str(size or "?") for size in (*sizes, m.run.replicas)),
+        "global_batch": m.batch or m.run.get("global_batch_size"), **{name: getattr(m, name) for name in _FIGURES},
+        "efficiency": efficiency[1] if efficiency else None,
+        "within": f"{efficiency[0]:.1%} to {efficiency[2]:.1%}" if efficiency and efficiency[2] < math.inf else None,
+        "state": state(m), "remarks": "; ".join(series.remarks(m)),
+    }  # fmt: skip
+
+
+def _text(name: str, value: Any) -> str:
+    """Format a cell, with three digits of what is measured.
+
+    >>> _text("step_s", 69.234), _text("tokens_per_s", 12345.6), _text("mfu", 0.3614), _text("hfu", None)
+    ('69.2', '12,346', '36.14 %', '')
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if name in _SHARES:
+        return f"{100 * value:.2f} %"
+    value = value / 2**30 if name == "memory_bytes" else value
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def table(series: Series) -> Table:
+    """Make a table of the columns in which some row has a value."""
+    says = f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
+    if series.base is not None:
+        says += f"; efficiency against {series.base.run.world_size} {series.device}s"
+    if series.published is not None:
+        says += f"; published HFU: {series.published.percent} %"
+    rows = [_row(series, m) for m in series.members]
+    shown = [name for name in _HEADS if any(row[name] is not None for row in rows)]
+    return Table(f"{series.name} ({says})", tuple(_HEADS[name].format(series.device) for name in shown),
+                 [tuple(_text(name, row[name]) for name in shown) for row in rows])  # fmt: skip
+
+
+def as_csv(everything: Sequence[Series]) -> str:
+    """Format all runs as CSV, unrounded, with the remarks."""
+    rows = [_row(series, m) for series in everything for m in series.members]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def draw(everything: Sequence[Series], path: Path) -> bool:
+    """Draw efficiency of weak and strong scaling with the published point, throughput of each sweep; bars are the range
+    of the steady steps. False where there is nothing to draw. Raises ConfigError without matplotlib, or where the file
+    cannot be written."""
+    plot = pyplot(instead="give --no-plots")
+    shown = [series for series in everything if series.kind == SWEEP or series.base is not None]
+    if not shown:
+        return False
+    figure, row = plot.subplots(1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False)
+    for axes, series in zip(row[0], shown, strict=True):
+        sweep = series.kind == SWEEP
+        axes.set_title(series.name)
+        axes.set_xlabel(series.parameter if sweep else f"{series.device}s")
+        axes.set_ylabel(f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        points = [(series.value(m), throughput(m) if sweep else series.efficiency(m)) for m in series.members]
+        known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
+        xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
+        axes.errorbar(xs, ys, bars, fmt="o-", capsize=3)
+        target = getattr(series.published, series.kind, None)
+        if target is not None:
+            axes.plot(*target, "*", markersize=12, label=f"published: {100 * target[1]:.4g} %")
+            axes.legend(frameon=False, loc="lower left")
+        tidy(axes)
+        axes.set_ylim(0, None)
+    save(figure, path)
+    return True

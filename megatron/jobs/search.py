@@ -1,5 +1,5 @@
-"""Which candidate is tried next: a pure function of what has been seen, the seed and how many there were before, so
-that a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among the listed candidates."""
+"""Propose the candidate that is tried next, by a pure function of what has been seen, the seed and how many there were
+before: a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among listed candidates."""
 from __future__ import annotations
 
 import logging
@@ -30,7 +30,7 @@ _KAPPA, _TREES = 1.5, 100
 
 @dataclass(frozen=True)
 class History:
-    """All that a proposal may depend on.
+    """The state that a proposal may depend on.
 
     seen     log(cost) by candidate, in the order of their first trials; None: it failed
     open     candidates that may be proposed: not tried, running or ruled out; pending: those that run
@@ -45,13 +45,13 @@ class History:
     prior: Sequence[float] | None = None
 
     def places(self, index: int) -> tuple[int, ...]:
-        """Of a candidate's values among those of each parameter."""
+        """Return the places of a candidate's values among those of each parameter."""
         values = self.candidates[index].values
         return tuple(p.values.index(values[p.name]) for p in self.parameters)
 
     def expected(self) -> list[float]:
-        """log(cost) of each candidate by the planner, as far as the measured ones bear it out: level + slope x prior,
-        the slope by least squares with a belief in 1 (_RIDGE). Without a prior the mean of what was measured."""
+        """Return log(cost) of each candidate by the planner, as far as the measured ones bear it out: level + slope x
+        prior, the slope by least squares with a belief in 1 (_RIDGE). Without a prior: the mean of what was tried."""
         known = {index: cost for index, cost in self.seen.items() if cost is not None}
         level = statistics.mean(known.values()) if known else 0.0
         if self.prior is None:
@@ -62,16 +62,16 @@ class History:
         return [level + slope * (prior - middle) for prior in self.prior]
 
     def told(self) -> dict[int, float]:
-        """log(cost) of what was tried or runs: of a failure half more than expected of it, of a running one what is
-        expected, so that the next one goes elsewhere (constant liar, Ginsbourger et al. 2010)."""
+        """Return log(cost) of what was tried or runs: of a failure half more than expected of it, of a running one what
+        is expected, so that the next one goes elsewhere (constant liar, Ginsbourger et al. 2010)."""
         expected = self.expected()
         tried = {i: expected[i] + _FAILURE if cost is None else cost for i, cost in self.seen.items()}
         return {index: expected[index] for index in self.pending} | tried
 
 
 def find_search(name: str) -> str:
-    """The search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its library is missing or
-    another version."""
+    """Find the search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its library is missing
+    or another version."""
     try:
         if name == "optuna":
             import optuna  # noqa: F401
@@ -88,7 +88,7 @@ def find_search(name: str) -> str:
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
-    """(candidate to try next, what chose it), of at least one that is open.
+    """Return (candidate to try next, what chose it), of at least one that is open.
 
     count  proposals made so far: seeds what is random
     """
@@ -100,7 +100,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """By the planner, and for each failure that differs in one value alone a quarter more."""
+        """Return the planner's log(cost), and for each failure that differs in one value alone a quarter more."""
         near = [other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2]
         return prior[index] + len(near) * _NEAR
 
@@ -108,8 +108,8 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
 
 
 def _optuna(history: History, chance: random.Random) -> int:
-    """TPE over the product of the values, by their places; where its sample is no open candidate the nearest one is
-    taken."""
+    """Choose by TPE over the product of the values, by their places; where its sample is no open candidate the nearest
+    one is taken."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
@@ -135,9 +135,9 @@ def _optuna(history: History, chance: random.Random) -> int:
 
 
 def _deephyper(history: History, chance: random.Random) -> int:
-    """Dash et al. 2023, Table V: asynchronous Bayesian optimisation by upper confidence bound, in which failed trials
-    count too. The forest, its bound and the choice are DeepHyper's; the list, the prior and what failures count as are
-    brought to it."""
+    """Choose by asynchronous Bayesian optimisation with an upper confidence bound, in which failed trials count too
+    (Dash et al. 2023, Table V). The forest, its bound and the choice are DeepHyper's; the list, the prior and what
+    failures count as are brought to it."""
     import numpy as np
     from ConfigSpace import OrdinalHyperparameter
     from deephyper.hpo import CBO, HpProblem
@@ -163,16 +163,16 @@ def _deephyper(history: History, chance: random.Random) -> int:
     seed = chance.getrandbits(31)
     # A forest takes many candidates for the same, and of those the first sample is taken: not the next of the list.
     sampled = chance.sample(list(history.open), len(history.open))
+    names = sorted(p.name for p in history.parameters)  # as DeepHyper orders them
+    points = [{p.name: p.values.index(c.values[p.name]) for p in history.parameters} for c in history.candidates]
+    keys = [tuple(point[name] for name in names) for point in points]
+    predictions = dict(zip(keys, history.expected(), strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kinds of arrays, and points that are asked for again
         problem = HpProblem()
         for parameter in history.parameters:
             # By their places: trees split places and DeepHyper's labels of categories alike.
             problem.add_hyperparameter(OrdinalHyperparameter(parameter.name, list(range(len(parameter.values)))))
-        order = [[p.name for p in history.parameters].index(name) for name in problem.hyperparameter_names]
-        keys = [tuple(history.places(i)[n] for n in order) for i in range(len(history.candidates))]
-        points = [dict(zip(problem.hyperparameter_names, key, strict=True)) for key in keys]
-        predictions = dict(zip(keys, history.expected(), strict=True))
         problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
         # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their spread badly.
         forest = OnPrediction(_TREES, splitter="random", max_features=1.0, bootstrap=False, min_samples_split=2,
@@ -186,5 +186,4 @@ def _deephyper(history: History, chance: random.Random) -> int:
         )  # fmt: skip
         search.tell([(points[index], -cost) for index, cost in history.told().items()])
         asked = search.ask(1)[0]
-    key = tuple(int(asked[name]) for name in problem.hyperparameter_names)
-    return next(index for index in sampled if keys[index] == key)
+    return next(index for index in sampled if points[index] == asked)

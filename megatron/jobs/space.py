@@ -1,4 +1,4 @@
-"""What a tuner varies: a TOML file, or one of those that come with this package (`spaces/`).
+"""The space that a tuner searches: a TOML file, or one of those that come with this package (`spaces/`).
 
     [parameters]   name = [values]
     [variables]    the same, for names that are no flags
@@ -13,7 +13,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,81 @@ from megatron.config.layout import DIMENSIONS, parse_layout, recompute_settings,
 from megatron.config.option import Option
 from megatron.config.settings import all_options, did_you_mean, raise_problems
 from megatron.errors import ConfigError
-from megatron.jobs.expressions import Expression, parse_expression
 from megatron.untrusted import read_toml
+
+_KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+_FUNCTIONS = {"min": min, "max": max}
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression; make one with `parse_expression`."""
+
+    text: str
+    tree: ast.expr
+
+    def value(self, values: Mapping[str, Any]) -> Any:
+        """Evaluate with these values of names; `and`, `or` and `if` look at no more than Python's do. Raises ValueError
+        for what is not offered, and where there is no value, such as after a division by zero."""
+        try:
+            return _value(self.tree, values)
+        except (ArithmeticError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"no value: {error}") from None
+
+
+def parse_expression(text: str) -> Expression:
+    """Parse names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B else C, min() and
+    max(). Raises ValueError for what is no expression of Python.
+
+    >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
+    128
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"'{text}' cannot be read: {getattr(error, 'msg', error)}") from None
+    return Expression(text.strip(), tree)
+
+
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() | str()):
+            return None if node.value == "none" else node.value  # a flag that is not given
+        case ast.Name():
+            return _KNOWN[node.id] if node.id in _KNOWN else values[node.id]
+        case ast.List() | ast.Tuple():
+            return [_value(item, values) for item in node.elts]
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, values)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, values)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            sides = _value(node.left, values), _value(node.right, values)
+            if not all(isinstance(side, int | float) for side in sides):  # a text times a number may fill the memory
+                raise TypeError(f"{sides[0]!r} and {sides[1]!r}: only numbers can be computed with")
+            return _OPERATORS[type(node.op)](*sides)
+        case ast.BoolOp():
+            found = None
+            for part in node.values:
+                found = _value(part, values)
+                if bool(found) is isinstance(node.op, ast.Or):
+                    break
+            return found
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, values) else node.orelse, values)
+        case ast.Compare() if _OPERATORS.keys() >= set(map(type, node.ops)):
+            pairs = itertools.pairwise(_value(item, values) for item in (node.left, *node.comparators))
+            return all(_OPERATORS[type(kind)](*pair) for kind, pair in zip(node.ops, pairs, strict=True))
+        case ast.Call(func=ast.Name(id="min" | "max" as name), keywords=[]) if len(node.args) > 1:
+            return _FUNCTIONS[name](_value(argument, values) for argument in node.args)
+    raise ValueError(f"'{ast.unparse(node)}' is not offered")
+
 
 Value = int | float | str | bool | tuple[int, ...] | None
 """Value of a parameter. None: the flag is not given."""
@@ -100,16 +175,17 @@ class Space:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Names whose values are flags of a layout."""
+        """Return the names whose values are flags of a layout."""
         return (*(p.name for p in self.parameters if p.name not in self.variables), *self.derived)
 
     @property
     def combinations(self) -> int:
-        """Count of all combinations of values, whether they make a layout or not."""
+        """Count all combinations of values, whether they make a layout or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def digest(self) -> str:
-        """The same for spaces that mean the same layouts in the same order, whatever their titles and reasons are."""
+        """Return a digest that is the same for spaces of the same layouts in the same order, whatever their titles and
+        reasons are."""
         rules = [(name, rule.text) for name, rule in self.derived.items()], [e.text for e in self.constraints.values()]
         return hashlib.sha256(repr((self.parameters, self.flags, rules)).encode()).hexdigest()[:16]
 
@@ -118,7 +194,8 @@ class Space:
 
 
 def meaning(name: str) -> str:
-    """The short name, or else the setting, that a name stands for, with or without dashes. Raises ConfigError."""
+    """Return the short name, or else the setting, that a name stands for, with or without dashes. Raises
+    ConfigError."""
     plain = name.lstrip("-").replace("-", "_")
     if plain not in _SHORT and plain not in all_options():
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
@@ -127,7 +204,7 @@ def meaning(name: str) -> str:
 
 
 def read_value(name: str, given: Any) -> Value:
-    """The value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
+    """Return a value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
     if type(given) not in (int, float, str, bool):
         raise ConfigError(f"{given!r} is no value of a flag")
     text = write_value(given)
@@ -144,7 +221,7 @@ def read_value(name: str, given: Any) -> Value:
 
 
 def flags_of(name: str, value: Any) -> list[str]:
-    """The flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
+    """Return the flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
     if name == "preset":
         return [] if value is None else ["--preset", str(value)]
     settings = {SETTING.get(name, name): value}
@@ -168,7 +245,8 @@ def _words(option: Option, value: Any) -> list[str]:
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """setting -> flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have no place."""
+    """Map each setting to the flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have
+    no place."""
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
         written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
@@ -183,22 +261,24 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def known_spaces() -> dict[str, str]:
-    """Name -> title of the spaces that come with this package."""
-    return {path.stem: load_space(path.stem).title for path in sorted(SPACES.glob("*.toml"))}
+    """Map the names of the spaces that come with this package to their titles."""
+    return {name: load_space(name).title for name in _ready()}
+
+
+def _ready() -> list[str]:
+    return sorted(path.stem for path in SPACES.glob("*.toml"))
 
 
 def load_space(name_or_path: str) -> Space:
-    """The space of this name, or of this file.
+    """Load the space of this name, or of this file.
 
     Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is unknown, cannot be
     read or is said twice; with the file, the table and the key.
     """
-    own, path = SPACES / f"{name_or_path}.toml", Path(name_or_path)
-    if not (own.is_file() or path.is_file()):
-        names = sorted(path.stem for path in SPACES.glob("*.toml"))
+    path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
+    if not path.is_file():
         raise ConfigError(f"--space {name_or_path} is neither a file nor a space that is known"
-                          f"{did_you_mean(name_or_path, names)}; known: {', '.join(names)}")  # fmt: skip
-    path = own if own.is_file() else path
+                          f"{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}")  # fmt: skip
     file = read_toml(path, _MOST_BYTES, error=ConfigError)
     with _at(path, "the file"):
         _check_keys(file, _KEYS)
@@ -247,7 +327,7 @@ def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
 
 
 def _named(key: str, said: dict[str, str]) -> str:
-    """What a key means, of which no setting may be said already. Raises ConfigError."""
+    """Return what a key means; none of its settings may be said already. Raises ConfigError."""
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_PLACE}")
@@ -271,9 +351,9 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
 
 
 def _expression(given: Any, variables: Collection[str]) -> Expression:
-    """An expression in which settings have their short names. Raises ConfigError and ValueError."""
+    """Parse an expression; settings in it get their short names. Raises ConfigError and ValueError."""
     found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
     for node in ast.walk(found.tree):
-        if isinstance(node, ast.Name) and node.id in found.names.difference(variables):
+        if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:
             node.id = meaning(node.id)
     return found

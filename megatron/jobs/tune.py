@@ -1,4 +1,4 @@
-"""tools/tune.py: from its words to a search by trials, the report and the exit code.
+"""Search for the best layout by trials, as tools/tune.py asks, and write a report of it.
 
 What is known of a search lies in the folders of its trials, as those of experiments: point.json when one is started,
 result.json when it has ended, metrics.jsonl. A search that was killed goes on from there.
@@ -10,15 +10,17 @@ import dataclasses
 import math
 import shlex
 import statistics
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.config.command_line import parse_args
 from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
+from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, enumerate_candidates, trial_flags
-from megatron.jobs.endings import CRASH
 from megatron.jobs.measured import (
     CONFIRM,
     Measured,
@@ -29,18 +31,18 @@ from megatron.jobs.measured import (
     ranked,
     rivals,
     ruled_out,
+    value_of,
     written,
 )
-from megatron.jobs.report import Report
-from megatron.jobs.result import DONE, FAILED, RUNNING, Result, read_result
-from megatron.jobs.runner import TIME, End, Job, Runner, is_complete, slurm_time_left_s, time_left, write_json
+from megatron.jobs.result import CRASH, DONE, FAILED, RUNNING, Result, read_result
+from megatron.jobs.runner import TIME, Attempt, Job, Runner, is_complete, slurm_time_left_s, time_left, write_json
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
 from megatron.metrics_file import RECORD, read_beside
 from megatron.planner.table import Table, print_table
-from megatron.untrusted import read_json
+from megatron.untrusted import read_json, write_text
 
 EXHAUSTED, BUDGET, NODES = "nothing is left to try", "the trials are used up", "too few nodes are left"
 _IDENTITY = "search.json"
@@ -51,7 +53,7 @@ _KINDS = dict.fromkeys(("key", "by", "status", "kind", "reason"), RECORD["event"
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Do what the words say; returns the exit code. Raises ConfigError."""
+    """Run the tool with these words; return the exit code. Raises ConfigError."""
     if args.list_spaces:
         for name, title in known_spaces().items():
             print(f"{name:20} {title}")
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _dry_run(setup, found)
         return 0
     if args.report_only:
-        return 0 if _report(setup, Search(setup, found)) else 1
+        return 0 if _report(Search(setup, found)) else 1
     if not found.candidates:
         raise ConfigError("nothing can be tried: no layout of the space is valid and fits here (--dry-run says why)")
     claim = FolderClaim(setup.out, f"--out {setup.out}")
@@ -83,26 +85,24 @@ def _search(setup: Setup, found: Enumeration) -> int:
     _say(f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched by "
          f"{setup.searched_by}; {setup.out}")  # fmt: skip
     search = Search(setup, found, _say)
-    allocation_s: Callable[[], float | None] = slurm_time_left_s if setup.place.launcher == "slurm" else lambda: None
-    runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, allocation_s, _RESERVE_S))
+    runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, slurm_time_left_s, _RESERVE_S))
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) ended in this start"
          + (f"; the same command goes on from {setup.out}" if goes_on else ""))  # fmt: skip
-    has_best = _report(setup, search)
+    has_best = _report(search)
     if goes_on:
         return 4 if why == TIME and not search.done else 3
     return 0 if has_best else 1
 
 
-def _report(setup: Setup, search: Search) -> bool:
-    """Write the report and print what matters of it. Whether there is a best layout."""
-    found = Report(setup, search.found, search.trials)
-    for line in [*found.summary(), *(f"wrote {path}" for path in found.write())]:
+def _report(search: Search) -> bool:
+    """Write the report and print what matters of it; return whether there is a best layout."""
+    for line in [*summary(search), *(f"wrote {path}" for path in write_report(search))]:
         _say(line)
-    if found.ranked:
-        _say(f"the best: {found.command()}")
-    return bool(found.ranked)
+    if search.ranked:
+        _say(f"the best: {command(search)}")
+    return bool(search.ranked)
 
 
 # -- a search ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Search:
     """
 
     def __init__(self, setup: Setup, found: Enumeration, say: Callable[[str], object] = lambda text: None) -> None:
-        self._setup, self.found, self._say = setup, found, say
+        self.setup, self.found, self._say = setup, found, say
         self._objective, self._took_s = setup.args.objective, list[float]()
         self._running = set[int]()
         self._held: Trial | None = None
@@ -136,15 +136,24 @@ class Search:
         self._waiting = [trial for trial in self.trials.values() if not trial.result.status]
 
     @property
+    def layouts(self) -> list[Measured]:
+        """Return all layouts that were tried."""
+        return measured(self.trials.values(), self._objective)
+
+    @property
     def ranked(self) -> list[Measured]:
-        """Layouts with figures, the best first."""
-        return ranked(self.trials.values(), self._objective)
+        """Return layouts with figures, the best first."""
+        return ranked(self.layouts)
+
+    def written(self, cost: float) -> str:
+        """Write a cost as users read it."""
+        return written(cost, self._objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
         """Take over a trial of an earlier start. Raises ConfigError for a file that no tuner wrote."""
         try:
             point, result = read_beside(folder / POINT, _KINDS), read_beside(folder / RESULT, _KINDS)
-            complete = is_complete(folder, self._setup.steps)
+            complete = is_complete(folder, self.setup.steps)
         except DataError as error:
             raise ConfigError(f"{folder}: {error}: put it right, or give another --out") from error
         candidate = by_key.get(point.get("key", ""))
@@ -154,7 +163,7 @@ class Search:
         found = self._figures(self._job(trial)) if complete else RUNNING
         if result.get("status") == FAILED:
             found = Result(FAILED, result.get("kind"), result.get("reason"))
-        again = self._setup.args.retry_failed and found.status != DONE
+        again = self.setup.args.retry_failed and found.status != DONE
         self.trials[trial.number] = dataclasses.replace(trial, result=RUNNING if again else found)
 
     # -- what is next --------------------------------------------------------------------------------------------------
@@ -183,8 +192,8 @@ class Search:
         return self._job(trial)
 
     def _choose(self, runner: Runner) -> Trial | None:
-        """The trial that is to be started next; None: none, and `why` says what that is the end of."""
-        args, trials, number = self._setup.args, list(self.trials.values()), max([self._last, *self.trials]) + 1
+        """Return the trial that is to be started next; None where there is none, and `why` says why the search ends."""
+        args, trials, number = self.setup.args, list(self.trials.values()), max([self._last, *self.trials]) + 1
         searched = [t.number for t in trials if t.by != CONFIRM and (t.result.status or t.number in self._running)]
         over = args.max_trials is not None and len(searched) >= args.max_trials
         self.why, lacking = BUDGET if over else EXHAUSTED, False
@@ -198,7 +207,7 @@ class Search:
             lacking = len(able) < len(history.open)
             if able:
                 count = sum(trial.by != CONFIRM for trial in trials)
-                index, by = propose(self._setup.search, args.seed, dataclasses.replace(history, open=able), count)
+                index, by = propose(self.setup.search, args.seed, dataclasses.replace(history, open=able), count)
                 return Trial(number, self.found.candidates[index], by)
         confirmed = sum(trial.by == CONFIRM and trial.number > max(searched, default=0) for trial in trials)
         if not (waiting or lacking or self._running & set(searched)) and confirmed < args.confirm:
@@ -213,23 +222,22 @@ class Search:
         return None
 
     def _history(self) -> History:
-        """All that the next proposal depends on."""
+        """Collect all that the next proposal depends on."""
         candidates, trials = self.found.candidates, list(self.trials.values())
-        layouts = measured(trials, self._objective)
         # A lost rank says nothing of the layout.
-        seen = {one.candidate.index: math.log(one.cost) if one.cost < math.inf else None for one in layouts
+        seen = {one.candidate.index: math.log(one.cost) if one.cost < math.inf else None for one in self.layouts
                 if one.failures or one.cost < math.inf}  # fmt: skip
         pending = {self.trials[n].candidate.index for n in self._running if self.trials[n].by != CONFIRM}
         out = {trial.candidate.index for trial in trials} | ruled_out(candidates, trials)
         prior = [math.log(c.cost(c.step_s, self._objective)) for c in candidates if c.step_s]
         open_ = [index for index in range(len(candidates)) if index not in out]
-        return History(candidates, self._setup.space.parameters, seen, open_, frozenset(pending),
-                       prior if self._setup.prior else None)  # fmt: skip
+        return History(candidates, self.setup.space.parameters, seen, open_, frozenset(pending),
+                       prior if self.setup.prior else None)  # fmt: skip
 
     # -- a trial -------------------------------------------------------------------------------------------------------
 
     def _job(self, trial: Trial) -> Job:
-        setup, candidate = self._setup, trial.candidate
+        setup, candidate = self.setup, trial.candidate
         flags = trial_flags(candidate.flags, setup.steps)
         point = {
             "name": f"{trial.number:04d} {candidate.key}", "by": trial.by, "world": candidate.processes,
@@ -240,9 +248,9 @@ class Search:
                    candidate.nodes, setup.steps, setup.limit_s(candidate), setup.args.stall, candidate.step_s)
 
     def _figures(self, job: Job) -> Result:
-        return read_result(job.folder / METRICS, parse_args(job.flags, job.processes), self._setup.warm_up)
+        return read_result(job.folder / METRICS, parse_args(job.flags, job.processes), self.setup.warm_up)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: Attempt) -> None:
         """Note how a trial ended and say what it is worth."""
         trial = self.trials[int(end.job.folder.name)]
         head = f"trial {trial.number} {trial.candidate.key}"
@@ -259,10 +267,9 @@ class Search:
         self.done += 1
         said, best = f"{result.said}: {result.reason}; {end.job.folder}", self.ranked
         if result.step_s:
-            said = written(trial.candidate.cost(result.step_s, self._objective), self._objective)
+            said = self.written(trial.candidate.cost(result.step_s, self._objective))
         if best:
-            noise = noise_of(measured(self.trials.values(), self._objective))
-            near = "".join(f", {one.numbers} within the noise" for one in rivals(best, noise))
+            near = "".join(f", {one.numbers} within the noise" for one in rivals(best, noise_of(self.layouts)))
             said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
         self._say(f"{head}: {said}; {sum(bool(t.result.status) for t in self.trials.values())} trials have ended")
 
@@ -297,8 +304,8 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     first = sorted(candidates, key=lambda c: c.cost(c.step_s or 0.0, args.objective))
     print_table(Table(
         "the first of them, by the planner where it knows the machine; none of it measured",
-        ("layout", "nodes", "tokens a step", "GiB", "s/step", "value"),
-        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
+        ("layout", "nodes", "GiB", "s/step", "value"),
+        [(c.key, f"{c.nodes:,}", f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
           f"{c.step_s:.3g}" if c.step_s else "",
           written(c.cost(c.step_s, args.objective), args.objective) if c.step_s else "") for c in first[:_SHOWN]],
     ))  # fmt: skip
@@ -310,3 +317,100 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     print(f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, and {again} that measure the "
           f"leading ones again, none longer than {show_duration(max(map(setup.limit_s, first)))}: at most "
           f"{sum(dearest) + again * dearest[0]:,.1f} node-hours")  # fmt: skip
+
+
+# -- after it ----------------------------------------------------------------------------------------------------------
+
+FOLDER = "report"
+_FILES = ("trials.md", "best.txt", "trajectory.png")
+
+
+def summary(search: Search) -> list[str]:
+    """Say in sentences what came of a search. No layout is called better than another within the noise."""
+    trials, layouts, best = search.trials.values(), search.layouts, search.ranked
+    kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.step_s)
+    again, lines = sum(trial.by == CONFIRM for trial in trials), list[str]()
+    if best:
+        noise = noise_of(layouts)
+        near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
+        lines += [
+            f"Best: {best[0].candidate.key} ({best[0].numbers}, {best[0].spread}): {search.written(best[0].cost)}, "
+            f"{best[0].step_s:.4g} s a step.", f"As good as it within the noise, for trials of one layout scatter by "
+            f"some {100 * noise:.1f} %: {near or 'none'}.",
+        ]  # fmt: skip
+    return [*lines, f"{len(layouts)} of {len(search.found.candidates):,} layouts were tried, searched by "
+            f"{search.setup.searched_by}; {again} trial(s) measured leading ones again. Without valid figures: "
+            f"{', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}."]  # fmt: skip
+
+
+def write_report(search: Search) -> list[Path]:
+    """Write the report of a search as far as it went into FOLDER, in place of an earlier one; the files. Without
+    matplotlib or Optuna trials.md says why there is no picture. Raises ConfigError where nothing can be written."""
+    folder, parts = search.setup.out / FOLDER, [f"# {search.setup.space.title}"]
+    parts.append("\n".join(f"- {line}" for line in summary(search)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror or error}: choose another --out folder") from error
+    files = list[Path]()
+    if search.ranked:
+        line = command(search)
+        files.append(write_text(folder / "best.txt", line + "\n", choose="another --out folder"))
+        parts.append(f"The best layout for a real run:\n\n```\n{line}\n```")
+        try:
+            files.append(_picture(search, folder / "trajectory.png"))
+            parts.append("![trajectory](trajectory.png)")
+        except (ConfigError, ImportError, RuntimeError, ValueError) as error:
+            parts.append(f"No picture: {error}")
+    text = "\n\n".join([*parts, _table(search).markdown()]) + "\n"
+    return [write_text(folder / "trials.md", text, choose="another --out folder"), *files]
+
+
+def _table(search: Search) -> Table:
+    """Make a table of layouts with figures, the best first, and of trials without."""
+    rows = [
+        (one.numbers.partition(" ")[2], one.candidate.key, search.written(one.cost), one.spread, f"{one.step_s:.4g}",
+         f"{one.candidate.step_s or 0:.4g}", f"{max(t.result.memory_bytes or 0 for t in one.trials) / GIB:.2f}",
+         one.trials[0].by)
+        for one in search.ranked
+    ]  # fmt: skip
+    for trial in search.trials.values():
+        if trial.result.status and not trial.result.step_s:
+            reason = " ".join((trial.result.reason or "").split()).replace("|", "/")
+            rows.append((str(trial.number), trial.candidate.key, trial.result.said, reason, "", "", "", trial.by))
+    return Table("", ("trials", "layout", "value", "measured", "s/step", "planner's s/step", "GiB", "chosen by"), rows)
+
+
+def _picture(search: Search, path: Path) -> Path:
+    """Draw every trial in its order with the best so far."""
+    plot = pyplot(install="'megatron-frontier[tune]'")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    objective, unit = search.setup.args.objective, ""
+    study = optuna.create_study(direction="minimize" if objective == "node_hours" else "maximize")
+    for trial in search.trials.values():
+        if trial.result.step_s:
+            value, unit = value_of(trial.candidate.cost(trial.result.step_s, objective), objective)
+            study.add_trial(optuna.trial.create_trial(value=value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Optuna calls it experimental
+        optuna.visualization.matplotlib.plot_optimization_history(study, target_name=unit)
+    return save(plot.gcf(), path)
+
+
+def command(search: Search) -> str:
+    """Return one line for a shell that runs the best layout: by torchrun, or as a step of a Slurm job, its devices
+    bound to tasks as in the launch scripts."""
+    candidate, cluster = search.ranked[0].candidate, search.setup.cluster
+    program = ["pretrain_gpt.py", *candidate.flags]
+    if search.setup.place.launcher != "slurm":
+        return shlex.join(["torchrun", f"--nproc-per-node={candidate.processes}", *program])
+    each = candidate.processes // candidate.nodes
+    words = ["srun", "-N", str(candidate.nodes), "-n", str(candidate.processes), f"--ntasks-per-node={each}"]
+    if cluster is not None:
+        words += ["-c", str(cluster.cpus_per_task)]
+        words += ["--gpus-per-task=1", "--gpu-bind=closest"] if cluster.device_type == "cuda" else []
+    return shlex.join([*words, "python", "-u", *program])

@@ -1,4 +1,4 @@
-"""Compiles csrc/kernels/ into plain shared libraries, for HIP, CUDA or this machine's processor.
+"""Compile csrc/kernels/ into plain shared libraries, for HIP, CUDA or this machine's processor.
 
 `python setup.py build_kernels --target hip|cuda|host` and `pip install` call this; nothing is compiled when a job
 starts. Needs no torch and nothing else of this package: setup.py loads this file by its path.
@@ -24,7 +24,7 @@ TARGETS = ("host", "hip", "cuda")
 DEFAULT_ARCH = {"hip": "gfx90a", "cuda": "sm_90"}
 
 CHOICE = "MEGATRON_KERNELS_TARGETS"
-"""Environment variable: what an installation builds, e.g. "host,hip"; "none"; unset: all whose compiler is there."""
+"""Environment variable: the targets that an installation builds, e.g. "host,hip", or "none"; unset: host."""
 
 # Per target: the variable that names a compiler, what is looked for without it, and how to get one.
 _COMPILERS = {
@@ -45,11 +45,11 @@ _LEVELS = (
 
 
 class BuildError(RuntimeError):
-    """No compiler, an architecture that is not one, or a compiler that failed; with its words."""
+    """No compiler, an unknown architecture, or a compiler that failed, with its output."""
 
 
 def source_hash(folder: Path = SOURCES) -> str:
-    """A short hash of the kernels' sources; "" where there are none, as in an installed package."""
+    """Return a short hash of the kernels' sources; "" if there are none, as in an installed package."""
     files = sorted(p for p in folder.glob("*") if p.suffix in (".h", ".cpp"))
     if not files:
         return ""
@@ -60,7 +60,7 @@ def source_hash(folder: Path = SOURCES) -> str:
 
 
 def host_archs(flags: frozenset[str] | None = None) -> list[str]:
-    """What host libraries this processor can run, best first: levels of x86-64, or the machine's name elsewhere."""
+    """Return the host architectures that this processor can run, best first: levels of x86-64, or its name."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
     found = _processor_flags() if flags is None else flags
@@ -68,12 +68,12 @@ def host_archs(flags: frozenset[str] | None = None) -> list[str]:
 
 
 def library_name(target: str, arch: str) -> str:
-    """libmegatron-<target>-<arch>.so; several architectures in one library are joined by "+"."""
+    """Return libmegatron-<target>-<arch>.so; several architectures in one library are joined by "+"."""
     return f"libmegatron-{target}-{arch}.so"
 
 
 def compiler(target: str) -> str | None:
-    """The compiler of a target, or None where there is none: $HIPCC, $NVCC or $CXX go before what is on the PATH."""
+    """Find the compiler of a target: $HIPCC, $NVCC or $CXX take precedence over the PATH; None if there is none."""
     variable, names, _ = _COMPILERS[target]
     named = os.environ.get(variable)
     for name in [named] if named else names:
@@ -84,7 +84,7 @@ def compiler(target: str) -> str | None:
 
 
 def no_compiler(target: str) -> str:
-    """What was looked for in vain, and what to do."""
+    """Return what was looked for in vain, and what to do."""
     variable, names, advice = _COMPILERS[target]
     named = os.environ.get(variable)
     where = f"${variable} is {named}, which cannot be used" if named else f"looked for {', '.join(names)}"
@@ -92,14 +92,14 @@ def no_compiler(target: str) -> str:
 
 
 def default_archs(target: str) -> list[str]:
-    """What is built without --arch: for the host, this processor."""
+    """Return the architectures without --arch: for the host, this processor."""
     if target == "simulator":
         return ["wave64"]
     return host_archs()[:1] if target == "host" else [DEFAULT_ARCH[target]]
 
 
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
-    """Flags of one target's compiler. Debian's hipcc builds for NVIDIA or for gfx803 unless it is told otherwise."""
+    """Return the compiler's flags. Debian's hipcc builds for NVIDIA or for gfx803 unless told otherwise."""
     common = ["-std=c++17", "-O3"]
     if target == "hip":
         return [*common, "-fPIC", "-fno-gpu-rdc", *(f"--offload-arch={arch}" for arch in archs)]
@@ -116,7 +116,7 @@ def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
 
 
 def description(target: str, archs: Sequence[str], tool: str, flags: Sequence[str], sources: Path = SOURCES) -> str:
-    """What mk_describe() of the library will say: target, architecture, hashes of the sources and of the command."""
+    """Return what mk_describe() will report: target, architecture, hashes of the sources and of the command."""
     command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
     return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
 
@@ -129,8 +129,8 @@ def build(
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
     `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes in. `extra` flags go
-    to every command. `hear` is told what each command said on standard error, from several threads. The library appears
-    under its name only when it is complete.
+    to every command. `hear` gets what each command wrote to standard error, from several threads. The library gets its
+    name only when it is complete.
     """
     tool = compiler(target)
     if tool is None:
@@ -176,7 +176,7 @@ def build(
 
 
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
-    """The linker's command. HIP's runtime stays out: torch brings its own, and a process must not have two of them, so
+    """Return the linker's command. HIP's runtime stays out: torch brings its own, and a process must not have two, so
     its functions are found at load time in the one that torch has loaded (see library.py)."""
     if target != "hip":
         return [tool, *flags, "-shared"]
@@ -188,18 +188,18 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
 
 
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
-    """Whether the library was built from these sources by this command: its own description says so."""
+    """Return whether the library was built from these sources by this command, as its description tells."""
     tool = compiler(target)
     if tool is None or not path.is_file():
         return False
     return description(target, archs, tool, compile_flags(target, archs)).encode() + b"\0" in path.read_bytes()
 
 
-# ---- what the command and the installation do ------------------------------------------------------------------------
+# ---- the command and the installation --------------------------------------------------------------------------------
 
 
 def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(target, architectures) of each library to build; without targets, those of `archs`, or all with a compiler.
+    """Return (target, architectures) of each library to build. No targets: those of `archs`, or all with a compiler.
 
     One library holds all architectures of hip and cuda; the host has one library for each. Raises BuildError for
     unknown names and where there is no compiler at all.
@@ -270,7 +270,7 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
 
 
 def given(arguments: Sequence[str], option: str) -> list[str]:
-    """All values of an option on a command line, which may stand there several times or have commas.
+    """Return all values of an option on a command line, which may be repeated or have commas.
 
     >>> given(["--target", "hip,host", "--target=cuda"], "--target")
     ['hip', 'host', 'cuda']
@@ -298,7 +298,7 @@ def _target_of(arch: str) -> str:
 
 @functools.cache
 def _knows_half(tool: str) -> bool:
-    """Whether a C++ compiler has _Float16, which the kernels use: GCC 12 and clang 15 do."""
+    """Return whether a C++ compiler has _Float16, which the kernels use: GCC 12 and clang 15 do."""
     try:
         return not subprocess.run(
             [tool, "-x", "c++", "-std=c++17", "-fsyntax-only", "-"], input=b"_Float16 half;", capture_output=True
@@ -308,7 +308,7 @@ def _knows_half(tool: str) -> bool:
 
 
 def _shortened(output: str, most: int = 60) -> str:
-    """A compiler's first lines, where the cause stands."""
+    """Return the first lines of a compiler's output, which name the cause."""
     lines = output.rstrip().splitlines()
     return "\n".join([*lines[:most], *([f"... {len(lines) - most} more lines"] if len(lines) > most else [])])
 

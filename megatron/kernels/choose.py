@@ -1,11 +1,15 @@
-"""Decides, once at the start of a run, which operators go through the fused kernels. Needs no torch when imported."""
+"""Decide once, at the start of a run, what computes attention and which operators use fused kernels or other packages.
+
+Optional accelerated packages are imported only when something asks for them; this module needs no torch when imported.
+"""
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from megatron.kernels.availability import UNFUSED_BACKENDS, choose_attention, fused_adam, fused_norm
 
 if TYPE_CHECKING:
     import torch
@@ -13,10 +17,165 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import KernelConfig
 
+# -- attention and optional packages -----------------------------------------------------------------------------------
+
+FLASH_BACKENDS = ("auto", "flash")
+"""Values of --attention-backend that let flash-attn compute attention."""
+UNFUSED_BACKENDS = ("unfused", "local")
+"""Values of --attention-backend that mean an explicit softmax(q k^T) v."""
+_NAMES = {
+    "flash": "flash-attn", "torch": "torch's scaled_dot_product_attention", "blocked": "matrix products of blocks",
+    "unfused": "an explicit softmax(q k^T) v",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of the search for one optional package.
+
+    usable    whether it is installed and runs on the device and in the requested precision
+    reason    why not; "" if usable
+    fallback  what is used instead
+    """
+
+    package: str
+    version: str | None
+    usable: bool
+    reason: str
+    fallback: str
+
+    @property
+    def line(self) -> str:
+        """Return a line for the log."""
+        name = f"{self.package} {self.version}" if self.version else self.package
+        return f"{name}: used" if self.usable else f"{name}: {self.reason}; in its place: {self.fallback}"
+
+
+def flash_attention(device_type: str, dtype_name: str) -> Finding:
+    """Look for flash-attn and whether it runs on `device_type` ("cuda" for CUDA and ROCm, "cpu") in `dtype_name`."""
+    package, fallback = "flash-attn", _NAMES["torch"]
+    version = _version("flash_attn", "flash-attn")
+    reason = ""
+    if version is None:
+        reason = "not found"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    elif dtype_name not in ("float16", "bfloat16"):
+        reason = f"does not compute in {dtype_name}"
+    else:
+        reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
+    return Finding(package, version, not reason, reason, fallback)
+
+
+def choose_attention(
+    kernels: KernelConfig, device: torch.device | None, dtype_name: str, sequence: int = 0, drops: bool = False
+) -> str:
+    """Choose "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused" attention.
+
+    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, that is no error, because
+    torch's attention computes the same; the log names what runs (see report). If attention weights are dropped
+    (`drops`), torch has no kernel on a CPU and would store all scores.
+    """
+    backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
+    if backend in UNFUSED_BACKENDS:
+        return "unfused"
+    if backend == "blocked":
+        return "blocked"
+    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name).usable:
+        return "flash"
+    if drops and device_type == "cpu":
+        return "blocked"
+    return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence) else "torch"
+
+
+LONGEST_BLOCKED_IN_FP32 = 512
+"""Tokens of a sequence up to which attention in blocks is the faster one on a CPU in fp32."""
+
+
+def _blocks_are_faster(device_type: str, dtype_name: str, sequence: int) -> bool:
+    """Return whether attention in blocks is faster: on a CPU with our kernels, in bf16, and in fp32 if it is short.
+
+    Measured with benchmarks/attention.py: in bf16 1.9 to 2.8 times as fast at sequences of 512 to 2048; in fp32 1.2
+    times at 512, but 0.9 to 0.96 from 1024 on (with grouped queries 1.1), where torch's own blocks fill its products.
+    In fp16 torch's batched products have no fast path on most processors, and without the kernels the passes over the
+    scores cost what the products gain.
+    """
+    if device_type != "cpu" or dtype_name not in ("float32", "bfloat16"):
+        return False
+    if dtype_name == "float32" and sequence > LONGEST_BLOCKED_IN_FP32:
+        return False
+    return library_loaded("cpu")
+
+
+def library_loaded(device_type: str) -> bool:
+    """Return whether there is a library of kernels for a kind of device."""
+    from megatron.kernels import library
+
+    return library.find(device_type).handle is not None
+
+
+def fused_adam(device_type: str) -> Finding:
+    """Look whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
+    return _apex("FusedAdam", "amp_C", "apex.optimizers", "FusedAdam", "optimizer", device_type)
+
+
+def fused_norm(device_type: str) -> Finding:
+    """Look whether apex has its layer and RMS normalisation for `device_type`."""
+    module = "apex.normalization.fused_layer_norm"
+    return _apex("norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type)
+
+
+def _apex(part: str, extension: str, module: str, name: str, flag: str, device_type: str) -> Finding:
+    """Look whether `module` has `name` and the compiled `extension` that it calls.
+
+    The package called apex on PyPI is another project; it is recognised and not used.
+    """
+    version = _version("apex", "apex")
+    if version is None:
+        reason = "not found"
+    elif importlib.util.find_spec(extension) is None:
+        reason = "the installed apex is another project, or was built without its C++ extensions"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    else:
+        reason = _import_problem(module, name)
+    return Finding(f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes")
+
+
+def _version(module: str, distribution: str) -> str | None:
+    """Return the installed version of a module; None if it is not found, "" if it has no metadata."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _import_problem(module: str, name: str) -> str:
+    """Return why `from module import name` fails; "" if it works. A wheel built for another torch fails here."""
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a foreign package raises at import, it cannot be used
+        return f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    return "" if hasattr(found, name) else f"has no {name}: another project of that name, or too old"
+
+
+def _too_old_for_flash_attention() -> str:
+    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere; ROCm wheels check themselves."""
+    import torch
+
+    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0, {torch.cuda.get_device_name()} has less"
+    return ""
+
+
+# -- fused kernels -----------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which operators go through the fused kernels; the others through torch's.
+    """Which operators use the fused kernels; the others use torch's.
 
     attention_block  softmax of a block of attention scores, and its gradient
     masked_softmax   scale, mask and softmax of attention scores
@@ -41,10 +200,7 @@ class Fusions:
     apex_norm: bool = False
 
 
-OPERATORS = (
-    "attention_block", "masked_softmax", "bias_activation", "bias_dropout", "layer_norm", "rms_norm", "rotary",
-    "cross_entropy", "optimizer",
-)  # fmt: skip
+OPERATORS = tuple(field.name for field in dataclasses.fields(Fusions) if field.name != "apex_norm")
 """The names of the operators, as Fusions has them."""
 
 NORMS = ("layer_norm", "rms_norm")
@@ -55,34 +211,20 @@ ALL = Fusions(**dict.fromkeys(OPERATORS, True))
 """Every operator through its kernel: for tests and measurements."""
 
 
-@dataclass(frozen=True)
-class HostResult:
-    """In which types an operator's kernel, built for the host's processor, is faster than torch on a CPU, and why."""
-
-    types: tuple[str, ...]
-    reason: str
-
-
 EVERY_TYPE = ("float32", "float16", "bfloat16")
-
-
 _NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
 HOST_FASTER = {
-    "attention_block": HostResult(EVERY_TYPE, "one pass over a block's scores, in their place, where torch makes many"),
-    "masked_softmax": HostResult(_NOT_FP16, "one pass where torch makes one each for scale, mask and softmax"),
-    "bias_activation": HostResult(_NOT_FP16, "one pass where torch makes one for the bias and one for the activation"),
-    "bias_dropout": HostResult(EVERY_TYPE, "one pass and no mask in memory, where torch makes five passes"),
-    "layer_norm": HostResult(("bfloat16",), "torch's is one pass, too, but its backward pass is slow in bf16"),
-    "rms_norm": HostResult(_NOT_FP16, "one pass where torch makes several"),
-    "rotary": HostResult(EVERY_TYPE, "one pass where torch makes several, and no copy of a slice"),
-    "cross_entropy": HostResult(
-        EVERY_TYPE, "two passes and no copy of the logits, where torch makes a copy and six passes"
-    ),
-    "optimizer": HostResult(
-        ("bfloat16",), "norm, clipping, update and 16-bit weights in two passes; in other types it is torch's one pass"
-    ),
+    "attention_block": EVERY_TYPE,  # one pass over a block's scores, in place, where torch needs many
+    "masked_softmax": _NOT_FP16,  # one pass where torch needs one each for scale, mask and softmax
+    "bias_activation": _NOT_FP16,  # one pass where torch needs one for the bias and one for the activation
+    "bias_dropout": EVERY_TYPE,  # one pass and no mask in memory, where torch needs five passes
+    "layer_norm": ("bfloat16",),  # torch's is one pass, too, but its backward pass is slow in bf16
+    "rms_norm": _NOT_FP16,  # one pass where torch needs several
+    "rotary": EVERY_TYPE,  # one pass where torch needs several, and no copy of a slice
+    "cross_entropy": EVERY_TYPE,  # two passes and no copy of the logits, where torch needs a copy and six passes
+    "optimizer": ("bfloat16",),  # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
 }
-"""Whether a CPU gains by the kernel. On a GPU all of them do."""
+"""The types in which an operator's kernel is faster than torch on a CPU. On a GPU all of them are."""
 
 _APEX = "apex has it"
 _FLAGS = {
@@ -97,46 +239,57 @@ _FLAGS = {
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
-    """What goes through the kernels on `device` (None: the CPU) when computing in `dtype_name`.
+    """Choose what uses the kernels on `device` (None: the CPU) when computing in `dtype_name`.
 
-    An operator does where a library is loaded for the device, no flag says otherwise, and, on a CPU, HOST_FASTER says
-    that the kernel is faster or an `--...-implementation fused` asks for it all the same.
+    An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU, HOST_FASTER says that the
+    kernel is faster or `--...-implementation fused` asks for it.
     """
     device_type = device.type if device is not None else "cpu"
     chosen = {name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
-    return Fusions(**chosen, apex_norm=_apex_norm(kernels, device_type))
+    apex_norm = kernels.norm_implementation == "apex" and fused_norm(device_type).usable
+    return Fusions(**chosen, apex_norm=apex_norm)
 
 
 def assumed_fusions(kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True) -> Fusions:
-    """What would go through the kernels on a device that is not here; `loaded`: whether it has a library. No torch."""
+    """Choose for a device that is not here; `loaded`: whether it has a library. Needs no torch."""
     return Fusions(**{name: not _why_not(name, kernels, device_type, dtype_name, loaded) for name in OPERATORS})
 
 
 def report(config: Config, device: torch.device) -> list[str]:
-    """Lines for the log: which library is loaded or why none, what goes through it, and why the rest does not."""
+    """Return lines for the log: the library or why there is none, what runs through it, what does not and why, and a
+    line for each optional package that the configuration asks for."""
     from megatron.kernels import library
 
-    found = library.find(device.type)
-    if found.handle is None:
-        return [found.line]
-    model = config.model
-    attention = choose_attention(
-        config.kernels, device, config.precision.dtype_name, model.seq_length, model.attention_dropout > 0.0
-    )
-    reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
-    used = ", ".join(name for name, reason in reasons.items() if not reason)
-    by_apex = ", ".join(name for name, reason in reasons.items() if reason == _APEX)
-    left: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason and reason != _APEX:
-            left.setdefault(reason, []).append(name)
-    others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
-    line = f"through fused kernels: {used or 'none'}" + (f"; through apex: {by_apex}" if by_apex else "")
-    return [found.line, line + (f"; through torch: {others}" if others else "")]
+    found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
+    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, model.attention_dropout > 0.0)
+    lines = [found.line]
+    if found.handle is not None:
+        groups: dict[str, list[str]] = {"": [], _APEX: []}
+        for name in OPERATORS:
+            groups.setdefault(_reason(name, config, device.type, attention), []).append(name)
+        used, by_apex = (", ".join(groups.pop(reason)) for reason in ("", _APEX))
+        others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in groups.items())
+        line = f"through fused kernels: {used or 'none'}" + (f"; through apex: {by_apex}" if by_apex else "")
+        lines.append(line + (f"; through torch: {others}" if others else ""))
+    return lines + packages(config.kernels, device.type, dtype_name, attention)
+
+
+def packages(kernels: KernelConfig, device_type: str, dtype_name: str, attention: str) -> list[str]:
+    """Return a line for each optional package that the configuration asks for; `attention`: see choose_attention."""
+    flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
+    if attention != "flash":
+        reason = flash.reason if backend in FLASH_BACKENDS else f"ruled out by --attention-backend {backend}"
+        flash = Finding(flash.package, flash.version, False, reason, _NAMES[attention])
+    wished = [flash]
+    if kernels.norm_implementation == "apex":
+        wished.append(fused_norm(device_type))
+    if kernels.optimizer_implementation == "apex":
+        wished.append(fused_adam(device_type))
+    return [finding.line for finding in wished]
 
 
 def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
-    """Why an operator of this run does not go through its kernel; "" when it does."""
+    """Return why an operator of this run does not use its kernel; "" if it does."""
     model, dtype_name = config.model, config.precision.dtype_name
     if name == "attention_block" and attention != "blocked":
         return "only --attention-backend blocked has it"
@@ -150,7 +303,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "an optimizer of your own"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
-    if name == "bias_dropout" and not _drops(config):
+    weights_drop = model.attention_dropout > 0.0 and config.kernels.attention_backend in UNFUSED_BACKENDS
+    if name == "bias_dropout" and not (model.add_bias_linear or model.hidden_dropout or weights_drop):
         return "neither bias nor dropout"
     reason = _why_not(name, config.kernels, device_type, dtype_name)
     wider = model.fp32_residual_connection and dtype_name != "float32"
@@ -161,17 +315,10 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     return reason
 
 
-def _drops(config: Config) -> bool:
-    """Whether there is a bias or a dropout for the operator that does both."""
-    model = config.model
-    unfused = config.kernels.attention_backend in UNFUSED_BACKENDS
-    return bool(model.add_bias_linear or model.hidden_dropout or (unfused and model.attention_dropout))
-
-
 def _why_not(
     name: str, kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool | None = None
 ) -> str:
-    """`loaded` None: look whether a library is."""
+    """Return why an operator does not use its kernel on a device. `loaded` None: look for a library."""
     setting, flag = _FLAGS.get(name, ("", ""))
     if setting and not getattr(kernels, setting):
         return flag
@@ -183,23 +330,13 @@ def _why_not(
         return _APEX
     if dtype_name not in EVERY_TYPE:
         return f"they do not compute in {dtype_name}"
-    if not (_is_loaded(device_type) if loaded is None else loaded):
+    if not (library_loaded(device_type) if loaded is None else loaded):
         return "no library"
-    if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name].types:
+    if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name]:
         return "torch's is faster on a CPU"
     return ""
 
 
-def _is_loaded(device_type: str) -> bool:
-    from megatron.kernels import library
-
-    return library.find(device_type).handle is not None
-
-
-def _apex_norm(kernels: KernelConfig, device_type: str) -> bool:
-    return kernels.norm_implementation == "apex" and fused_norm(device_type).usable
-
-
 def bits(fusions: Fusions) -> int:
-    """The choice as a number, to compare it between ranks."""
+    """Encode the choice as a number, to compare it between ranks."""
     return sum(1 << i for i, f in enumerate(dataclasses.fields(fusions)) if getattr(fusions, f.name))

@@ -1,7 +1,7 @@
-"""Finds and calls the compiled kernels: one library for each kind of device, loaded at the first question.
+"""Find and call the compiled kernels: one library for each kind of device, loaded on first use.
 
-A C function is named once, with the types of its arguments (`Function`), and called with the tensor whose device and
-stream it shall run on.
+A C function is declared once, with the types of its arguments (`Function`), and called with the tensor whose device and
+stream it runs on.
 """
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import functools
 import hashlib
 import os
 import struct
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.errors import KernelError
 from megatron.kernels.build import LIBRARIES, host_archs, library_name, source_hash
@@ -33,18 +32,17 @@ _C_TYPES = {
     "p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "u": ctypes.c_uint64, "w": ctypes.c_uint32,
     "f": ctypes.c_float, "d": ctypes.c_double,
 }  # fmt: skip
-_LOCK = threading.Lock()
-_ASSUMED: dict[str, Found] = {}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of the search for a kind of device.
+    """The result of the search for a kind of device.
 
-    path         the library file, where one was loaded
-    target, arch what it was built for
-    reason       why there is none; "" when there is one
-    sources      hash of the sources it was built from
+    path          the library file, if one was loaded
+    target, arch  what it was built for
+    reason        why there is none; "" if there is one
+    handle        the loaded library; None if there is none
+    sources       hash of the sources it was built from
     """
 
     path: Path | None
@@ -63,18 +61,20 @@ class Found:
 
 
 def find(device_type: str) -> Found:
-    """The library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once. A reason is part of the answer.
+    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once, or the reason for none.
 
-    Raises KernelError only where MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The question for "cpu"
-    leaves GPUs alone.
+    For "meta", whose tensors have no data, there is one: an operator follows its rule of shapes, and nothing is
+    launched. Raises KernelError only if MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The search for "cpu"
+    does not touch GPUs.
     """
-    with _LOCK:  # threads that ask together get the same handle
-        return _ASSUMED.get(device_type) or _search(device_type)
+    return _search(device_type)
 
 
 @functools.cache
 def _search(device_type: str) -> Found:
     override = os.environ.get(OVERRIDE, "")
+    if device_type == "meta":
+        return Found(None, "", "", "", object())
     if override == "none":
         return Found(None, "", "", f"{OVERRIDE} is none")
     if device_type == "cpu":
@@ -86,37 +86,19 @@ def _search(device_type: str) -> Found:
     return _first([device_arch()])
 
 
-@contextlib.contextmanager
-def assumed(device_type: str) -> Iterator[None]:
-    """Inside, kernels count as there for a kind of device that has none here, such as "meta".
-
-    For tensors without data, on which an operator follows its rule of shapes: nothing can be launched.
-    """
-    with _LOCK:
-        before, _ASSUMED[device_type] = _ASSUMED.get(device_type), Found(None, "", "", "", object())
-        _AVAILABLE.pop(device_type, None)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            if before is None:
-                del _ASSUMED[device_type]
-            else:
-                _ASSUMED[device_type] = before
-            _AVAILABLE.pop(device_type, None)
+def available(device: torch.device) -> bool:
+    """Return whether compiled kernels run on this device."""
+    return find(device.type).handle is not None
 
 
 def forget() -> None:
-    """Search again at the next question: for tests, and after a build in the same process."""
-    with _LOCK:
-        _search.cache_clear()
-        _AVAILABLE.clear()
-        for function in Function.all:
-            function.unbind()
+    """Search again on next use: for tests, and after a build in the same process."""
+    _search.cache_clear()
+    _bound.cache_clear()
 
 
 def fingerprint(device_type: str) -> int:
-    """A number below 2^63 that is equal on all ranks which have the same kernels for this kind of device; 0 for none.
+    """Return a number below 2^63 that is equal on ranks with the same kernels for this kind of device; 0 for none.
 
     The levels of x86-64 count as one: they differ in speed.
     """
@@ -129,7 +111,7 @@ def fingerprint(device_type: str) -> int:
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:
-    """("hip", "gfx90a") or ("cuda", "sm_90"): what the library of a GPU must be built for."""
+    """Return what the library of a GPU must be built for: ("hip", "gfx90a") or ("cuda", "sm_90")."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     if torch.version.hip is not None:
         return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
@@ -137,7 +119,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
 
 
 def _named(path: Path) -> Found:
-    """The library that the user named: one that cannot serve is an error."""
+    """Load the library that the user named; raise KernelError if it cannot be used."""
     if not os.path.isfile(path):  # a path too long for the system is no file either
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
@@ -151,7 +133,7 @@ def _named(path: Path) -> Found:
 
 
 def _first(wanted: list[tuple[str, str]]) -> Found:
-    """The first library that is there and fits."""
+    """Load the first library that exists and fits."""
     present = sorted(LIBRARIES.glob("libmegatron-*.so")) if LIBRARIES.is_dir() else []
     reason = ""
     for target, arch in wanted:
@@ -168,7 +150,7 @@ def _first(wanted: list[tuple[str, str]]) -> Found:
 
 
 def _load(path: Path, target: str | None) -> Found:
-    """`target` None: whatever it was built for, and from whichever sources."""
+    """Load a library; with `target` None of any target, and built from any sources."""
     try:
         missing = _missing_bytes(path)
         if missing > 0:
@@ -194,14 +176,15 @@ def _load(path: Path, target: str | None) -> Found:
 
 
 def _missing_bytes(path: Path) -> int:
-    """How much shorter a 64-bit ELF file is than its header says: mapped, it would end the process with a bus error.
+    """Return how much shorter a 64-bit ELF file is than its header says: loading it would end the process.
 
-    The table of sections comes last in what linkers write (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
+    A truncated file is a bus error once it is mapped. Linkers write the table of sections last (System V ABI, chapter
+    4: e_shoff, e_shentsize, e_shnum).
     """
     with path.open("rb") as file:
         head = file.read(64)
     if head[:5] != b"\x7fELF\x02":
-        return 0  # not ours: the loader says what it is
+        return 0  # not ours: the loader reports what is wrong
     (at,), (size, count) = struct.unpack_from("<Q", head, 0x28), struct.unpack_from("<HH", head, 0x3A)
     return int(at + size * count - path.stat().st_size)
 
@@ -209,8 +192,8 @@ def _missing_bytes(path: Path) -> int:
 def _share_hip_runtime() -> None:
     """Let a library find HIP's functions in the runtime that torch has loaded.
 
-    It is not linked with one of its own: where torch comes as a wheel with its own ROCm, there would be two in the
-    process, and neither knows the other's streams.
+    The library is not linked with one: a torch wheel brings its own ROCm, and of two runtimes in a process neither
+    knows the other's streams.
     """
     try:
         mapped = Path("/proc/self/maps").read_text()
@@ -222,7 +205,7 @@ def _share_hip_runtime() -> None:
 
 
 def _try_on_gpu(handle: Any) -> str:
-    """Why a kernel cannot be launched here, e.g. as the driver is older than the compiler; "" when it can."""
+    """Return why a kernel cannot be launched here, such as a driver older than the compiler; "" if it can."""
     x = torch.zeros(1, device="cuda")
     address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(1)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -239,67 +222,45 @@ def _short(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-_AVAILABLE: dict[str, bool] = {}
-
-
-def available(device: torch.device) -> bool:
-    """Whether compiled kernels run on this device."""
-    answer = _AVAILABLE.get(device.type)
-    if answer is None:
-        answer = _AVAILABLE[device.type] = find(device.type).handle is not None
-    return answer
-
-
+@dataclass(frozen=True)
 class Function:
-    """A C function: `name` and the types of its arguments between the element type and the stream.
+    """A C function: its name and the types of its arguments between the element type and the stream.
 
     Letters: p pointer, i int32, l int64, u uint64, w uint32, f float, d double.
     """
 
-    all: list[Function] = []  # noqa: RUF012
+    name: str
+    arguments: str
 
-    def __init__(self, name: str, arguments: str) -> None:
-        self.name = name
-        self._types = [ctypes.c_int, *(_C_TYPES[letter] for letter in arguments), ctypes.c_void_p]
-        self.unbind()
-        Function.all.append(self)
-
-    def unbind(self) -> None:
-        """Look the function up again at the next call."""
-        self._cpu: Any = functools.partial(self._bind, "cpu")
-        self._gpu: Any = functools.partial(self._bind, "cuda")
-
-    def _bind(self, device_type: str, *values: Any) -> int:
-        """Stands in for the function until the first call has loaded the library."""
-        handle = find(device_type).handle
-        if handle is None:
-            raise KernelError(f"{self.name}: {find(device_type).line}")
-        function = getattr(handle, self.name, None)
-        if function is None:
-            raise KernelError(f"{self.name} is not in {find(device_type).path}: it was built from other sources")
-        function.argtypes, function.restype = self._types, ctypes.c_int
-        if device_type == "cpu":
-            self._cpu = function
-        else:
-            self._gpu = function
-        return function(*values)
-
-    def __call__(self, like: torch.Tensor, *arguments: Any, type_of: torch.Tensor | None = None) -> None:
+    def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
         """Run on the device and current stream of `like`, for the element type of `type_of` (or of `like`).
 
-        Tensors are passed as their addresses. Raises KernelError when the launch fails.
+        Tensors are passed as their addresses. Raises KernelError if the launch fails.
         """
-        number = TYPES[(like if type_of is None else type_of).dtype]
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        if like.is_cpu:
-            code = self._cpu(number, *values, None)
+        device = like.device
+        function = _bound(self, device.type)
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        values.insert(0, TYPES[(like if type_of is None else type_of).dtype])
+        if device.type == "cpu":
+            code = function(*values, None)
         else:
-            index = like.get_device()
-            if index == torch._C._cuda_getDevice():
-                code = self._gpu(number, *values, torch._C._cuda_getCurrentRawStream(index))
-            else:
-                with torch.cuda.device(index):
-                    code = self._gpu(number, *values, torch._C._cuda_getCurrentRawStream(index))
+            here = device.index == torch._C._cuda_getDevice()
+            with contextlib.nullcontext() if here else torch.cuda.device(device.index):
+                code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
         if code:
-            message = find(like.device.type).handle.mk_error(code).decode()
-            raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")
+            message = find(device.type).handle.mk_error(code).decode()
+            raise KernelError(f"{self.name} on {device}: {message} (code {code})")
+
+
+@functools.cache
+def _bound(function: Function, device_type: str) -> Any:
+    """Return a function of the library of a kind of device, with the types of its arguments."""
+    found = find(device_type)
+    if found.handle is None:
+        raise KernelError(f"{function.name}: {found.line}")
+    bound = getattr(found.handle, function.name, None)
+    if bound is None:
+        raise KernelError(f"{function.name} is not in {found.path}: it was built from other sources")
+    bound.argtypes = [ctypes.c_int, *(_C_TYPES[letter] for letter in function.arguments), ctypes.c_void_p]
+    bound.restype = ctypes.c_int
+    return bound

@@ -1,8 +1,8 @@
-"""The work of an operator in numbers, and how code says of itself what a look at its operators does not show.
+"""The work of an operator in numbers, and annotations of code whose work its operators do not show.
 
-An operator of ours declares its work where it is defined (register.operator). Code that is made of many operators and
-stands for one piece of work says so with `counts_as`, code that makes a value again with `recomputed`. Whoever follows
-operators without running them (planner/trace.py) hears it; in a run nobody does.
+An operator of ours declares its work where it is defined (operators.operator). Code that consists of many operators but
+is one computation is marked with `counts_as`, code that recomputes a value with `recomputed`. Only a recorder of
+operators (planner/trace.py) reads the marks; in a run they have no effect.
 """
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Product(NamedTuple):
-    """`batch` products [m, k] x [k, n]. moved: bytes read and written for a sum to which the product is added, beyond
-    those of its result; the kernel moves them while it multiplies."""
+    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond those of its
+    result; the kernel moves them while it multiplies."""
 
     m: int
     n: int
@@ -27,7 +27,7 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention that keeps no scores: flash-attn's, torch's or in blocks; `heads` of queries on this device."""
+    """Causal attention that stores no scores: flash-attn's, torch's or in blocks; `heads` of queries on this device."""
 
     batch: int
     heads: int
@@ -42,7 +42,7 @@ class Attention(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory-bound kernels that read and write so many bytes together.
+    """Memory-bound kernels, and the bytes that they read and write together.
 
     kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or "copy" (the rest)
     """
@@ -56,7 +56,7 @@ Computation = Product | Attention | Memory
 
 
 class Follower(Protocol):
-    """Who follows operators: told where a piece of work begins and ends."""
+    """A recorder of operators, called where a piece of work begins and ends."""
 
     def enter(self, scope: Scope) -> None: ...
 
@@ -67,8 +67,7 @@ _followers: list[Follower] = []
 
 
 class Scope:
-    """A piece of code. work: the one computation that all of its operators together are; None: they are what they are,
-    and make a value again."""
+    """A piece of code. work: the one computation that its operators are together; None: they recompute a value."""
 
     __slots__ = ("work",)
 
@@ -85,12 +84,12 @@ class Scope:
 
 
 def counts_as(work: Computation) -> Scope:
-    """A context: the operators inside are together this computation."""
+    """Return a context whose operators are together this computation."""
     return Scope(work)
 
 
 def recomputed() -> Scope:
-    """A context: what is computed inside was computed before, and is made again rather than kept."""
+    """Return a context whose operators recompute what was computed before and not kept."""
     return Scope(None)
 
 
@@ -100,7 +99,7 @@ def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
 
 
 class followed:
-    """A context in which `follower` is told."""
+    """A context in which `follower` records."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower

@@ -1,32 +1,33 @@
 """Causal self-attention with heads cut over the tensor-parallel group."""
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels.choose import Fusions
+from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
 from megatron.kernels.work import once_and_again
 from megatron.layers.blocked_attention import blocked_attention
-from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.documents import Documents
+from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.layers.masks import Alibi
-from megatron.layers.parameters import Fill
-from megatron.layers.rotary import RotaryEmbedding
-from megatron.layers.unfused_attention import unfused_attention
-from megatron.parallel.random import WHOLE, Place, Site, mix, seeded
+from megatron.layers.positions import Alibi, Documents, RotaryEmbedding
+from megatron.parallel.random import WHOLE, DropoutKey, Place, Site, mix, seeded
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
 def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float
-) -> torch.Tensor:
-    """q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float
+) -> Tensor:
+    """Attend: q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and bias is not None:
@@ -39,27 +40,27 @@ def _causal(
     return out.transpose(1, 2)
 
 
-def _one_sample(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, heads, d] -> [1, s, b * heads, d], a view of a projection's part too.
+def _one_sample(x: Tensor) -> Tensor:
+    """View [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
-    To attention the heads of another sample are other heads. With one sample, what torch's kernels write, and what they
-    want to read in the backward pass, lies in the order [s, b, heads, d] of the layers around them, whichever kernel it
-    is; with several, some write [b, s, heads, d], and most copy output and gradient into it before their backward pass
+    To attention the heads of another sample are other heads. With one sample, all of torch's kernels write, and read in
+    the backward pass, the order [s, b, heads, d] of the layers around them; with several samples, some write
+    [b, s, heads, d], and most copy output and gradient into it before their backward pass
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     return x.flatten(1, 2).unsqueeze(0)
 
 
 def torch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi: Alibi | None,
+    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
-) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention.
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v by torch's scaled_dot_product_attention.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
 
-    Documents of like length are one batch, filled up at their ends: there a causal query does not look, so no mask
-    tells documents apart. ALiBi's bias is as long as the longest document and serves all.
+    Documents of similar length are one batch, padded at their ends, which no causal query sees, so that no mask of
+    documents is needed. ALiBi's bias is as long as the longest document and used for all.
     """
     positions = q.shape[0]
     if documents is None:
@@ -77,10 +78,10 @@ def torch_attention(
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi: Alibi | None,
+    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
-) -> torch.Tensor:
-    """The same through the flash-attn package, which takes the cumulative lengths of documents as they are."""
+) -> Tensor:
+    """Return the same by the flash-attn package, which takes the cumulative lengths of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if alibi is None else alibi.slopes
@@ -96,8 +97,43 @@ def flash_attention(
     return out.view(q.shape).transpose(0, 1)
 
 
+def unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None, documents: Documents | None,
+    dropout: float, seed: int | None, fusions: Fusions, place: Place | None = None,
+) -> Tensor:
+    """Return explicit softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k, v [s, b, kv heads, d] -> [s, b, heads, d].
+
+    Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the queries of a group
+    are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout;
+    `place` is their place in the whole job (DropoutKey.weights), None if they are the whole.
+    """
+    s, b, heads, d = q.shape
+    groups = k.shape[2]
+    queries = q.view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).reshape(b * groups, -1, d)
+    keys, values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))  # [b groups, s, d]
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, heads, s, s)
+    scale = 1.0 / math.sqrt(d)
+    if alibi is not None:
+        scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
+    weights = _softmax(scores, documents, scale, fusions.masked_softmax)
+    weights = keyed_dropout(weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads))
+    out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)
+    return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
+
+
+def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: bool) -> Tensor:
+    """Return softmax(scale * scores) over the visible keys, in fp32; [b, heads, s, s] in the scores' dtype."""
+    if fused:
+        return causal_softmax(scores, scale) if documents is None else masked_softmax(scores, documents.hidden, scale)
+    s = scores.shape[-1]
+    later = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
+    hidden = later if documents is None else documents.hidden
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)
+
+
 class CoreAttention:
-    """softmax(q k^T / sqrt(d)) v, causal, of one layer, as the configuration says: ALiBi, dropout, recomputation.
+    """Causal softmax(q k^T / sqrt(d)) v of one layer, as configured: ALiBi, dropout, recomputation.
 
     attention  names what computes it (choose_attention)
     """
@@ -110,9 +146,9 @@ class CoreAttention:
         self.attention, self.fusions = attention, context.fusions
         self.alibi = context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
 
-    def __call__(self, call: CallContext, *tensors: torch.Tensor) -> torch.Tensor:
-        """q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] -> [s, b, heads/tp, d]. Blocked attention also takes
-        all three as they leave SelfAttention's projection."""
+    def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
+        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d]. Blocked attention also
+        takes the projection of all three."""
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -120,15 +156,15 @@ class CoreAttention:
             place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
         core = partial(self._core, call.documents, seed, place)
         if self.recompute and torch.is_grad_enabled():
-            out: torch.Tensor = checkpoint(
+            out: Tensor = checkpoint(
                 core, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
             )
             return out
         return core(*tensors)
 
     def _core(
-        self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+        self, documents: Documents | None, seed: int | None, place: Place, *tensors: Tensor
+    ) -> Tensor:
         if self.attention == "blocked":
             fused = self.fusions.attention_block
             slopes = None if self.alibi is None else self.alibi.slopes
@@ -139,13 +175,13 @@ class CoreAttention:
         core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
             return core(q, k, v, self.alibi, documents, 0.0)
-        # These count the samples and heads of a call on their own, so that masks are those of one micro-batch and rank.
+        # These number the samples and heads of each call from 0, so that masks are those of one micro-batch and rank.
         with seeded(q.device, mix(seed, place.start)):
             return core(q, k, v, self.alibi, documents, self.dropout)
 
 
 class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
+    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
     them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
@@ -167,9 +203,9 @@ class SelfAttention(torch.nn.Module):
         self.dense = RowParallelLinear(context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias)
 
     def forward(
-        self, x: torch.Tensor, call: CallContext, again: Again = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`again` makes x."""
+        self, x: Tensor, call: CallContext, again: Again = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within x; `again` recomputes x."""
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
@@ -177,8 +213,8 @@ class SelfAttention(torch.nn.Module):
         out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
         return self.dense(out.reshape(s, b, -1))
 
-    def _apart(self, mixed: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, ...]:
-        """q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, turned by their positions."""
+    def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
+        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated by their positions."""
         s, b = mixed.shape[:2]
         # The gradient of split is one concatenation; those of slices would each be as large as the whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)

@@ -1,73 +1,59 @@
-"""Causal attention in blocks: matrix products of many heads at once, and between them one pass over the scores.
+"""Causal attention in blocks: matrix products of many heads at once, with one pass over the scores between them.
 
-Scores live only for one block: of queries with all keys that they see in the forward pass, of keys with all queries
-that see them in the backward pass, which makes them again from the logarithms that were kept (Dao et al., arXiv
-2205.14135; the order of loops of algorithm 4). Nothing above the diagonal's blocks is computed. So memory grows with
-the sequence, not with its square, and on a CPU the products reach what large ones do.
+Scores exist for one block only: of queries with all keys that they see in the forward pass, of keys with all queries
+that see them in the backward pass, which recomputes them from the logarithms that were kept (Dao et al., arXiv
+2205.14135; the order of loops of algorithm 4). Nothing above the blocks of the diagonal is computed. So memory grows
+with the sequence, not with its square, and on a CPU the products are as fast as large ones.
 
-Queries, keys and values are read where the projection left them, and their gradients are written there. Products add
-up in fp32; in 16 bits the scores are rounded to the format, as in the explicit softmax, and the gradient of the
-queries, the only one that has a term from each block, is added up in fp32.
+Queries, keys and values are read in the projection, and their gradients are written in its layout. Products accumulate
+in fp32; in 16 bits the scores are rounded to the format, as in the explicit softmax, and the gradient of the queries,
+the only one with a term from each block, is accumulated in fp32.
 """
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.work import Attention, Scope, counts_as
-from megatron.layers.documents import Documents
+from megatron.layers.positions import Documents
 from megatron.parallel.random import DropoutKey, Place
 
-# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks leave out more above the diagonal,
-# larger ones make faster products; those of 16 bits need more of it.
+# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks skip more above the diagonal,
+# larger ones make faster products, which matters more in 16 bits.
 _LEAST = {torch.float32: 64}
 _LEAST_16_BIT, _MOST_TIMES, _BLOCKS = 128, 2, 8
 # Scores of this many elements at once: a buffer of some MiB however many heads and samples there are.
 _SCORES = 1 << 22
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """slopes fp32 [heads] or None; fused: through the kernels; probability, seed, origins and positions of dropout, as
-    the kernels take them."""
-
-    slopes: torch.Tensor | None
-    fused: bool
-    probability: float = 0.0
-    seed: int = 0
-    origins: torch.Tensor | None = None
-    positions: int = 0
-
-    def law(self, share: int, d: int) -> tuple[Any, ...]:
-        """The last arguments of attention_weights_ and attention_gradient_."""
-        scale = 1.0 / math.sqrt(d)
-        return share, scale, self.probability, self.seed, self.origins, self.positions
+Settings = tuple[Tensor | None, bool, kernel.Law]
+"""Slopes of ALiBi, fp32 [heads] or None; whether the kernels compute; scale and dropout, as the kernels take them."""
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Positions of a block: a whole number of the kernel's tiles, at most twice the least, whatever the length."""
+    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the least."""
     least = _LEAST.get(dtype, _LEAST_16_BIT)
     wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
     return max(least, min(wished, _MOST_TIMES * least))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, groups, share, d] -> [b groups, s share, d]: a view where share is 1, else a copy."""
+def _rows(x: Tensor) -> Tensor:
+    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1, else a copy."""
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, groups, d] -> [b groups, s, d]; a view where samples and groups have a common stride."""
+def _heads(x: Tensor) -> Tensor:
+    """Reshape [s, b, groups, d] to [b groups, s, d]: a view if their strides allow."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    """[n, keys, d] -> [n, d, keys], as the second matrix of a product.
+def _transposed(x: Tensor) -> Tensor:
+    """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
     In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole of a tensor.
     """
@@ -75,37 +61,35 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(count: int, scores: int) -> list[slice]:
-    """Samples and groups, as many at once as have _SCORES scores in a block, but work for every thread."""
+    """Divide samples and groups into parts of about _SCORES scores, but with work for every thread."""
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 class _Rows:
-    """A tensor of heads [s, b, groups, share, d] to be written as rows: in its place, or apart and then put there."""
+    """A tensor [s, b, groups, share, d] to be written as rows: in place if its strides allow, else in a copy."""
 
-    def __init__(self, place: torch.Tensor) -> None:
+    def __init__(self, place: Tensor) -> None:
         s, b, groups, share, d = place.shape
         merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
         self.place, self.apart = place, not merge
         self.rows = _rows(place) if merge else place.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
-        """The rows to their place."""
+        """Copy the rows to their place."""
         if self.apart:
             s, b, groups, share, d = self.place.shape
             self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [s, b, groups, share, d], k and v [s, b, groups, d] -> (out like q, logarithms [b groups, s share])."""
-    s, b, groups, share, d = q.shape
+def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Map q [s, b, groups, share, d], k and v [s, b, groups, d] to (out like q, logarithms [b groups, s share])."""
+    slopes, fused, law = settings
+    s, b, groups, share, _ = q.shape
     out = q.new_empty(q.shape)
     queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
     logarithms = q.new_empty(b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32))
-    weights = kernel.attention_weights_ if settings.fused else kernel.weights_reference
-    law = settings.law(share, d)
+    weights = kernel.attention_weights_ if fused else kernel.weights_reference
     block = block_length(s, q.dtype)
     parts = _parts(b * groups, min(block, s) * share * s)
     buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
@@ -115,24 +99,24 @@ def _forward(
             rows, shape = slice(first * share, last * share), (part.stop - part.start, (last - first) * share, last)
             scores = buffer[: math.prod(shape)].view(shape)
             torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
-            weights(scores, logarithms, settings.slopes, part.start, first, *law)
+            weights(scores, logarithms, slopes, part.start, first, *law)
             torch.bmm(scores, values[part, :last], out=result.rows[part, rows])
     result.put()
     return out, logarithms
 
 
 def _backward(
-    dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    settings: _Settings, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    dout: Tensor, out: Tensor, logarithms: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    settings: Settings, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:
-    """Fills dq, dk and dv; dout and out are like q, contiguous."""
+    """Fill dq, dk and dv; dout and out are like q, contiguous."""
+    slopes, fused, law = settings
     s, b, groups, share, d = q.shape
-    gradient = kernel.attention_gradient_ if settings.fused else kernel.gradient_reference
-    row_dots = kernel.row_dots if settings.fused else kernel.dots_reference
+    gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
+    row_dots = kernel.row_dots if fused else kernel.dots_reference
     dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
     queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
     to_queries, to_keys, to_values = _Rows(dq), _Rows(dk.unsqueeze(3)), _Rows(dv.unsqueeze(3))
-    law = settings.law(share, d)
     block = block_length(s, q.dtype)
     parts = _parts(b * groups, min(block, s) * share * s)
     buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
@@ -147,7 +131,7 @@ def _backward(
             scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
             torch.bmm(queries[part, row:], _transposed(keys[part, first:last]), out=scores)
             torch.bmm(douts[part, row:], _transposed(values[part, first:last]), out=dscores)
-            gradient(scores, dscores, logarithms, dots, settings.slopes, part.start, first, first, *law)
+            gradient(scores, dscores, logarithms, dots, slopes, part.start, first, first, *law)
             torch.bmm(scores.transpose(1, 2), douts[part, row:], out=to_values.rows[part, first:last])
             torch.bmm(dscores.transpose(1, 2), queries[part, row:], out=to_keys.rows[part, first:last])
             _add_product(total[:, row:], dscores, keys[part, first:last], fresh=first == 0)
@@ -157,8 +141,8 @@ def _backward(
         result.put()
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool) -> None:
-    """total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is added."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """Compute total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is added."""
     if total.dtype == a.dtype:
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
     elif fresh:
@@ -167,8 +151,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: b
         total.add_(torch.bmm(a, b))
 
 
-def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parts of the projection, or three tensors as they are: q [.., groups, share, d], k and v [.., groups, d]."""
+def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [.., groups, share, d], k and v [.., groups, d] of the projection, or of three tensors."""
     if len(tensors) == 1:
         (mixed,) = tensors
         return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
@@ -176,9 +160,8 @@ def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tenso
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
-def _counted(q: torch.Tensor, backward: bool = False) -> Scope:
-    """Count for q [s, b, groups, share, d]: all blocks together are one pass of attention, whose rate is measured as
-    such."""
+def _counted(q: Tensor, backward: bool = False) -> Scope:
+    """Count all blocks for q [s, b, groups, share, d] as one pass of attention, whose rate is measured as such."""
     s, b, groups, share, d = q.shape
     return counts_as(Attention(b, groups * share, s, d, backward))
 
@@ -187,7 +170,7 @@ class _Attention(torch.autograd.Function):
     """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
         with _counted(q):
             out, logarithms = _forward(q, k, v, settings)
@@ -197,7 +180,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         out, logarithms, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
@@ -207,10 +190,10 @@ class _Attention(torch.autograd.Function):
 
 
 def blocked_attention(
-    tensors: tuple[torch.Tensor, ...], slopes: torch.Tensor | None, documents: Documents | None, dropout: float,
+    tensors: tuple[Tensor, ...], slopes: Tensor | None, documents: Documents | None, dropout: float,
     seed: int | None, fused: bool, place: Place | None = None,
-) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come before its key and
                its value; or q [s, b, heads, d], k and v [s, b, groups, d]
@@ -219,21 +202,20 @@ def blocked_attention(
     fused      softmax and its gradient through the kernels, whose masks are their own
     place      of the weights among those of the whole job (DropoutKey.weights); None: they are the whole
     """
+    q, k, _ = _split(tensors)
+    positions, samples, groups, share, d = q.shape
     if dropout >= 1.0 and seed is not None:
-        q, k, _ = _split(tensors)
         return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
-    positions, samples = tensors[0].shape[:2]
-    fused = fused and tensors[0].dtype != torch.float64
-    if place is None:
-        q, k, _ = _split(tensors)
-        place = DropoutKey(0, 0).weights(positions, k.shape[2] * q.shape[3])
+    fused = fused and q.dtype != torch.float64
+    place = place or DropoutKey(0, 0).weights(positions, groups * share)
 
-    def at(rows: torch.Tensor) -> _Settings:
-        """For documents that start at these rows of [s, b]."""
-        if seed is None or dropout == 0.0:
-            return _Settings(slopes, fused)
-        origins = place.start + rows % samples * place.outer + rows // samples
-        return _Settings(slopes, fused, dropout, seed, origins, positions)
+    def at(rows: Tensor) -> Settings:
+        """Return the settings for documents that start at these rows of [s, b]."""
+        law = kernel.Law(share, 1.0 / math.sqrt(d), 0.0, 0)
+        if seed is not None and dropout > 0.0:
+            origins = place.start + rows % samples * place.outer + rows // samples
+            law = law._replace(probability=dropout, seed=seed, origins=origins, positions=positions)
+        return slopes, fused, law
 
     if documents is None:
         starts = torch.arange(samples, device=tensors[0].device)
@@ -243,4 +225,4 @@ def blocked_attention(
         out = _Attention.apply(at(starts), *(x.transpose(0, 1) for x in batch))
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
-    return rows.view(*tensors[0].shape[:2], -1, tensors[0].shape[-1])
+    return rows.view(positions, samples, -1, d)

@@ -1,32 +1,153 @@
-"""What layers are given: at construction a LayerContext, at each call a CallContext."""
+"""The context of layers: a LayerContext at construction, which makes their parameters, a CallContext at each call.
+
+Parameters have the same global values on any layout and any device. A global tensor is drawn in blocks along its
+tensor-parallel dimension; each block has a generator of its own, seeded by (seed, name, block). A rank draws only the
+blocks that its shard touches, on the CPU, in fp32: torch's CPU generator, logarithms and cosines have no exact
+equivalent on a device. Several threads draw, and finished blocks are copied to the device while the next are drawn.
+"""
 from __future__ import annotations
 
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron.kernels.choose import NONE, Fusions
-from megatron.layers.documents import Documents
-from megatron.layers.masks import Alibi, alibi_slopes
-from megatron.layers.parameters import ParameterFactory
-from megatron.layers.rotary import RotaryEmbedding
-from megatron.parallel.random import WHOLE, DropoutKey, Place, Site
+from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
+from megatron.parallel.random import WHOLE, DropoutKey, Place, Site, mix, name_key
+from megatron.parallel.sharding import Sharding, attach, shard
 from megatron.parallel.sink import WeightGradients
 from megatron.parallel.topology import Group
+
+BLOCK = 64
+_PIECE = 1 << 20
+"""Least elements that a thread draws at a time: some milliseconds, so that all threads end together."""
+Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
+"""Fills a block of a parameter: (block, generator, the parameter's global shape). Several threads call it at once."""
+
+
+def normal(std: float) -> Fill:
+    """Draw from N(0, std^2)."""
+    return lambda block, generator, shape: block.normal_(0.0, std, generator=generator)
+
+
+def xavier_uniform() -> Fill:
+    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix (Glorot and Bengio, 2010, eq. 16)."""
+
+    def fill(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
+        bound = math.sqrt(6.0 / (shape[-1] + shape[-2]))
+        block.uniform_(-bound, bound, generator=generator)
+
+    return fill
+
+
+def constant(value: float) -> Fill:
+    return lambda block, generator, shape: block.fill_(value)
+
+
+def draw(
+    sharding: Sharding, local_shape: Sequence[int], fill: Fill, seed: int, device: torch.device | None = None
+) -> Tensor:
+    """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
+
+    Besides them each thread needs at most two pieces of _PIECE elements, or of a block if that is more, on the host and
+    on the device.
+    """
+    dim = 0 if sharding.dim is None else sharding.dim
+    device = device or torch.device("cpu")
+    rest = [n for d, n in enumerate(sharding.global_shape) if d != dim]
+    total, start, extent = sharding.global_shape[dim], sharding.offset[dim], sharding.extent[dim]
+    out = torch.zeros(tuple(local_shape), device=device)
+    target = out.movedim(dim, 0)
+    rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
+
+    def values(piece: Tensor, first: int) -> Tensor:
+        """Fill `piece` with the rows from `first`, a block's first, on."""
+        for i, block in enumerate(piece.split(BLOCK), first // BLOCK):
+            fill(block, torch.Generator().manual_seed(mix(seed, name_key(sharding.name), i)), sharding.global_shape)
+        return piece
+
+    def pieces() -> Iterator[tuple[Tensor, int]]:
+        """Yield host memory and the first row of each piece; pinned memory, which torch keeps until it is copied."""
+        for first in range(start // BLOCK * BLOCK, start + extent, rows):
+            count = min(rows, -(-(start + extent) // BLOCK) * BLOCK - first, total - first)
+            yield torch.empty(count, *rest, pin_memory=device.type != "cpu"), first
+
+    def put(piece: Tensor, first: int) -> None:
+        low, high = max(first, start), min(first + len(piece), start + extent)
+        # The rows may be columns of the shard: they are placed on the device.
+        target[low - start : high - start] = piece[low - first : high - first].to(device, non_blocking=True)
+
+    threads = min(torch.get_num_threads(), -(-extent // rows))
+    if threads < 2:
+        for piece, first in pieces():
+            put(values(piece, first), first)
+        return out
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[tuple[Future[Tensor], int]] = deque()
+        todo = pieces()
+        while True:
+            waiting.extend(
+                (pool.submit(values, piece, first), first)
+                for piece, first in itertools.islice(todo, 2 * threads - len(waiting))
+            )
+            if not waiting:
+                return out
+            drawn, first = waiting.popleft()
+            put(drawn.result(), first)
+
+
+class ParameterFactory:
+    """Factory of fp32 parameters on a device, with their Sharding attached.
+
+    `perform_initialization=False` leaves zeros: for a model that is loaded from a checkpoint at once.
+    """
+
+    def __init__(
+        self, seed: int, tensor_rank: int, tensor_size: int, device: torch.device, perform_initialization: bool = True
+    ) -> None:
+        self.seed, self.rank, self.size, self.device = seed, tensor_rank, tensor_size, device
+        self.perform_initialization = perform_initialization
+
+    def create(
+        self,
+        name: str,
+        global_shape: Sequence[int],
+        dim: int | None,
+        fill: Fill,
+        *,
+        padded: int | None = None,
+        **properties: bool,
+    ) -> torch.nn.Parameter:
+        """Create a parameter. `dim` is cut over the tensor ranks after padding it to `padded` entries."""
+        sharding = shard(name, global_shape, dim, self.rank, self.size, padded=padded, **properties)
+        local_shape = list(global_shape)
+        if dim is not None:
+            local_shape[dim] = (padded or global_shape[dim]) // self.size
+        if self.device.type == "meta" or not self.perform_initialization:
+            values = torch.zeros(local_shape, device=self.device)
+        else:
+            values = draw(sharding, local_shape, fill, self.seed, self.device)
+        return attach(torch.nn.Parameter(values), sharding, self.size)
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """How a layer is distributed.
+    """The distribution of a layer.
 
     tensor             the tensor-parallel group
     parameters         makes this rank's shard of each parameter
     sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
     overlap            the input gradient of a column-parallel layer is reduced behind its weight gradient
-    chunks             pieces into which products are cut so that the message of one travels behind the next; 1: uncut
+    chunks             pieces of a product, so that the message of one overlaps with the next; 1: uncut
     weight_gradients   the queue that zero-bubble schedules use
-    fusions            which operators go through the fused kernels; none unless somebody chose them
-    alibis, rotaries   what alibi() and rotary() have made
+    fusions            which operators use the fused kernels; none by default
+    alibis, rotaries   cached results of alibi() and rotary()
     """
 
     tensor: Group
@@ -40,14 +161,14 @@ class LayerContext:
     rotaries: dict[tuple[int, float], RotaryEmbedding] = field(default_factory=dict)
 
     def alibi(self, heads: int) -> Alibi:
-        """ALiBi for this rank's part of `heads` heads: one object for all layers."""
+        """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
         if heads not in self.alibis:
             slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
             self.alibis[heads] = Alibi(slopes.to(self.parameters.device))
         return self.alibis[heads]
 
     def rotary(self, dimension: int, base: float) -> RotaryEmbedding:
-        """The rotary embedding of this many entries of a head: one object for all layers."""
+        """Return the rotary embedding of this many entries of a head: one object for all layers."""
         key = dimension, base
         if key not in self.rotaries:
             self.rotaries[key] = RotaryEmbedding(dimension, base, self.fusions.rotary)
@@ -55,25 +176,25 @@ class LayerContext:
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:
-        """One process, no parallelism."""
+        """Make the context of one process without parallelism."""
         return cls(Group((0,), 0), ParameterFactory(seed, 0, 1, torch.device(device)))
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """What one forward pass over a micro-batch depends on beside its input.
+    """What a forward pass over a micro-batch depends on besides its input.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
     """
 
-    position_ids: torch.Tensor | None = None
+    position_ids: Tensor | None = None
     documents: Documents | None = None
     dropout: DropoutKey | None = None
 
-    def hidden_mask(self, x: torch.Tensor, layer: int, site: Site, context: LayerContext) -> tuple[int | None, Place]:
-        """Seed and place of the mask of x [s(/tp), b, h], the residual stream's; no seed where dropout is off."""
+    def hidden_mask(self, x: Tensor, layer: int, site: Site, context: LayerContext) -> tuple[int | None, Place]:
+        """Return seed and place of the mask of the residual stream x [s(/tp), b, h]; no seed if dropout is off."""
         if self.dropout is None:
             return None, WHOLE
         part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)

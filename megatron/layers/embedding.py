@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops.embedding import add_rows_, reference_
-from megatron.layers.context import LayerContext
-from megatron.layers.parameters import Fill
+from megatron.layers.context import Fill, LayerContext
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.sink import sink_of
 
@@ -21,25 +21,25 @@ def word_embedding_weight(
     context: LayerContext, vocab_size: int, padded: int, hidden: int, fill: Fill, *, name: str = WORD_EMBEDDINGS,
     tied: bool = False,
 ) -> torch.nn.Parameter:
-    """The table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding rows are zero."""
+    """Make the table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding rows are zero."""
     return context.parameters.create(name, (vocab_size, hidden), 0, fill, padded=padded, tied=tied)
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of a table whose gradient has a sink: only the rows that were looked up are added there."""
+    """Look-up in a table whose gradient has a sink: only gradients of the rows in use are added to it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(rows)
         return F.embedding(rows, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         sink = sink_of(ctx.weight)
-        assert sink is not None, "the sink of a table was taken away between a forward and its backward pass"
+        assert sink is not None, "the sink of a table was removed between a forward and its backward pass"
         # In a fixed order: a resumed run must repeat the bits of one that was not interrupted.
         total = sink.complete()
         faster = total.device.type == "cpu" and total.dtype == torch.float32  # torch's index_add_
@@ -49,19 +49,19 @@ class _LookUp(torch.autograd.Function):
         return None, None
 
 
-def look_up(weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight [n, h] for ids [..]: [.., h]."""
+def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
+    """Return rows of the weight [n, h] for ids [..]: [.., h]."""
     return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """tokens [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; the sum over the ranks has them all."""
+    """Token embedding: [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; their sum has all."""
 
     def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:
         super().__init__()
         self.context, self.weight = context, weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()  # [s, b]
         if self.context.tensor.size == 1:
             return look_up(self.weight, tokens)
@@ -74,14 +74,14 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class PositionEmbedding(torch.nn.Module):
-    """Learned positions: [s(/tp), 1 or b, h], to be added to the token embeddings."""
+    """Learned position embedding: [s(/tp), 1 or b, h], to be added to the token embeddings."""
 
     def __init__(self, context: LayerContext, positions: int, hidden: int, fill: Fill) -> None:
         super().__init__()
         self.context = context
         self.weight = context.parameters.create(POSITION_EMBEDDINGS, (positions, hidden), None, fill)
 
-    def forward(self, sequence: int, position_ids: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, sequence: int, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(sequence, device=self.weight.device).unsqueeze(0)
         ids = position_ids.t()  # [s, b]

@@ -1,7 +1,20 @@
 """Linear layers whose weight is cut over the tensor-parallel group.
 
-Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input, makes its part of the output.
-Row parallel: the weight is cut along `in`; every rank sees its part of the input and makes a term of the output's sum.
+Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input and computes its part of the
+output. Row parallel: the weight is cut along `in`; every rank sees its part of the input and computes a term of the
+output's sum.
+
+In one piece, a product that needs its input gathered, or its output summed, waits for the message. In chunks of tokens,
+the message of one chunk is sent while the next is multiplied (the idea of Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). Every element is the same sum
+over the same terms for any number of chunks.
+
+How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs some o seconds (its latency,
+the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16 MiB (2048 tokens of 4096 in 16 bit) take
+about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is in the tens of microseconds: 4, the default.
+
+With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i consists of the i-th
+rows of every rank's part, so that all ranks send alike and each gets its own rows back.
 """
 from __future__ import annotations
 
@@ -10,20 +23,97 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.work import recomputed
-from megatron.layers.chunked_products import Messages, gathered_product, summed_product
-from megatron.layers.context import LayerContext
-from megatron.layers.parameters import Fill, constant
+from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
-from megatron.parallel.sink import WeightGradients, deliver, sink_of
+from megatron.parallel.sink import deliver, sink_of
+
+LEAST_TOKENS = 256
+"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs, so that few tiles
+are half empty."""
 
 
-def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape.
+def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
+    """Return first and last + 1 of each chunk of `rows` rows, if the product has `tokens` tokens in all."""
+    n = max(1, min(context.chunks, rows, tokens // LEAST_TOKENS))
+    return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 
-    None where the weight has a sink, which has it then.
+
+def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Any]:
+    """Return the whole input [s, b, ..] and a handle to wait for before it is read."""
+    if context.sequence_parallel:
+        return collectives.gather_first_async(x, context.tensor)
+    return x, collectives.DONE
+
+
+def gathered_product(
+    x: Tensor, matrix: Tensor, context: LayerContext, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return x [s(/tp), b, in] of all ranks times matrix [in, out]: [s, b, out].
+
+    With `keep` also the whole x [s, b, in].
+    """
+    group, size = context.tensor, context.tensor.size
+    if size == 1 or not context.sequence_parallel:
+        return x @ matrix, x
+    bounds = _bounds(context, len(x), size * x[..., 0].numel())
+    if len(bounds) == 1:
+        whole = collectives.gather_first(x, group)
+        return whole @ matrix, whole
+    y = x.new_empty(size, *x.shape[:-1], matrix.shape[1])  # [tp, s/tp, b, out]
+    kept = x.new_empty(size, *x.shape) if keep else None  # [tp, s/tp, b, in]
+    following = collectives.gather_first_async(x[slice(*bounds[0])], group)
+    for i, (first, end) in enumerate(bounds):
+        part, arrived = following
+        if i + 1 < len(bounds):
+            following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
+        arrived.wait()
+        # One product over the rows of all ranks, then a copy to their places: a product for each rank would have fewer
+        # rows, and a batched one is slower on a CPU.
+        y[:, first:end] = (part @ matrix).view(size, end - first, *y.shape[2:])
+        if kept is not None:
+            kept[:, first:end] = part.view(size, end - first, *x.shape[1:])
+    return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
+
+
+def summed_product(x: Tensor, matrix: Tensor, context: LayerContext) -> tuple[Tensor, list[Any]]:
+    """Return the sum over the ranks of x [s, b, in] times matrix [in, out]: [s(/tp), b, out].
+
+    The result may be read after wait() on all handles.
+    """
+    group, scatters = context.tensor, context.sequence_parallel
+    if group.size == 1:
+        return x @ matrix, []
+    parts = group.size if scatters else 1
+    rows = len(x) // parts
+    bounds = _bounds(context, rows, x[..., 0].numel())
+    if len(bounds) == 1:
+        y = x @ matrix
+        if not scatters:
+            return y, [collectives.all_reduce_async(y, group)]
+        scattered, work = collectives.reduce_scatter_first_async(y, group)
+        return scattered, [work]
+    cut = x.unflatten(0, (parts, rows))  # [tp, s/tp, b, in]
+    y = x.new_empty(rows, *x.shape[1:-1], matrix.shape[1])
+    works = []
+    for first, end in bounds:
+        part = y[first:end].view(-1, matrix.shape[1])
+        rows_of_all = cut[:, first:end].flatten(0, -2)
+        if scatters:
+            works.append(collectives.reduce_scatter_into_async(part, rows_of_all @ matrix, group))
+        else:
+            torch.mm(rows_of_all, matrix, out=part)
+            works.append(collectives.all_reduce_async(part, group))
+    return y, works
+
+
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """Compute dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape.
+
+    None if the weight has a sink, to which it was added.
     """
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     sink = sink_of(weight)
@@ -35,7 +125,7 @@ def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) ->
 
 @torch.no_grad()
 def deferred_weight_gradient(
-    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gathered: Any = collectives.DONE
+    weight: Tensor, dy: Tensor, x: Tensor, gathered: Any = collectives.DONE
 ) -> None:
     """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered` has arrived."""
     gathered.wait()
@@ -44,12 +134,12 @@ def deferred_weight_gradient(
         deliver(weight, gradient)
 
 
-Again = Callable[[], torch.Tensor] | None
-"""Makes a layer's input again, to the same bits, in the backward pass, where autograd is off; it is not kept then."""
+Again = Callable[[], Tensor] | None
+"""Recomputes a layer's input, to the same bits, in the backward pass, without autograd, instead of keeping it."""
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T with the messages of its region and a weight gradient that can wait.
+    """y = x W^T with the messages of its region and a weight gradient that can be deferred.
 
     Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a sum over the ranks,
     and its gradient is gathered. A gathered x is not kept: it is gathered again in the backward pass.
@@ -57,68 +147,69 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, column: bool, messages: Messages, overlap: bool,
-        queue: WeightGradients, again: Again,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, column: bool, context: LayerContext, again: Again
+    ) -> Tensor:
         if again is None:
             ctx.save_for_backward(x)
         ctx.again = again
-        # Not saved through autograd: recomputation would hand back a detached copy, and a deferred gradient must reach
+        # Not saved through autograd: recomputation would return a detached copy, and a deferred gradient must reach
         # the parameter itself.
         ctx.weight = weight
-        ctx.column, ctx.messages, ctx.overlap, ctx.queue = column, messages, overlap, queue
-        ctx.partial_gradient = not column or messages.sequence_parallel  # of x, for engine/gradients.py
+        ctx.column, ctx.context = column, context
+        ctx.partial_gradient = not column or context.sequence_parallel  # of x, for engine/gradients.py
         matrix = weight.view(-1, weight.shape[-1]).t()
         if column:
-            return gathered_product(x, matrix, messages, keep=False)[0]
-        y, works = summed_product(x, matrix, messages)
+            return gathered_product(x, matrix, context, keep=False)[0]
+        y, works = summed_product(x, matrix, context)
         _wait(works)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:
             with recomputed():
                 x = ctx.again()
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None, None, None
 
     @staticmethod
-    def _column(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """x is gathered behind dx' product, dx is summed behind dW's; but a dW that waits lets dx go first."""
+    def _column(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gather x behind the product of dx, and sum dx behind that of dW; a deferred dW gathers x last."""
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        messages, now = ctx.messages, needs_weight and not ctx.queue.deferring
+        context = ctx.context
+        now = needs_weight and not context.weight_gradients.deferring
         dx, dw, gathered = None, None, collectives.DONE
         works: list[Any] = []
         if now:
-            x, gathered = messages.gather_async(x)
+            x, gathered = _gather_async(x, context)
         if needs_x:
-            dx, works = summed_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), messages)
-        if not ctx.overlap:
+            dx, works = summed_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), context)
+        if not context.overlap:
             _wait(works)
         if now:
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
-            x, gathered = messages.gather_async(x.detach())  # what waits must not hold the graph, and by it the input
-            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            x, gathered = _gather_async(x.detach(), context)  # so that a deferred gradient does not keep the graph
+            context.weight_gradients.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
         _wait(works)
         return dx, dw
 
     @staticmethod
-    def _row(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _row(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        context, queue = ctx.context, ctx.context.weight_gradients
         dx, dw, gathered = None, None, collectives.DONE
         if needs_x:
-            dx, whole = gathered_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), ctx.messages, needs_weight)
+            dx, whole = gathered_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), context, needs_weight)
             dy = dy if whole is None else whole
         elif needs_weight:
-            dy, gathered = ctx.messages.gather_async(dy)
-        if needs_weight and ctx.queue.deferring:
-            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x.detach(), gathered))
+            dy, gathered = _gather_async(dy, context)
+        if needs_weight and queue.deferring:
+            queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x.detach(), gathered))
         elif needs_weight:
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)
@@ -130,18 +221,9 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, column: bool, again: Again
-) -> torch.Tensor:
-    messages = Messages(context.tensor, context.sequence_parallel, context.chunks)
-    return _Linear.apply(x, weight, column, messages, context.overlap, context.weight_gradients, again)
-
-
-def column_parallel_matmul(
-    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, again: Again = None
-) -> torch.Tensor:
-    """x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
-    return _linear(x, weight, context, True, again)
+def column_parallel_matmul(x: Tensor, weight: Tensor, context: LayerContext, again: Again = None) -> Tensor:
+    """Return x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
+    return _Linear.apply(x, weight, True, context, again)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -158,12 +240,12 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, len(shape) - 2, fill)
         self.bias = make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False) if bias else None
 
-    def apart(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The product and the bias [out/tp] that is still to be added to it, for a kernel that does both and more."""
+    def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
+        """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
         y = column_parallel_matmul(x, self.weight, self.context, again)
         return y, None if self.bias is None else self.bias.view(-1)
 
-    def forward(self, x: torch.Tensor, again: Again = None) -> torch.Tensor:
+    def forward(self, x: Tensor, again: Again = None) -> Tensor:
         y, bias = self.apart(x, again)
         return y if bias is None else y + bias
 
@@ -182,5 +264,5 @@ class RowParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, 1, fill)
         self.bias = make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
 
-    def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _linear(x, self.weight, self.context, False, again), self.bias
+    def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
+        return _Linear.apply(x, self.weight, False, self.context, again), self.bias

@@ -1,10 +1,15 @@
-"""Output layer and cross entropy together, over chunks of tokens, so that only one chunk's logits exist at a time.
+"""Output layer and cross entropy over a vocabulary cut over the tensor-parallel group.
 
-The logits of a chunk are turned into their gradient in place, and that into its part of the input's and the weight's
-gradient, before the next chunk takes their memory. All of it happens in the backward pass, because only there the
-gradient of the loss is known: a loss scale must be multiplied in before 16-bit rounding, the weight gradient goes
-straight into its fp32 sum, and a schedule may want it later. The logits are computed once. The price: the value of the
-loss exists only after the backward pass, which is all that a pipeline's executor needs (`late`).
+For each token a rank has three numbers of its logits: the maximum, the sum of exponentials relative to it, and the
+label's logit. One message gives every rank those of all, from which the loss and the gradient of its own logits follow
+(Shoeybi et al., arXiv 1909.08053, section 3).
+
+With `late` both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are turned into
+their gradient in place, and that into its part of the input's and the weight's gradient, before the next chunk uses
+their memory. All of it happens in the backward pass, because only there the gradient of the loss is known: a loss scale
+must be multiplied in before 16-bit rounding, the weight gradient goes straight into its fp32 sum, and a schedule may
+defer it. The logits are computed once. The price: the loss has its value only after the backward pass, which is enough
+for a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale them afterwards
 (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor that must wait and be read once
@@ -19,17 +24,86 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.errors import KernelError
+from megatron.kernels.ops import cross_entropy as kernel
 from megatron.layers.context import LayerContext
-from megatron.layers.cross_entropy import combine, gradient_, local_statistics, losses_of, vocab_parallel_cross_entropy
 from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient
 from megatron.parallel import collectives
 from megatron.parallel.sink import sink_of
+from megatron.parallel.topology import Group
 
 CPU_TOKENS, GPU_TOKENS = 512, 4096
 """Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 / tokens bytes per FLOP of
 that product, a few percent of its time at these sizes, at the product and memory rates of such devices."""
+
+
+def _statistics(logits: Tensor, labels: Tensor, first: int, real: int, fused: bool) -> Tensor:
+    """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v], contiguous: fp32 [3, n]."""
+    local = kernel.local_pass if fused else kernel.local_reference
+    return torch.stack(local(logits, labels, first, real))
+
+
+def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, maxima and sums of exponentials relative to them, [n] each, over the vocabulary of all ranks.
+
+    One message; every rank adds in the order of the ranks, so that all have the same bits.
+    """
+    if group.size == 1:
+        maximum, total, target = own
+    else:
+        every = collectives.gather_first(own.unsqueeze(0), group)  # [tp, 3, n]
+        maxima, sums, targets = every.unbind(dim=1)
+        maximum = maxima.amax(dim=0)
+        # A rank without entries has a maximum of -infinity and a sum of 0.
+        total, target = (sums * (maxima - maximum).exp()).sum(dim=0), targets.sum(dim=0)
+    return total.log() + (maximum - target), maximum, total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int, real: int, fused: bool
+    ) -> Tensor:
+        flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        losses, maximum, total = _combine(_statistics(flat, wanted, first, real, fused), group)
+        ctx.save_for_backward(logits, wanted, maximum, total)
+        ctx.first, ctx.real, ctx.fused, ctx.used = first, real, fused, False
+        return losses.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise KernelError(
+                "cross entropy: its backward pass has run before and has overwritten the logits; compute the loss "
+                "again, or use --no-cross-entropy-loss-fusion"
+            )
+        ctx.used = ctx.fused
+        logits, labels, maximum, total = ctx.saved_tensors
+        out = logits.detach() if ctx.fused else logits.clone(memory_format=torch.contiguous_format)
+        flat = out.reshape(-1, logits.shape[-1])
+        # Multiplied in fp32 before rounding to 16 bits: a loss scale keeps small probabilities from underflow in fp16.
+        differentiate = kernel.gradient_ if ctx.fused else kernel.gradient_reference
+        differentiate(flat, labels, maximum, total, gradient.reshape(-1).contiguous(), ctx.first, ctx.real)
+        return flat.view(logits.shape), None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: Group, first: int = 0, real: int | None = None, fused: bool = False
+) -> Tensor:
+    """Return -log softmax(logits)[label] of every token, fp32, the same on every rank of the group.
+
+    logits [..., vocab/tp] of this rank's entries `first`, `first` + 1, ...; only the first `real` of them exist, the
+    others are padding. labels [...] are global ids; an id that no rank holds is an error of the caller.
+    With `fused` the backward pass overwrites the logits by their gradient: it can run once, and nothing else may use
+    them. Without, the gradient is a new tensor. Nothing else of the logits' size is made, and nothing of it in fp32.
+    """
+    real = logits.shape[-1] if real is None else real
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group, first, real, fused)
+    return losses
 
 
 @dataclass(frozen=True)
@@ -41,44 +115,45 @@ class Vocabulary:
     tokens   of a chunk; 0 all at once, None what suits the device
     """
 
-    weight: torch.Tensor
+    weight: Tensor
     context: LayerContext
     first: int
     real: int
     tokens: int | None = None
 
     def chunks(self, count: int) -> list[slice]:
-        """Parts of `count` tokens."""
+        """Divide `count` tokens into chunks."""
         default = CPU_TOKENS if self.weight.device.type == "cpu" else GPU_TOKENS
         step = (default if self.tokens is None else self.tokens) or count
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
-    def statistics(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return local_statistics(logits, labels, self.first, self.real, self.context.fusions.cross_entropy)
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return this rank's statistics of the logits of a chunk."""
+        return _statistics(logits, labels, self.first, self.real, self.context.fusions.cross_entropy)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s(/tp), b, h] of all ranks: [s * b, h]."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
         whole = collectives.gather_first(x, self.context.tensor) if self.context.sequence_parallel else x
         return whole.reshape(-1, x.shape[-1])
 
 
 def vocabulary_loss(
-    x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, vocabulary: Vocabulary, late: bool = False
-) -> torch.Tensor:
-    """The mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of the tensor group.
+    x: Tensor, labels: Tensor, mask: Tensor, vocabulary: Vocabulary, late: bool = False
+) -> Tensor:
+    """Return the mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of the tensor group.
 
     x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0 where all is masked.
 
-    Without gradients the logits are made chunk by chunk. With them, and without `late`, they are kept for the backward
-    pass, in the weight's format. With `late` they never exist as a whole, and the result is NaN until its backward pass
-    has been run, which fills in the value.
+    Without gradients the logits are computed chunk by chunk. With them, and without `late`, they are kept for the
+    backward pass, in the weight's format. With `late` they never exist as a whole, and the result is NaN until its
+    backward pass fills in the value.
     """
     labels, mask = labels.reshape(-1), mask.reshape(-1).float()
     v = vocabulary
     if not torch.is_grad_enabled() or not (x.requires_grad or v.weight.requires_grad):
         return _mean(_losses(x, labels, v), mask)
     if late:
-        loss: torch.Tensor = _LateLoss.apply(x, v.weight, labels, mask, v)
+        loss: Tensor = _LateLoss.apply(x, v.weight, labels, mask, v)
         return loss
     logits = column_parallel_matmul(x, v.weight, v.context).flatten(0, 1)
     losses = vocab_parallel_cross_entropy(
@@ -87,8 +162,8 @@ def vocabulary_loss(
     return _mean(losses, mask)
 
 
-def scores(x: torch.Tensor, v: Vocabulary, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry does not exist.
+def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
+    """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry does not exist.
 
     positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
     """
@@ -103,20 +178,20 @@ def scores(x: torch.Tensor, v: Vocabulary, positions: torch.Tensor | None = None
     return found
 
 
-def _mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _mean(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 @torch.no_grad()
-def _losses(x: torch.Tensor, labels: torch.Tensor, v: Vocabulary) -> torch.Tensor:
-    """Of every token, fp32 [s * b], without a gradient. One message for all chunks."""
+def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
+    """Return the loss of every token, fp32 [s * b], without a gradient. One message for all chunks."""
     whole = v.gather(x)
     found = [v.statistics(logits, labels[part]) for part, logits in _logits(whole, v, v.chunks(len(whole)))]
-    return losses_of(*combine(torch.cat(found, dim=1), v.context.tensor))
+    return _combine(torch.cat(found, dim=1), v.context.tensor)[0]
 
 
-def _logits(x: torch.Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Chunk by chunk the logits [n, vocab/tp] of x [tokens, h]; each overwrites the one before."""
+def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h]; each overwrites the one before."""
     memory = x.new_empty(max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0])
     for part in chunks:
         yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
@@ -125,8 +200,8 @@ def _logits(x: torch.Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tup
 class _LateLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, v: Vocabulary
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, v: Vocabulary
+    ) -> Tensor:
         ctx.save_for_backward(x, labels, mask)
         ctx.vocabulary = v
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
@@ -136,7 +211,7 @@ class _LateLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, mask = ctx.saved_tensors
         v = ctx.vocabulary
         token_gradients = mask * (gradient / mask.sum().clamp(min=1.0))
@@ -147,8 +222,8 @@ class _LateLoss(torch.autograd.Function):
         ctx.loss.copy_(loss)
         dx = None if task.dx is None else task.dx.view(x.shape)
         if dx is not None:
-            # A loss may be infinite where its gradient is not. One value of the gradient tells the optimizer, which
-            # skips the step then; nothing else has to be read or agreed on.
+            # A loss may be infinite although its gradient is not. One value of the gradient tells the optimizer, which
+            # then skips the step; nothing else has to be read or agreed on.
             dx[:1, :1, :1].add_(0.0 * loss)
         return dx, task.dw, None, None, None
 
@@ -161,18 +236,18 @@ class _Backward:
     """
 
     def __init__(
-        self, v: Vocabulary, x: torch.Tensor, labels: torch.Tensor, token_gradients: torch.Tensor, needs_x: bool,
+        self, v: Vocabulary, x: Tensor, labels: Tensor, token_gradients: Tensor, needs_x: bool,
         needs_weight: bool,
     ) -> None:
         self.v, self.x, self.labels, self.token_gradients = v, x, labels, token_gradients
         self.dx = torch.empty_like(x) if needs_x else None
-        self.dw: torch.Tensor | None = None
+        self.dw: Tensor | None = None
         self._needs_weight = needs_weight
         self._deferred = needs_weight and v.context.weight_gradients.deferring
         self._sink = sink_of(v.weight)
 
-    def run(self) -> torch.Tensor:
-        """The losses, fp32 [tokens]."""
+    def run(self) -> Tensor:
+        """Return the losses, fp32 [tokens]."""
         v, x = self.v, self.x
         # A weight gradient that waits needs the logits' gradient of all tokens.
         chunks = [slice(0, len(x))] if self._deferred else v.chunks(len(x))
@@ -194,15 +269,13 @@ class _Backward:
         sent.wait()
         return losses
 
-    def _logits_gradient(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
-        """Turn the logits of a chunk into their gradient; the chunk's losses."""
+    def _logits_gradient(self, part: slice, logits: Tensor) -> Tensor:
+        """Turn the logits of a chunk into their gradient; return the chunk's losses."""
         v, labels = self.v, self.labels[part]
-        maximum, total, target = combine(v.statistics(logits, labels), v.context.tensor)
-        gradient_(
-            logits, labels, maximum, total, self.token_gradients[part], v.first, v.real,
-            v.context.fusions.cross_entropy,
-        )  # fmt: skip
-        return losses_of(maximum, total, target)
+        losses, maximum, total = _combine(v.statistics(logits, labels), v.context.tensor)
+        differentiate = kernel.gradient_ if v.context.fusions.cross_entropy else kernel.gradient_reference
+        differentiate(logits, labels, maximum, total, self.token_gradients[part], v.first, v.real)
+        return losses
 
     def _send(self) -> Any:
         """Sum dx over the ranks, behind the last chunk's weight gradient."""
@@ -217,7 +290,7 @@ class _Backward:
             return collectives.DONE
         return work
 
-    def _add(self, dy: torch.Tensor, x: torch.Tensor, last: bool) -> None:
+    def _add(self, dy: Tensor, x: Tensor, last: bool) -> None:
         """Add dy^T x to the weight's gradient."""
         if self._sink is not None:
             self._sink.add_product(dy, x, last=last)

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch.
+"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch for the built-in model.
 
 Counts of operations are those of matrix products, a multiplication and an addition for each element: 2 m n k for
 [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers whose figures are compared with.
@@ -8,30 +8,32 @@ L layers, B global batch size.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
+from megatron.config import Config
 from megatron.config.model import ModelConfig
 
 _TERA = 1e12
 
-# Dense peak of matrix units, TFLOP/s, from the makers' data sheets: (part of the device's name, {dtype: peak}). The
-# first part that is found counts. A device here is what torch calls one: of an MI250X or MI250, one of its two dies.
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("MI355X", {"float32": 157.3, "bfloat16": 2516.6, "float16": 2516.6}),
-    ("MI350X", {"float32": 144.2, "bfloat16": 2306.9, "float16": 2306.9}),
-    ("MI325X", {"float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}),
-    ("MI300X", {"float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}),
-    ("MI300A", {"float32": 122.6, "bfloat16": 980.6, "float16": 980.6}),
-    ("MI250X", {"float32": 47.9, "bfloat16": 191.5, "float16": 191.5}),
-    ("MI250", {"float32": 45.3, "bfloat16": 181.0, "float16": 181.0}),
-    ("MI210", {"float32": 45.3, "bfloat16": 181.0, "float16": 181.0}),
-    ("MI100", {"float32": 46.1, "bfloat16": 92.3, "float16": 184.6}),
-    ("H100 PCIe", {"float32": 51.2, "bfloat16": 756.0, "float16": 756.0}),
-    ("H100 NVL", {"float32": 60.0, "bfloat16": 835.0, "float16": 835.0}),
-    ("H100", {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4}),
-    ("H200", {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4}),
-    ("A100", {"float32": 19.5, "bfloat16": 312.0, "float16": 312.0}),
-    ("V100", {"float32": 15.7, "float16": 125.0}),
+# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the makers' data sheets, by part of the name.
+# The first part that is found counts. A device is what torch calls one: of an MI250X or MI250, one of its two dies.
+_PEAKS = (
+    ("MI355X", 157.3, 2516.6, 2516.6),
+    ("MI350X", 144.2, 2306.9, 2306.9),
+    ("MI325X", 163.4, 1307.4, 1307.4),
+    ("MI300X", 163.4, 1307.4, 1307.4),
+    ("MI300A", 122.6, 980.6, 980.6),
+    ("MI250X", 47.9, 191.5, 191.5),
+    ("MI250", 45.3, 181.0, 181.0),
+    ("MI210", 45.3, 181.0, 181.0),
+    ("MI100", 46.1, 184.6, 92.3),
+    ("H100 PCIe", 51.2, 756.0, 756.0),
+    ("H100 NVL", 60.0, 835.0, 835.0),
+    ("H100", 66.9, 989.4, 989.4),
+    ("H200", 66.9, 989.4, 989.4),
+    ("A100", 19.5, 312.0, 312.0),
+    ("V100", 15.7, 125.0, None),
 )
 
 
@@ -52,6 +54,22 @@ def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
     words = _vocab(model, vocab_size) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
     return words + (model.max_position_embeddings * h if learned else 0) + model.num_layers * layer + norm
+
+
+def parameters_of(config: Config) -> int:
+    """Return all parameters of a configuration's model. Builds it, without memory, if it has user-defined pieces."""
+    if config.pieces.layer is None and config.pieces.model is None:
+        return total_parameters(config.model)
+    from megatron.model.gpt import global_shapes
+
+    return sum(math.prod(shape) for shape in global_shapes(config).values())
+
+
+def flops_per_token_of(config: Config) -> float:
+    """Return model_flops_per_token of a configuration's model. Each further parameter of user-defined pieces counts as
+    one product forward and two backward, and attention as that of the built-in layer."""
+    more = parameters_of(config) - total_parameters(config.model)
+    return model_flops_per_token(config.model) + 6.0 * more
 
 
 def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
@@ -134,11 +152,12 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
     191.5
     """
     name = device_name.lower()
-    return next((peaks.get(dtype_name) for part, peaks in _PEAKS if part.lower() in name), None)
+    peaks = next((row for row in _PEAKS if row[0].lower() in name), (None,) * 4)
+    return dict(zip(("float32", "float16", "bfloat16"), peaks[1:], strict=True)).get(dtype_name)
 
 
 def device_unit(device_name: str) -> str:
-    """What a figure of one device is said to be per: each half of an MI250 is a device to programs, and called a GCD.
+    """Return the unit of figures per device: each half of an MI250 is a device to programs, and called a GCD.
 
     >>> device_unit("AMD Instinct MI250X"), device_unit("NVIDIA H100")
     ('GCD', 'device')
@@ -147,14 +166,14 @@ def device_unit(device_name: str) -> str:
 
 
 def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
-    """TFLOP/s per device of `flops` that `devices` devices did in `seconds`."""
+    """Return the TFLOP/s per device if `devices` devices take `seconds` for `flops`."""
     return flops / (seconds * devices * _TERA)
 
 
 def utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """Part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for hardware FLOPs.
+    """Return the part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for hardware FLOPs.
 
-    None where the peak is not known. A value above 1 means that the FLOPs, the time or the peak is wrong.
+    None if the peak is not known. A value above 1 means that the FLOPs, the time or the peak is wrong.
     """
     return None if peak is None else achieved_tflops(flops, seconds, devices) / peak
 
@@ -163,7 +182,7 @@ def utilization(flops: float, seconds: float, devices: int, peak: float | None) 
 
 
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
-    """Bytes that each rank sends in a ring collective over a tensor of `message_bytes` bytes in all.
+    """Return the bytes that each rank sends in a ring collective over a tensor of `message_bytes` bytes in all.
 
     `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter" ((n-1)/n).
     """

@@ -6,25 +6,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.kernels.availability import choose_attention
-from megatron.kernels.choose import choose_fusions
+from megatron.kernels.choose import choose_attention, choose_fusions
+from megatron.kernels.ops.dropout import keyed_dropout
 from megatron.kernels.work import once_and_again
-from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.documents import Documents
-from megatron.layers.dropout import keyed_dropout
+from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.embedding import (
     WORD_EMBEDDINGS,
     PositionEmbedding,
     VocabParallelEmbedding,
     word_embedding_weight,
 )
-from megatron.layers.norm import Norm
-from megatron.layers.parameters import ParameterFactory
-from megatron.layers.transformer import TransformerLayer, weight_fills
+from megatron.layers.positions import Documents
+from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
 from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
@@ -37,7 +35,7 @@ EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
 
 
 def transformer_layer(context: LayerContext, config: Config, index: int) -> TransformerLayer:
-    """Layer `index` of the model, from 0, where pieces of one's own name no other."""
+    """Make layer `index` of the model, from 0, unless the user defines the layer."""
     model, recompute = config.model, config.recompute
     attention = choose_attention(
         config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
@@ -56,8 +54,8 @@ class GPTChunk(torch.nn.Module):
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the scalar fp32 loss of the
     micro-batch: the mean over its unmasked tokens. `hidden` is None on the first stage.
 
-    forward(..., late_loss=True), for who needs the loss only after its backward pass (an executor does): it is NaN
-    until then, and the logits never exist as a whole (vocabulary_loss.py).
+    With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN until then, and the
+    logits never exist as a whole (vocabulary_loss.py).
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class GPTChunk(torch.nn.Module):
             else:
                 self.output_weight = vocabulary(tied=True)
 
-    def forward(self, batch: MicroBatch, hidden: torch.Tensor | None, late_loss: bool = False) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, hidden: Tensor | None, late_loss: bool = False) -> Tensor:
         hidden = self._hidden(batch, hidden)
         if not self.is_last:
             return hidden
@@ -109,7 +107,7 @@ class GPTChunk(torch.nn.Module):
         return vocabulary_loss(x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss)
 
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-        """The modules that this chunk calls, in order, and the parameters that must be there before each call."""
+        """Return the modules that this chunk calls, in order, and the parameters that each call needs."""
         embeddings = (self.word_embeddings, getattr(self, "position_embeddings", None)) if self.is_first else ()
         found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
         if self.is_last:  # the norm is called right before the product with the output weight, which no module holds
@@ -117,16 +115,16 @@ class GPTChunk(torch.nn.Module):
         return found
 
     def logits(
-        self, batch: MicroBatch, hidden: torch.Tensor | None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
+        self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
 
         `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
         """
         assert self.is_last, "logits exist on the last stage"
         return scores(self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions)
 
-    def _hidden(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         call = self._call_context(batch)
         if self.is_first:
             hidden = self._embed(batch, call)
@@ -144,7 +142,7 @@ class GPTChunk(torch.nn.Module):
         restart = documents is not None or self.config.data.reset_position_ids
         return CallContext(batch.position_ids if restart else None, documents, dropout)
 
-    def _embed(self, batch: MicroBatch, call: CallContext) -> torch.Tensor:
+    def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
         hidden = self.word_embeddings(batch.tokens)  # [s(/tp), b, h]
         if self.config.model.position_embedding_type == "learned_absolute":
@@ -154,8 +152,8 @@ class GPTChunk(torch.nn.Module):
         seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
         return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place)
 
-    def _run_layers(self, hidden: torch.Tensor, call: CallContext) -> torch.Tensor:
-        """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.
+    def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
+        """Run all layers of the stage; whole layers are recomputed in the backward pass as configured.
 
         uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first n layers of the
         stage do, one by one; the others keep everything.
@@ -169,7 +167,7 @@ class GPTChunk(torch.nn.Module):
         else:
             units = [(layers[i : i + n], True) for i in range(0, len(layers), n)]
 
-        def run(x: torch.Tensor, unit: list[torch.nn.Module]) -> torch.Tensor:
+        def run(x: Tensor, unit: list[torch.nn.Module]) -> Tensor:
             for layer in unit:
                 x = layer(x, call)
             return x
@@ -191,7 +189,7 @@ class GPTChunk(torch.nn.Module):
 
 
 def layer_context(config: Config, topology: Topology, perform_initialization: bool = True) -> LayerContext:
-    """How the layers of this rank are distributed, from the configuration and the topology."""
+    """Return how the layers of this rank are distributed."""
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
@@ -205,11 +203,11 @@ def layer_context(config: Config, topology: Topology, perform_initialization: bo
 
 
 def build_chunks(config: Config, topology: Topology, context: LayerContext | None = None) -> torch.nn.ModuleDict:
-    """This rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
+    """Build this rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
 
     Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first and last stage share a
-    process, and two synchronised copies where they do not. With pieces of one's own (Config.with_pieces) stages or
-    layers are those.
+    process, and two synchronised copies where they do not. Stages or layers may be user-defined
+    (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages, pipeline = config.parallel.num_stages, topology.pipeline
@@ -226,24 +224,24 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Global shape of each parameter that the model has with this configuration, by name; no memory is used."""
+    """Return the global shape of each parameter of the model, by name; no memory is used."""
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))  # with all stages, none of them cut
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}
 
 
-def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, torch.Tensor | None], torch.Tensor]]:
-    """What an executor runs, by global stage: the chunks of build_chunks, their loss filled in by the backward pass."""
+def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
+    """Return the functions that an executor runs, by global stage: the chunks, with a loss from the backward pass."""
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Shape of what travels between stages: [s(/tp), b, h]."""
+    """Return the shape of the messages between stages: [s(/tp), b, h]."""
     parallel, model = config.parallel, config.model
     s = model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     return s, config.batch.micro_batch_size, model.hidden_size
 
 
 def hidden_dtype(config: Config) -> torch.dtype:
-    """Dtype of what travels between stages."""
+    """Return the dtype of the messages between stages."""
     return torch.float32 if config.model.fp32_residual_connection else getattr(torch, config.precision.dtype_name)

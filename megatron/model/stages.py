@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure arithmetic; needs no torch."""
+"""Division of the layers into pipeline stages. Pure arithmetic; needs no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from megatron.errors import ConfigError
 
 
 def assign_layers(num_layers: int, num_stages: int, layout: str | Sequence[int] | None = None) -> tuple[range, ...]:
-    """The layers of every global stage, in model order; global stage g is on pipeline rank g % pipeline size.
+    """Return the layers of every global stage, in model order; global stage g is on pipeline rank g % pipeline size.
 
-    Without a layout every stage gets num_layers // num_stages layers, and the k that are left over go one each to the
-    k stages before the last. So the last stage, which also computes the output projection and the loss, never gets one,
-    and the first, which also holds the embedding and the most activations under 1F1B, gets one only when all stages
+    Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one each to the k stages
+    before the last. So the last stage, which also computes the output projection and the loss, never gets one,
+    and the first, which also holds the embedding and the most activations under 1F1B, gets one only if all stages
     between do.
 
     `layout` is the number of layers of each stage, as "3,4,4,3" or a sequence of numbers.

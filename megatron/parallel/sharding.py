@@ -81,5 +81,5 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int) 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """Return the Sharding of a parameter."""
     found = getattr(parameter, "sharding", None)
-    assert found is not None, "parameter without sharding: create it through megatron.layers.parameters"
+    assert found is not None, "parameter without sharding: create it through megatron.layers.context"
     return found

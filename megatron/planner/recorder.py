@@ -18,8 +18,7 @@ import torch
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
-from megatron.kernels import library
-from megatron.kernels.register import WORK
+from megatron.kernels.operators import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.sharding import sharding_of
@@ -345,8 +344,6 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
     """Follow what a part of the model runs inside, on a "cuda" or "cpu" device that need not be here."""
     on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
     with contextlib.ExitStack() as stack:
-        if on == "meta":
-            stack.enter_context(library.assumed("meta"))
         stack.enter_context(without_data(on, recorder))
         piece = _Piece(config, on, kind, recorder)
         stack.enter_context(followed(recorder))

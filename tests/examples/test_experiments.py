@@ -1,6 +1,7 @@
 """weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: their points, costs, and how points are run."""
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -17,8 +18,17 @@ from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs import experiment as show
 from megatron.jobs import runner as running
-from megatron.jobs.experiment import Experiment, least_time_s, state_of
-from megatron.jobs.points import KINDS, Cost, Point, Request, bubble_of, cost, plan
+from megatron.jobs.experiment import (
+    KINDS,
+    Experiment,
+    Point,
+    Request,
+    bubble_of,
+    least_time_s,
+    plan,
+    priced,
+    state_of,
+)
 from megatron.jobs.runner import START_UP_S, Place, Runner
 from megatron.planner.cluster import load_cluster
 from megatron.training.run.batches import BatchSchedule
@@ -79,7 +89,7 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
     points = plan(Request("strong", "1t", values=(4, 5, 6)))
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
-    lines = show.remarks(points, {p.name: cost(p, FRONTIER) for p in points}, 384, FRONTIER)
+    lines = show.remarks([priced(p, FRONTIER) for p in points], 384, FRONTIER)
     assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
 
 
@@ -115,13 +125,13 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: s
 
 def test_times_are_those_of_the_published_throughput() -> None:
     (point,) = plan(Request("weak", "175b", values=(2,), iterations=3, warm_up=0))
-    found = cost(point, FRONTIER)
+    found = priced(point, FRONTIER)
     seconds = paper_flops("175b", 1280) / (128 * 69.2e12)
     bubble = 15 / (640 + 15)
     assert point.config is not None and bubble_of(point.config) == pytest.approx(bubble)
     assert found.iteration_s == pytest.approx(seconds / (1 - bubble))
     assert found.total_s == pytest.approx(START_UP_S + 3 * seconds / (1 - bubble))
-    assert cost(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(seconds / (1 - bubble) / 2)
+    assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(seconds / (1 - bubble) / 2)
 
 
 def test_points_that_outlast_a_small_job_are_named() -> None:
@@ -129,18 +139,16 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
     too_long = {}
     for kind in ("weak", "strong"):
         for model in ("175b", "1t"):
-            points = plan(Request(kind, model))
-            costs = {p.name: cost(p, FRONTIER) for p in points}
-            too_long[kind, model] = [p.nodes for p in points if not costs[p.name].fits_alone]
+            points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
+            too_long[kind, model] = [p.nodes for p in points if not p.fits_alone]
     assert too_long == {("weak", "175b"): [], ("weak", "1t"): [], ("strong", "175b"): [8, 16], ("strong", "1t"): [64]}
 
 
 def _costs_row(kind: str, model: str) -> str:
     """A row of EXPERIMENTS.md's table of costs."""
-    points = plan(Request(kind, model))
-    costs = {p.name: cost(p, FRONTIER) for p in points}
-    steps = [c.iteration_s or 0.0 for c in costs.values()]
-    totals = [(p.nodes, costs[p.name].total_s or 0.0) for p in points]
+    points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
+    steps = [p.iteration_s or 0.0 for p in points]
+    totals = [(p.nodes, p.total_s or 0.0) for p in points]
     nodes = max(p.nodes for p in points)
     least_s = least_time_s(totals, nodes)
 
@@ -177,12 +185,11 @@ class Runs:
         monkeypatch.setattr(running, "start_step", lambda words, step, folder, **_: FakeRun(self, folder, step))
 
     def run(self, root: Path, points: Sequence[Point], place: Place = Place("local"), **more: Any) -> Experiment:  # noqa: B008
-        """Nothing is known of times, unless `costs` says so: the largest point goes first."""
-        costs = more.pop("costs", {p.name: Cost() for p in points})
+        """Where nothing is known of times the largest point goes first."""
         left_s = more.pop("left_s", lambda: None)
         runner = Runner(place, lambda line: None, left_s=left_s, clock=self.clock, sleep=self.clock.sleep)
         self.calls.clear()
-        found = Experiment(root, points, costs, say=lambda line: None, **{"limit_s": None, **more})
+        found = Experiment(root, points, say=lambda line: None, **{"limit_s": None, **more})
         found.run(runner)
         return found
 
@@ -282,8 +289,9 @@ def test_points_share_an_allocation_on_nodes_of_their_own(
 
 def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place("slurm", ("n1",))
-    costs = {"p1": Cost(1.0, 3600.0)}
-    outcome = Runs(monkeypatch).run(tmp_path, tiny(1), place, costs=costs, left_s=lambda: 100.0)
+    (point,) = tiny(1)
+    long = dataclasses.replace(point, iteration_s=1.0, total_s=3600.0)
+    outcome = Runs(monkeypatch).run(tmp_path, [long], place, left_s=lambda: 100.0)
     assert "1:40" in outcome.waiting["p1"] and outcome.out_of_time
     assert not outcome.resumable and not (tmp_path / "p1").exists()
 

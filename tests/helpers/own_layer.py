@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.context import CallContext, LayerContext, constant, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.norm import Norm
-from megatron.layers.parameters import constant, normal
+from megatron.layers.transformer import Norm
 from megatron.parallel.sharding import attach, sharding_of
 
 

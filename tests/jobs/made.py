@@ -12,9 +12,9 @@ import pytest
 from megatron.jobs import search as searching
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import Candidate, enumerate_candidates
-from megatron.jobs.endings import Ending
-from megatron.jobs.result import DONE, Result
-from megatron.jobs.runner import End, Job, write_json
+from megatron.jobs.processes import Run
+from megatron.jobs.result import DONE, Ending, Result
+from megatron.jobs.runner import Attempt, Job, Watch, write_json
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.tune import Search
 from tools import tune
@@ -61,10 +61,6 @@ class Made:
         self.turn, self.log, self._left_s, self._nodes = 0, list[tuple[str, int]](), left_s, nodes
         self._running: list[tuple[Job, list[str], int]] = []
 
-    @property
-    def running(self) -> list[Job]:
-        return [job for job, _, _ in self._running]
-
     def left_s(self) -> float | None:
         return self._left_s(self.turn)
 
@@ -110,8 +106,10 @@ class Made:
         why = found if isinstance(found, Ending) and not interrupted else None
         if not interrupted and why is None:
             (job.folder / "figures").write_text(json.dumps(found))
-        source.ended(End(job, tuple(hosts), float(begun), float(self.turn), [0], not interrupted and why is None, why,
-                         interrupted))  # fmt: skip
+        run, complete = Run(), not interrupted and why is None
+        run.exit_codes = [0]
+        source.ended(Attempt(job, tuple(hosts), run, Watch(job, 0.0), float(begun), float(self.turn), None, complete,
+                             why, interrupted))  # fmt: skip
 
 
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:

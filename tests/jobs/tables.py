@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.search import History, propose
 from megatron.jobs.space import Parameter, Value
@@ -47,7 +46,7 @@ def candidates_of(parameters: Sequence[Parameter], keep: Callable[[Values], bool
         named = dict(zip((p.name for p in parameters), values, strict=True))
         if keep(named):
             key = ",".join(f"{name}={value}" for name, value in named.items())
-            found.append(Candidate(len(found), key, named, Layout(16, 1), (), 2, 2048))
+            found.append(Candidate(len(found), key, named, 16, (), 2, 2048))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, REFUSED, ending
+from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, REFUSED, ending
 
 SRUN = "srun: error: node{}: task {}: {}\n"
 

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
-from megatron.jobs.endings import CRASH, LOST_RANK, OUT_OF_MEMORY
 from megatron.jobs.measured import (
     CONFIRM,
     Measured,
@@ -22,10 +20,10 @@ from megatron.jobs.measured import (
     ruled_out,
     within_noise,
 )
-from megatron.jobs.result import DONE, FAILED, Result
+from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
 
 RATE = "tokens_per_s"
-CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i in range(8)]
+CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, 8, (), 1, 1000) for i in range(8)]
 
 
 def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
@@ -62,7 +60,7 @@ def test_a_layout_that_fails_half_the_time_or_ran_out_of_memory_once_has_no_figu
     outcomes: list[float | str], valid: bool
 ) -> None:
     trials = [trial(number, 0, outcome) for number, outcome in enumerate(outcomes, 1)]
-    assert bool(ranked(trials, RATE)) is valid
+    assert bool(ranked(measured(trials, RATE))) is valid
 
 
 def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() -> None:
@@ -121,7 +119,7 @@ def test_three_more_measurements_name_better_layouts() -> None:
         for number in range(9, 9 + confirm):
             if (key := chosen(*trials)) is not None:
                 trials.append(run(number, int(key[2:])))
-        return 0.02 * ranked(trials, RATE)[0].candidate.index
+        return 0.02 * ranked(measured(trials, RATE))[0].candidate.index
 
     without, three, five = (statistics.mean(regret(n, seed) for seed in range(60)) for n in (0, 3, 5))
     assert max(three, five) < 0.75 * without, (without, three, five)
@@ -130,7 +128,7 @@ def test_three_more_measurements_name_better_layouts() -> None:
 def test_ruling_out_against_its_definition() -> None:
     chance = random.Random(7)
     for _ in range(200):
-        candidates = [Candidate(i, f"{i}", {}, Layout(4, 1), (), 1, 1, chance.choice([None, *range(1, 6)]))
+        candidates = [Candidate(i, f"{i}", {}, 4, (), 1, 1, chance.choice([None, *range(1, 6)]))
                       for i in range(12)]  # fmt: skip
         ended = []
         for number, candidate in enumerate(chance.sample(candidates, 5), 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.jobs.nodes import Inquiry, Nodes
+from megatron.jobs.runner import Inquiry, Nodes
 from tests.jobs.waiting import until
 
 # What srun says when it is asked for a task on the node behind -w.

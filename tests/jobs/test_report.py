@@ -9,8 +9,9 @@ import pytest
 
 from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
-from megatron.jobs.endings import Ending
-from megatron.jobs.report import Report
+from megatron.jobs import tune
+from megatron.jobs.result import Ending
+from megatron.jobs.tune import Search, command, summary, write_report
 from tests.jobs.made import Made, no_files, search, setup, truth
 
 
@@ -19,25 +20,25 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     no_files(monkeypatch)
 
 
-def report(folder: Path, *words: str, runner: Made | None = None) -> Report:
+def report(folder: Path, *words: str, runner: Made | None = None) -> Search:
     own = setup(folder, *words)
     found, _ = search(own, runner)
-    return Report(own, found.found, found.trials)
+    return found
 
 
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Report, "_picture", lambda _, path: path)
+    monkeypatch.setattr(tune, "_picture", lambda _, path: path)
 
 
 @pytest.mark.slow
 def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) -> None:
-    files = report(tmp_path).write()
+    files = write_report(report(tmp_path))
     assert [path.name for path in files] == ["trials.md", "best.txt", "trajectory.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
     # Of one that has no figures: no picture, whose file must not stay.
     (tmp_path / "out/trials").rename(tmp_path / "gone")
     crashes = Made(lambda values: Ending("crash", "exit code | 1\nand more"))
-    (only,) = report(tmp_path, "--max-trials", "2", runner=crashes).write()
+    (only,) = write_report(report(tmp_path, "--max-trials", "2", runner=crashes))
     assert [path.name for path in (tmp_path / "out/report").iterdir()] == ["trials.md"]
     assert "code / 1 and more" in only.read_text(), "what would end a cell of a table"
 
@@ -45,7 +46,7 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
 def test_the_table_has_every_trial_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_pictures(monkeypatch)
     found = report(tmp_path)
-    found.write()
+    write_report(found)
     lines = (tmp_path / "out/report/trials.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
     assert sorted(row[0] for row in rows) == sorted(str(n) for n in range(1, 13))
@@ -65,7 +66,7 @@ def test_what_is_as_good_within_the_noise_is_told(tmp_path: Path, monkeypatch: p
     no_pictures(monkeypatch)
     for slower, near in ((0.01, True), (0.3, False)):
         runner = Made(lambda values, slower=slower: 1.0 + slower * (values["number"] == 2))
-        lines = report(tmp_path / f"{near}", "--max-trials", "2", runner=runner).summary()
+        lines = summary(report(tmp_path / f"{near}", "--max-trials", "2", runner=runner))
         assert "mbs=1,seed=0 (trial 1" in lines[0] and "512 tokens/s" in lines[0]
         assert ("mbs=1,seed=1 (trial 2)" in lines[1]) is near
 
@@ -75,7 +76,7 @@ def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path: Path, mo
     for library in ("matplotlib", "optuna"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, library, None)
-            files = found.write()
+            files = write_report(found)
         assert [path.name for path in files] == ["trials.md", "best.txt"]
         assert library in files[0].read_text()
     for path in (tmp_path / "out/report").iterdir():
@@ -83,13 +84,13 @@ def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path: Path, mo
     (tmp_path / "out/report").rmdir()
     (tmp_path / "out/report").write_text("")
     with pytest.raises(ConfigError, match="out/report"):
-        found.write()
+        write_report(found)
 
 
 def test_the_best_command_is_the_layout_that_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_pictures(monkeypatch)
     found = report(tmp_path)
-    found.write()
+    write_report(found)
     words, best = shlex.split((tmp_path / "out/report/best.txt").read_text()), found.ranked[0]
     assert words[:3] == ["torchrun", "--nproc-per-node=1", "pretrain_gpt.py"]
     assert parse_plan([*words[3:], "--world-size", "1"]) == parse_plan([*best.candidate.flags, "--world-size", "1"])
@@ -111,6 +112,6 @@ def test_under_slurm_devices_are_bound(tmp_path: Path, monkeypatch: pytest.Monke
     hosts.write_text("\n".join(f"n{i}" for i in range(16)))
     own = setup(tmp_path, "--hosts-file", str(hosts), "--cluster", "frontier", space=SLURM)
     found, _ = search(own, Made(lambda values: 3.5, hosts=[f"n{i}" for i in range(16)]))
-    assert Report(own, found.found, found.trials).command().startswith(
+    assert command(found).startswith(
         "srun -N 16 -n 128 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u pretrain_gpt.py "
     )

@@ -16,8 +16,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
-from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
-from megatron.jobs.runner import ALLOCATION, TIME, End, Job, Place, Runner, time_left
+from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
+from megatron.jobs.runner import ALLOCATION, TIME, Attempt, Job, Place, Runner, time_left
 from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline
 
@@ -34,24 +34,25 @@ class Jobs:
     """A source of these jobs, in order; `again`: what was interrupted is run again. at: called when so many started."""
 
     def __init__(self, *jobs: Job, again: bool = False, at: Callable[[], object] = lambda: None) -> None:
-        self.left, self.ends, self.again, self.at = list(jobs), list[End](), again, at
-        self.most = 0
+        self.left, self.ends, self.again, self.at = list(jobs), list[Attempt](), again, at
+        self.most = self.started = 0
 
     def next(self, runner: Runner) -> Job | None:
-        self.most = max(self.most, len(runner.running))
+        self.most = max(self.most, self.started - len(self.ends))
         if not self.left:
             self.at()
         if not self.left or not runner.room(self.left[0].nodes):
             return None
+        self.started += 1
         return self.left.pop(0)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: Attempt) -> None:
         self.ends.append(end)
         if end.interrupted and self.again:
             self.left.append(end.job)
 
     @property
-    def end(self) -> End:
+    def end(self) -> Attempt:
         (end,) = self.ends
         return end
 
@@ -111,7 +112,7 @@ def test_a_run_with_all_its_steps_is_complete_and_described(tmp_path: Path, prog
     source = Jobs(job(tmp_path, processes=2), job(tmp_path, "b"))
     assert run(source) == "" and [end.job.name for end in source.ends] == ["a", "b"] and source.most <= 1
     first = source.ends[0]
-    assert first.complete and first.why is None and not first.interrupted and first.exit_codes == [0, 0]
+    assert first.complete and first.why is None and not first.interrupted and first.run.exit_codes == [0, 0]
     assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a", "hosts": []}
     first.note({"status": "done"})
     noted = json.loads((tmp_path / "a/result.json").read_text())
@@ -179,7 +180,7 @@ def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]
         run(Jobs(job(tmp_path)))
     source = Jobs(job(tmp_path, "b"))
     run(source)
-    (tmp_path / "b/result.part").mkdir()
+    (tmp_path / "b/result.json").mkdir()
     with pytest.raises(ConfigError, match="/b"):
         source.end.note({})
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megatron.config.command_line import read_settings
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
-from megatron.jobs.expressions import parse_expression
-from megatron.jobs.space import Space, flags_of, load_space, read_value
+from megatron.jobs.space import Space, flags_of, load_space, parse_expression, read_value
 
 Write = Callable[[str], Space]
 

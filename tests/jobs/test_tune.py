@@ -18,9 +18,8 @@ from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import GIB, Candidate
-from megatron.jobs.endings import OUT_OF_MEMORY, Ending
 from megatron.jobs.measured import CONFIRM
-from megatron.jobs.result import DONE, FAILED
+from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, Ending
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
@@ -374,7 +373,7 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     command = running.training_command
     limited = ["bash", "-c", 'ulimit -d 1048576; exec "$@"', "limited"]
     monkeypatch.setattr(running, "training_command", lambda flags: [*limited, *command(flags)])
-    monkeypatch.setattr("megatron.jobs.report.Report._picture", lambda _, path: path)  # test_report.py has the pictures
+    monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)  # test_report.py has the pictures
     out = tmp_path / "out"
     code, text = call(capsys, *words, "--max-trials", "1")
     assert code == 1 and OUT_OF_MEMORY in text and not (out / "report/best.txt").exists(), text

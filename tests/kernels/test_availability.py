@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.training import KernelConfig
-from megatron.kernels import availability, library
+from megatron.kernels import choose, library
 
 NAMES = ("flash_attn", "apex", "amp_C", "fused_layer_norm_cuda")
 
@@ -45,8 +45,8 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
     wished = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
     for config, lines in ((KernelConfig(), 1), (wished, 3)):
-        assert len(availability.report(config, "cuda", "bfloat16")) == lines
-    assert availability.choose_attention(KernelConfig(), torch.device("cuda"), "bfloat16") == "torch"
+        assert len(choose.packages(config, "cuda", "bfloat16", "torch")) == lines
+    assert choose.choose_attention(KernelConfig(), torch.device("cuda"), "bfloat16") == "torch"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def flash(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("device", "dtype", "named"), [("cpu", "bfloat16", "cpu"), ("cuda", "float32", "float32")])
 def test_flash_attention_where_it_cannot_run(packages: Path, device: str, dtype: str, named: str) -> None:
     make(packages, "flash_attn", "raise RuntimeError('imported without need')", version="2.8.3")
-    found = availability.flash_attention(device, dtype)
+    found = choose.flash_attention(device, dtype)
     assert (found.version, found.usable) == ("2.8.3", False) and named in found.reason
 
 
@@ -70,10 +70,10 @@ def test_flash_attention_that_works(flash: None) -> None:
         "local": "unfused",
     }
     for dtype in ("bfloat16", "float16"):
-        assert availability.flash_attention("cuda", dtype).usable
+        assert choose.flash_attention("cuda", dtype).usable
         for backend, chosen in expected.items():
             config = KernelConfig(attention_backend=backend)
-            assert availability.choose_attention(config, torch.device("cuda"), dtype) == chosen
+            assert choose.choose_attention(config, torch.device("cuda"), dtype) == chosen
 
 
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
 
     def chosen(backend: str, dtype: str, sequence: int = 512) -> str:
-        return availability.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype, sequence)
+        return choose.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype, sequence)
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
         found = library.Found(None, "host", "", "", handle)
@@ -92,7 +92,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
             "torch", "torch", "blocked", "unfused"
         ]
         assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == ["torch", expected]
-    dropping = {b: availability.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
+    dropping = {b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
                 for b in ("auto", "fused", "local")}
     assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, "the masks of any layout"
 
@@ -103,7 +103,7 @@ def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     make(packages, "flash_attn", "def flash_attn_func(): ...")
-    found = availability.flash_attention("cuda", "float16")
+    found = choose.flash_attention("cuda", "float16")
     assert not found.usable and "8.0, Tesla V100" in found.reason
 
 
@@ -113,27 +113,27 @@ def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch
 )
 def test_flash_attention_that_is_broken(packages: Path, source: str, reason: str) -> None:
     make(packages, "flash_attn", source)
-    found = availability.flash_attention("cuda", "bfloat16")
+    found = choose.flash_attention("cuda", "bfloat16")
     assert not found.usable and reason in found.line
 
 
 def test_an_apex_that_is_another_project_or_lacks_the_optimizer(packages: Path) -> None:
     make(packages, "apex", "", version="0.9.10")
-    assert not availability.fused_adam("cuda").usable
+    assert not choose.fused_adam("cuda").usable
     make(packages, "apex.optimizers", "")
     make(packages, "amp_C")
-    assert "FusedAdam" in availability.fused_adam("cuda").reason
+    assert "FusedAdam" in choose.fused_adam("cuda").reason
 
 
 def test_the_real_apex(packages: Path) -> None:
     make(packages, "apex")
     make(packages, "apex.optimizers", "class FusedAdam: ...")
     make(packages, "amp_C")
-    assert availability.fused_adam("cuda").usable
-    assert "cpu" in availability.fused_adam("cpu").reason
+    assert choose.fused_adam("cuda").usable
+    assert "cpu" in choose.fused_adam("cpu").reason
     make(packages, "apex.normalization")
     make(packages, "apex.normalization.fused_layer_norm", "def fused_rms_norm_affine(): ...")
-    assert not availability.fused_norm("cuda").usable  # without its C++ extensions
+    assert not choose.fused_norm("cuda").usable  # without its C++ extensions
     make(packages, "fused_layer_norm_cuda")
-    assert availability.fused_norm("cuda").usable
-    assert "cpu" in availability.fused_norm("cpu").reason
+    assert choose.fused_norm("cuda").usable
+    assert "cpu" in choose.fused_norm("cpu").reason

@@ -8,8 +8,8 @@ import torch
 
 from megatron.config import Config
 from megatron.config.training import KernelConfig
-from megatron.kernels import availability, choose, library
-from megatron.kernels.choose import ALL, EVERY_TYPE, HOST_FASTER, NORMS, OPERATORS, Fusions, HostResult, choose_fusions
+from megatron.kernels import choose, library
+from megatron.kernels.choose import ALL, EVERY_TYPE, HOST_FASTER, NORMS, OPERATORS, Fusions, choose_fusions
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
@@ -64,10 +64,10 @@ def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> No
     load(monkeypatch, "cpu")
     assert set(HOST_FASTER) == set(OPERATORS)
     for dtype in EVERY_TYPE:
-        faster = {name for name in OPERATORS if dtype in HOST_FASTER[name].types}
+        faster = {name for name in OPERATORS if dtype in HOST_FASTER[name]}
         assert named(choose_fusions(KernelConfig(), CPU, dtype)) == faster
     for name, setting in (("layer_norm", "norm"), ("rms_norm", "norm"), ("optimizer", "optimizer")):
-        monkeypatch.setitem(choose.HOST_FASTER, name, HostResult(("bfloat16",), "slower in fp32"))
+        monkeypatch.setitem(choose.HOST_FASTER, name, ("bfloat16",))
         assert not getattr(choose_fusions(KernelConfig(), CPU, "float32"), name)
         assert getattr(choose_fusions(KernelConfig(), CPU, "bfloat16"), name)
         wished = KernelConfig(**{f"{setting}_implementation": "fused"})
@@ -75,8 +75,8 @@ def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose_fusions(KernelConfig(), None, "float32") == choose_fusions(KernelConfig(), CPU, "float32")
 
 
-def finding(usable: bool) -> availability.Finding:
-    return availability.Finding("apex", "1", usable, "" if usable else "not found", "")
+def finding(usable: bool) -> choose.Finding:
+    return choose.Finding("apex", "1", usable, "" if usable else "not found", "")
 
 
 def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
-from megatron.layers.context import CallContext
-from megatron.layers.documents import Documents
-from megatron.layers.masks import Alibi, alibi_slopes
-from megatron.layers.parameters import normal
-from megatron.layers.rotary import RotaryEmbedding
+from megatron.layers.context import CallContext, normal
+from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.random import DropoutKey, seeded
 from megatron.parallel.topology import Layout, Topology

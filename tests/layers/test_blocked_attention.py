@@ -7,7 +7,7 @@ import torch
 from megatron.layers import blocked_attention as module
 from megatron.layers.attention import torch_attention
 from megatron.layers.blocked_attention import block_length, blocked_attention
-from megatron.layers.masks import alibi_slopes
+from megatron.layers.positions import alibi_slopes
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import CASES, Largest, dense, documents_of, output_and_gradients
 

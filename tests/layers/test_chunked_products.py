@@ -3,11 +3,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.layers import chunked_products
-from megatron.layers.chunked_products import Messages, gathered_product, summed_product
-from megatron.layers.context import LayerContext
-from megatron.layers.linear import ColumnParallelLinear
-from megatron.layers.parameters import ParameterFactory, normal
+from megatron.layers import linear
+from megatron.layers.context import LayerContext, ParameterFactory, normal
+from megatron.layers.linear import ColumnParallelLinear, gathered_product, summed_product
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group
 
@@ -56,12 +54,13 @@ def log(monkeypatch):
     monkeypatch.setattr(collectives, "gather_first_async", gather)
     monkeypatch.setattr(collectives, "reduce_scatter_into_async", scatter)
     monkeypatch.setattr(collectives, "all_reduce_async", reduce)
-    monkeypatch.setattr(chunked_products, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(linear, "LEAST_TOKENS", 1)
     return log
 
 
 def messages(sequence_parallel, chunks=3):
-    return Messages(Group((0, 1), 0), sequence_parallel, chunks)
+    parameters = ParameterFactory(1, 0, TP, torch.device("cpu"))
+    return LayerContext(Group((0, 1), 0), parameters, sequence_parallel, chunks=chunks)
 
 
 def tensors(rows):

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.layers.documents import group_documents
+from megatron.layers.positions import group_documents
 
 
 def cut(draw: st.DrawFn) -> tuple[np.ndarray, int]:

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from megatron.layers.dropout import bias_dropout_add, keyed_dropout
+from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.layers.transformer import bias_dropout_add
 from megatron.parallel.random import DropoutKey, Site, dropout_mask, mix, seeded
 
 X = torch.ones(64, 8, 128)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.layers.context import LayerContext
+from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding, word_embedding_weight
-from megatron.layers.parameters import ParameterFactory, normal
 from megatron.parallel.sink import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes

@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from megatron.config import Config
 from megatron.kernels.choose import ALL, Fusions
 from megatron.kernels.ops import dropout as dropout_kernel
-from megatron.layers.context import CallContext
-from megatron.layers.dropout import bias_dropout_add, keyed_dropout
-from megatron.layers.mlp import MLP
-from megatron.layers.norm import Norm
-from megatron.layers.parameters import normal
-from megatron.layers.rotary import RotaryEmbedding
-from megatron.layers.transformer import TransformerLayer
+from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.layers.context import CallContext, normal
+from megatron.layers.positions import RotaryEmbedding
+from megatron.layers.transformer import MLP, Norm, TransformerLayer, bias_dropout_add
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.sink import GradientSink
 from tests.helpers.fusions import Operators, context

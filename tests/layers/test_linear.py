@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron.layers import chunked_products
-from megatron.layers.context import LayerContext
+from megatron.layers import linear
+from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.parameters import ParameterFactory, normal
 from megatron.parallel.sink import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -127,7 +126,7 @@ def results(x, target, context, case):
 
 def body(rank):
     topology = join(tensor=2)
-    chunked_products.LEAST_TOKENS = 1
+    linear.LEAST_TOKENS = 1
     out = []
     for case in CASES:
         context = LayerContext(

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.layers.masks import Alibi, alibi_bias, alibi_slopes
-from megatron.layers.rotary import RotaryEmbedding
+from megatron.layers.positions import Alibi, RotaryEmbedding, alibi_bias, alibi_slopes
 
 
 def test_slopes():

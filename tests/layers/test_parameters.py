@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from megatron.layers import parameters
-from megatron.layers.parameters import BLOCK, ParameterFactory, draw, normal, xavier_uniform
+from megatron.layers import context as parameters
+from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
 from megatron.parallel.random import mix, name_key
 from megatron.parallel.sharding import shard
 

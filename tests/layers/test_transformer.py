@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.parameters import ParameterFactory
+from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.transformer import TransformerLayer
 from megatron.parallel.random import DropoutKey
 from tests.helpers.groups import join

@@ -6,8 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import Fusions
-from megatron.layers.attention import torch_attention
-from megatron.layers.unfused_attention import unfused_attention
+from megatron.layers.attention import torch_attention, unfused_attention
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import CASES, D, dense, documents_of, inputs, output_and_gradients, slopes_and_bias
 

@@ -11,8 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import ALL, NONE
-from megatron.layers.context import LayerContext
-from megatron.layers.parameters import ParameterFactory
+from megatron.layers.context import LayerContext, ParameterFactory
 from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.parallel.sharding import shard
 from megatron.parallel.sink import GradientSink

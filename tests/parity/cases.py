@@ -53,14 +53,14 @@ def layout(
 
 def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dict[str, Any]]:
     """One rank of several runs, one after the other; call through run_processes."""
-    from megatron.layers import chunked_products
+    from megatron.layers import linear
 
     out = []
     for fields in runs:
         given = dict(fields)
         packed, fused, poison = (given.pop(name, None) for name in ("packed", "fused", "poison"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunked_products, "LEAST_TOKENS", 1)
+            patch.setattr(linear, "LEAST_TOKENS", 1)
             if fused:
                 force(patch)
             out.append(train_in_process(rank, given, steps, poison, bool(packed)))

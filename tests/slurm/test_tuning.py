@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.testbed import ENDED, Testbed, output_of
-from megatron.jobs.endings import HANG, OUT_OF_MEMORY
+from megatron.jobs.result import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
 from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, submit
 
@@ -276,8 +276,8 @@ until_true all_on
 {sys.executable} - <<'PY'
 import sys, time
 sys.path.insert(0, "{ROOT}")
-from megatron.jobs import nodes
-class Told(nodes.Inquiry):
+from megatron.jobs import runner
+class Told(runner.Inquiry):
     def answers(self, hosts):
         told = super().answers(hosts)
         print(*("answers " + host for host in told))

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs.scaling import Figures, Judge, figures, find_runs, read_run
-from megatron.jobs.scaling_report import compare
+from megatron.jobs.scaling import Figures, compare, figures, find_runs, read_run
 from tests.helpers.launching import ROOT
 from tests.tools.measured import (
     SEQUENCE,
@@ -35,7 +34,7 @@ def tool() -> Any:
 
 
 def measure(folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any) -> Figures:
-    return figures(read_run(write(folder, written, point)), Judge(**judge))
+    return figures(read_run(write(folder, written, point)), **judge)
 
 
 def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
@@ -196,6 +195,14 @@ def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
     assert series.efficiency(second) == pytest.approx((420 / 430, 424 / 426, 428 / 421))
 
 
+def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> None:
+    for replicas in (1, 2):
+        write(tmp_path / str(replicas), records(settings("175b", 4, 16, replicas, 640 * replicas), [900.0, 424.0]))
+    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
+    assert series.efficiency(series.members[1]) == (0.0, 1.0, float("inf"))
+    assert tool().main([str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
 def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
     """A folder of the user's with such a name is one."""
@@ -246,7 +253,7 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(rows) == 10
     row = rows["strong-175b-paper", "gcds-01024"]
     assert float(row["efficiency"]) == pytest.approx(5400 * 64 / (375 * 1024), rel=1e-12)
-    assert float(row["published_hfu"]) == 0.3614 and row["state"] == "valid"
+    assert "published HFU: 36.14 %" in printed and row["state"] == "valid"
     failed = rows["tp-22b-paper", "tp-00001"]
     assert (failed["state"], failed["step_s"], failed["remarks"]) == ("failed", "", "OutOfMemory")
     assert row["memory_bytes"] == str(44 * 2**30)

@@ -1,1 +1,1 @@
-"""The fused operators: kernels where a library was built for the device, torch's own operators where not."""
+"""The fused operators: kernels if a library was built for the device, torch's own operators if not."""

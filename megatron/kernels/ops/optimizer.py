@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
-from megatron.kernels.checks import check
-from megatron.kernels.library import TYPES, Function, available
-from megatron.kernels.register import operator
+from megatron.kernels.library import TYPES, Function
+from megatron.kernels.operators import check, check_contiguous, check_device, check_shape, check_type, operator
 
 _ADAMW = Function("mk_adamw", "ippllpffffff")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
@@ -22,11 +22,11 @@ _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 # where there would be too many blocks. The norm leaves a number for each, which one block adds up.
 _SMALLEST, _MOST_UPDATES, _MOST_SUMS = 4096, 1 << 18, 1 << 14
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 
 
 def _chunk(sizes: Sequence[int], most: int) -> int:
-    """Elements of a chunk, so that there are about `most` chunks or fewer."""
+    """Return the elements of a chunk, so that there are about `most` chunks or fewer."""
     chunk, total = _SMALLEST, sum(sizes)
     while total > chunk * most:
         chunk *= 2
@@ -37,90 +37,85 @@ def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _check_list(name: str, what: str, tensors: Tensors, like: Tensors, dtypes: Sequence[torch.dtype]) -> None:
-    """One dtype out of `dtypes`, contiguous, and as `like` in number, shapes and device."""
+def _check_list(name: str, what: str, tensors: Tensors, like: Tensors, dtypes: Iterable[torch.dtype]) -> None:
+    """Check that tensors have one of the dtypes, are contiguous, and match `like` in number, shapes and device."""
     check(name, len(tensors) == len(like), f"there are {len(tensors)} {what} for {len(like)} tensors")
-    device, dtype = like[0].device, tensors[0].dtype
-    allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    check(name, dtype in dtypes, f"{what}[0] is {dtype}; it must be {allowed}")
-    for i, (tensor, model) in enumerate(zip(tensors, like, strict=True)):
-        if tensor.dtype != dtype:
-            check(name, False, f"{what}[{i}] is {tensor.dtype} but {what}[0] is {dtype}; they must be equal")
-        if tensor.device != device:
-            check(name, False, f"{what}[{i}] is on {tensor.device} but the first tensor on {device}")
-        if tensor.shape != model.shape:
-            check(name, False, f"{what}[{i}] has shape {list(tensor.shape)}; it must be {list(model.shape)}")
-        if not tensor.is_contiguous():
-            check(name, False, f"{what}[{i}] of strides {tensor.stride()} is not contiguous")
+    named = {f"{what}[{i}]": tensor for i, tensor in enumerate(tensors)}
+    check_type(name, dtypes, **named)
+    check_device(name, **{"the first tensor": like[0], **named})
+    check_contiguous(name, **named)
+    for (which, tensor), model in zip(named.items(), like, strict=True):
+        check_shape(name, model.shape, **{which: tensor})
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
 
 
+def _check_adamw(
+    name: str, parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
+) -> None:
+    wide, scale = [torch.float32], gradient_scale
+    _check_list(name, "parameters", parameters, parameters, wide)
+    _check_list(name, "gradients", gradients, parameters, TYPES)
+    _check_list(name, "exp_avgs", exp_avgs, parameters, wide)
+    _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, wide)
+    if copies:
+        _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
+    check(name, 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, f"betas ({beta1}, {beta2}) must lie in [0, 1)")
+    check(name, step >= 1, f"step is {step}; the first is 1")
+    device = parameters[0].device
+    fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == device
+    found = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
+    check(name, fits, f"gradient_scale is {found}; it must be one fp32 number on {device}")
+
+
+@torch.no_grad()
 def adamw_reference_(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: torch.Tensor,
+    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
 ) -> None:
-    """The same with torch's fused AdamW: what serves where there is no kernel."""
+    """Compute adamw_ with torch's fused AdamW."""
     wide = list(torch._foreach_mul([g.float() for g in gradients], gradient_scale))
     steps = [torch.full((), float(step), device=p.device) for p in parameters]
     torch._fused_adamw_(
         list(parameters), wide, list(exp_avgs), list(exp_avg_sqs), [], steps, lr=lr, beta1=beta1, beta2=beta2,
         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         found_inf=torch.isfinite(gradient_scale).logical_not().float(),
-    )  # fmt: skip
+    )
     if copies:
         torch._foreach_copy_(list(copies), list(parameters))
 
 
-@torch.no_grad()
 def _run_adamw(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: torch.Tensor,
+    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
 ) -> None:
-    name = "adamw_"
-    _check_list(name, "parameters", parameters, parameters, [torch.float32])
-    _check_list(name, "gradients", gradients, parameters, list(TYPES))
-    _check_list(name, "exp_avgs", exp_avgs, parameters, [torch.float32])
-    _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, [torch.float32])
-    if copies:
-        _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
-    check(name, 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, f"betas ({beta1}, {beta2}) must lie in [0, 1)")
-    check(name, step >= 1, f"step is {step}; the first is 1")
-    first, scale = parameters[0], gradient_scale
-    fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == first.device
-    found = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
-    check(name, fits, f"gradient_scale is {found}; it must be one fp32 number on {first.device}")
-    if not available(first.device):
-        adamw_reference_(
-            parameters, gradients, exp_avgs, exp_avg_sqs, copies, lr, beta1, beta2, eps, weight_decay, step,
-            gradient_scale,
-        )  # fmt: skip
-        return
     sizes = [p.numel() for p in parameters]
     lists = (parameters, gradients, exp_avgs, exp_avg_sqs, copies or parameters)  # without copies that row is not read
     _ADAMW(
-        first, TYPES[copies[0].dtype] if copies else -1, _array([t.data_ptr() for tensors in lists for t in tensors]),
-        _array(sizes), len(sizes), _chunk(sizes, _MOST_UPDATES), gradient_scale, 1.0 - beta1, 1.0 - beta2,
-        lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step), eps, lr * weight_decay, type_of=gradients[0],
-    )  # fmt: skip
+        parameters[0], TYPES[copies[0].dtype] if copies else -1,
+        _array([t.data_ptr() for tensors in lists for t in tensors]), _array(sizes), len(sizes),
+        _chunk(sizes, _MOST_UPDATES), gradient_scale, 1.0 - beta1, 1.0 - beta2, lr / (1.0 - beta1**step),
+        1.0 / math.sqrt(1.0 - beta2**step), eps, lr * weight_decay, type_of=gradients[0],
+    )
 
 
 _adamw_ = operator(
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, SymInt step, "
     "Tensor gradient_scale) -> ()",
-    _run_adamw, lambda *_: None,
-)  # fmt: skip
+    _run_adamw, adamw_reference_, check=_check_adamw,
+)
 
 
 @torch.no_grad()
 def adamw_(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors | None = None, *,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    gradient_scale: float | torch.Tensor = 1.0,
+    gradient_scale: float | Tensor = 1.0,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of tensors.
+    """Take one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of tensors.
 
     It is torch.optim.AdamW's: the weight decay is multiplied by `lr`.
 
@@ -139,32 +134,31 @@ def adamw_(
     if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
         check("adamw_", bool(parameters), "there are no parameters for the other lists")
         check("adamw_", bool(gradients and exp_avgs and exp_avg_sqs), "a list is empty but there are parameters")
-        if not isinstance(gradient_scale, torch.Tensor):
+        if not isinstance(gradient_scale, Tensor):
             gradient_scale = torch.full((), gradient_scale, dtype=torch.float32, device=parameters[0].device)
         _adamw_(
             parameters, gradients, exp_avgs, exp_avg_sqs, copies or [], lr, beta1, beta2, eps, weight_decay, step,
             gradient_scale,
-        )  # fmt: skip
+        )
 
 
 # -- scaling and norm --------------------------------------------------------------------------------------------------
 
 
-def scale_and_norm_reference_(tensors: Tensors, factor: float) -> torch.Tensor:
-    """The same in torch's operators: what serves where there is no kernel."""
+def _check_scaled(name: str, tensors: Tensors, factor: float) -> None:
+    _check_list(name, "tensors", tensors, tensors, TYPES)
+
+
+@torch.no_grad()
+def _scale_and_norm_reference(tensors: Tensors, factor: float) -> Tensor:
     if factor != 1.0:
         torch._foreach_mul_(list(tensors), factor)
     norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
     return torch.stack(norms).square().sum().float()
 
 
-@torch.no_grad()
-def _run_scale_and_norm(tensors: Tensors, factor: float) -> torch.Tensor:
-    _check_list("scale_and_norm_", "tensors", tensors, tensors, list(TYPES))
-    first = tensors[0]
-    if not available(first.device):
-        return scale_and_norm_reference_(tensors, factor)
-    sizes = [t.numel() for t in tensors]
+def _run_scale_and_norm(tensors: Tensors, factor: float) -> Tensor:
+    first, sizes = tensors[0], [t.numel() for t in tensors]
     chunk = _chunk(sizes, _MOST_SUMS)
     parts = sum(-(-size // chunk) for size in sizes)
     partial = torch.empty(parts, dtype=torch.float64, device=first.device)
@@ -175,21 +169,21 @@ def _run_scale_and_norm(tensors: Tensors, factor: float) -> torch.Tensor:
 
 
 _scale_and_norm_ = operator(
-    "scale_and_norm_(Tensor(a!)[] tensors, float factor) -> Tensor", _run_scale_and_norm,
-    lambda tensors, factor: tensors[0].new_empty((), dtype=torch.float32),
+    "scale_and_norm_(Tensor(a!)[] tensors, float factor) -> Tensor",
+    _run_scale_and_norm, _scale_and_norm_reference,
+    lambda tensors, factor: tensors[0].new_empty((), dtype=torch.float32), check=_check_scaled,
 )
 
 
 @torch.no_grad()
-def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> torch.Tensor:
+def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
     """Multiply all tensors by `factor` in place and return the sum of squares of what they then hold.
 
     tensors  fp32, fp16 or bf16, all of one type, contiguous and on one device; some may be empty
 
     The sum is taken in fp64 and in a fixed order: the same bits every time. It comes as a 0-dimensional fp32 tensor on
-    the tensors' device, NaN or infinite where an element is, and infinite above 3.4e38;
-    without a copy to the host. An empty list gives 0, on the
-    CPU. With a factor of 1 nothing is written. Raises KernelError.
+    the tensors' device, without a copy to the host: NaN or infinite if an element is, and infinite above 3.4e38. An
+    empty list gives 0, on the CPU. With a factor of 1 nothing is written. Raises KernelError.
     """
     if not tensors:
         return torch.zeros(())

@@ -18,7 +18,6 @@ from megatron.engine.deepspeed_internals import import_deepspeed
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
-from megatron.kernels import library
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
@@ -81,8 +80,6 @@ def member(config: Config, rank: int, device: str, flight: FlightRecorder | None
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_LOCAL_RANK")
     with contextlib.ExitStack() as stack:
         stack.enter_context(changed(os.environ, dict.fromkeys(launcher)))
-        if device == "meta":
-            stack.enter_context(library.assumed("meta"))
         for name, value in replaced.items():
             setattr(accelerator, name, value)  # on the instance, over the methods of its class
             stack.callback(delattr, accelerator, name)

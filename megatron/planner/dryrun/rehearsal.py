@@ -17,8 +17,8 @@ from megatron.config.command_line import parse_plan
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
+from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
-from megatron.model.size import total_parameters
 from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
@@ -291,7 +291,7 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
         f"{layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
         f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
-        f"model: {total_parameters(config):,} parameters; a step is {config.num_micro_batches()} "
+        f"model: {parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
     )
 

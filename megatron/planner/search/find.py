@@ -87,15 +87,6 @@ class Found:
         """Return the best layout with each (dimension, value); recomputation without numbers of layers."""
         return {value: one for one in reversed(self.estimated) for value in values_of(one.layout, per_node)}
 
-    @property
-    def front(self) -> list[Ranked]:
-        """Estimated layouts that no other one beats in both memory and score, by memory."""
-        found: list[Ranked] = []
-        for one in sorted(self.estimated, key=lambda one: (one.memory, one)):
-            if not found or one.score < found[-1].score:
-                found.append(one)
-        return found
-
 
 def values_of(layout: Layout, per_node: int) -> list[Value]:
     """List (dimension, value) of what a layout chooses, without what it has no choice in."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron import drawing
 from megatron.config import Config, command_line_of
 from megatron.config.layout import DIMENSIONS, Layout, write_value
 from megatron.errors import ConfigError
@@ -198,7 +197,7 @@ def make_folder(folder: Path) -> None:
 def write_files(
     folder: Path, given: Search, found: Found, chosen: Sequence[Chosen], preset: str | None, tokens: float | None
 ) -> list[Path]:
-    """Write the tables, the pictures, the winner's trace and the script that starts it; return their paths.
+    """Write the tables, and the winner's picture, trace and job script; return their paths.
 
     Raises ConfigError.
     """
@@ -209,8 +208,6 @@ def write_files(
     content = {
         "model": space.name, "cluster": space.cluster.name,
         "best": [one.record for one in chosen], "losses": losses(given, found),
-        "front": [{"layout": space.write(one.layout), "memory_gib": one.memory / GIB,
-                   "seconds_per_step": one.seconds} for one in found.front],
         "rejected": [{"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
                      for why, count in found.rejections.counts.items()],
         "figures": [used._asdict() for used in winner.confidence.used],
@@ -222,31 +219,13 @@ def write_files(
     with process_pool(1, "fork", killed) as in_process:
         traced = in_process(functools.partial(write_trace, winner.run), [folder / "trace.json"])
         plot_timeline(winner.run, folder / "timeline.png")
-        front = _draw_front(given, found, folder / "pareto.png")
         list(traced)  # raises what it raised
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
-        front, folder / "timeline.png", folder / "trace.json",
+        folder / "timeline.png", folder / "trace.json",
         write_script(folder, winner.config, preset, space.cluster, tokens, notes),
     ]  # fmt: skip
-
-
-def _draw_front(given: Search, found: Found, path: Path) -> Path:
-    """Draw throughput against the memory of the fullest device."""
-    per_day = _DAY * given.space.base.model.seq_length / 1e9
-    figure, axes = drawing.pyplot(instead="leave --output out").subplots(layout="constrained")
-    for layouts, style, label in (
-        (found.estimated, ".", "estimated"), (found.front, "o-", "none of them is faster in as little memory"),
-    ):  # fmt: skip
-        points = [(one.memory / GIB, per_day / one.score) for one in layouts]
-        axes.plot(*zip(*points, strict=True), style, drawstyle="steps-post", label=label)
-    axes.axvline(given.capacity / GIB, color="grey", label=f"{given.capacity / GIB:.1f} GiB may be used")
-    axes.set(xlabel="memory of the fullest device, GiB", ylabel="billion tokens a day",
-             title=f"{given.space.name} on {given.space.cluster.name}, predicted")  # fmt: skip
-    axes.legend()
-    drawing.tidy(axes)
-    return drawing.save(figure, path, choose=_CHOOSE)
 
 
 # -- the script --------------------------------------------------------------------------------------------------------

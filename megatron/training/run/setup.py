@@ -26,10 +26,9 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
-from megatron.kernels import availability, choose
+from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
-from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, detect_launch
@@ -206,7 +205,7 @@ def assemble(
     with mapped_blocks() if tuned else contextlib.nullcontext():
         chunks = build_chunks(config, topology)
         here = sum(p.numel() for p in chunks.parameters())
-        parameters = total_parameters(config)
+        parameters = formulas.parameters_of(config)
         reporter.say(f" > number of parameters: {parameters}, of which (with vocabulary padding) on rank 0: {here}")
         engine = Engine(config, topology, chunks)
     chunks.train()
@@ -358,7 +357,7 @@ def rates(config: Config, topology: Topology) -> Rates:
     again = formulas.recompute_flops_per_token(
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
-    flops = model_flops_per_token(config)
+    flops = formulas.flops_per_token_of(config)
     return Rates(
         world_size=topology.world.size,
         seq_length=model.seq_length,
@@ -383,12 +382,9 @@ def describe_setup(
         reporter.say(f" {name} of your own: {where}")
     for notice in config.notices:
         reporter.say(f" note: {notice}")
-    model, dtype = config.model, config.precision.dtype_name
-    packages = availability.report(
-        config.kernels, topology.device.type, dtype, model.seq_length, model.attention_dropout > 0.0
-    )
-    for line in [*choose.report(config, topology.device), *packages]:
+    for line in choose.report(config, topology.device):
         reporter.say(f" {line}")
+    model = config.model
     assert model.vocab_size is not None, "the tokenizer was read"
     padded = model.padded_vocab_size(topology.tensor.size)
     dummies = padded - model.vocab_size

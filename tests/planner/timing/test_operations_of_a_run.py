@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.kernels.availability import choose_attention
+from megatron.kernels.choose import choose_attention
 from megatron.kernels.work import Attention, Product
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
 from megatron.parallel import collectives, sink

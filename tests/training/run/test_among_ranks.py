@@ -202,8 +202,8 @@ def kernels(topology: Topology, folder: str) -> Any:
             )
             patch.setattr(library, "find", lambda device_type, host=host: host)
             patch.setattr(library, "fingerprint", lambda _, found=prints[topology.rank]: found, raising=False)
-            result = choose.HostResult(choose.EVERY_TYPE if alike or topology.rank > 0 else (), "")
-            patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, result))
+            faster = choose.EVERY_TYPE if alike or topology.rank > 0 else ()
+            patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, faster))
             config = Config.create(**MODEL, tensor_model_parallel_size=2, world_size=RANKS)
             try:
                 check_kernels(config, topology)
