@@ -263,9 +263,9 @@ def _check_modules(version: str) -> None:
                 raise _lacking(f"{module}.{name}", names[name], version)
 
 
-def _check_object(thing: Any, version: str) -> None:
-    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS, and has each of its names."""
-    kind = type(thing).__name__
+def _check_object(thing: Any, version: str, kind: str | None = None) -> None:
+    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS, by default its own, and has each of its names."""
+    kind = kind or type(thing).__name__
     if kind not in OF_OBJECTS:
         raise ConfigError(
             f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: {_USE_A_TESTED_ONE}"
@@ -412,7 +412,7 @@ class ZeroStep:
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             master.data = bucket.own(bucket.weights)
         for p in self._parameters:
-            _check_object(p, version)
+            _check_object(p, version, "Parameter")  # of another class in a dry run
             p._hp_mapping = None  # type: ignore[attr-defined]
 
     def _prepare_bf16(self) -> None:
@@ -498,10 +498,10 @@ class ZeroStep:
         """Return what DeepSpeed's bf16 optimizer clips; it takes the norm of nothing."""
         return [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
 
-    def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor:
+    def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor | float:
         """Return the norm on the host, where DeepSpeed clips by it; otherwise any positive number serves, for which the
         host need not wait. Some versions refuse a norm of 0."""
-        return torch.ones(()) if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
+        return 1.0 if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
 
     def _set_factor(self, loss_scale: float) -> None:
         """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_ over the loss scale. It
