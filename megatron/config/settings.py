@@ -45,6 +45,11 @@ def all_options() -> Mapping[str, Option]:
 
 
 @functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return {name: option.default for name, option in all_options().items()}
+
+
+@functools.cache
 def section_of(name: str) -> str:
     """The section that holds a setting."""
     return next(s for s, cls in SECTIONS.items() if any(o.name == name for o in options_of(cls)))
@@ -111,10 +116,9 @@ class Settings:
 
     def fill_defaults(self) -> None:
         """Start `values` from the defaults and what was given."""
-        for name, option in all_options().items():
-            default = dict(option.default) if isinstance(option.default, dict) else option.default
-            self.values[name] = self.given.get(name, default)
-            self.origins.setdefault(name, "default")
+        defaults = {name: dict(v) if isinstance(v, dict) else v for name, v in _defaults().items()}
+        self.values.update(defaults | self.given)
+        self.origins = dict.fromkeys(defaults, "default") | self.origins
 
     def derive(self, name: str, value: Any, origin: str) -> None:
         """Fill in a value that follows from others; `origin` says how."""

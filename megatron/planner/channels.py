@@ -108,6 +108,7 @@ class Channels:
             cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1
         )
         self._used: dict[str, Used] = {}
+        self._seconds: dict[tuple[str, str, float], float] = {}
 
     def tensor_s(self, kind: str, n_bytes: float) -> float:
         """Time a collective of a tensor-parallel group over a tensor of n_bytes in all.
@@ -125,6 +126,12 @@ class Channels:
         return self._collective("tied embedding", "all_reduce", n_bytes, self._ends)
 
     def _collective(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
+        key = name, kind, n_bytes
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(name, kind, n_bytes, group)
+        return self._seconds[key]
+
+    def _timed(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
             return 0.0
         measured = self._cluster.figures.get(f"collectives.{kind}")
