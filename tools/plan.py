@@ -27,10 +27,9 @@ from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, wh
 from megatron.errors import ConfigError
 from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
-from megatron.planner.placement import check_device_order
 from megatron.planner.search import tables
-from megatron.planner.search.find import GIB, Found, Search, search
-from megatron.planner.search.space import Space, headroom_bytes, make_config
+from megatron.planner.search.find import Found, Search, check_device_orders, search
+from megatron.planner.search.space import GIB, Space, headroom_bytes, make_config
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
@@ -87,8 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
                      "they would be at the device's peak")  # fmt: skip
     out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
                      "(arXiv 2312.12705)")  # fmt: skip
-    out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, "
-                     "timeline.png, trace.json and the job script into it")  # fmt: skip
+    out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, timeline.png, "
+                     "trace.json and the job script into it")  # fmt: skip
     out.add_argument("--markdown", action="store_true", help="tables for a document")
     return parser
 
@@ -155,8 +154,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     for name, values in more.items():
         if name in wanted or name == "devices":
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
-    for device_order in wanted.get("devices", ()):
-        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
+    check_device_orders(wanted, cluster)
     base = make_config(args.preset, flags, max(batches))
     rates_of(cluster, base.precision.dtype_name)  # before the search: raises where it knows none
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"

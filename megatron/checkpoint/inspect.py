@@ -214,7 +214,7 @@ def verify_tracker(directory: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of two checkpoints differs.
+    """Difference of one tensor between two checkpoints.
 
     elements     number of elements whose bits differ
     of           elements of the tensor
@@ -230,7 +230,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two checkpoints differ.
+    """Differences between two checkpoints.
 
     only_first, only_second    tensors that only one of them has
     kinds                      tensors of another shape or dtype

@@ -30,7 +30,7 @@ _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _SHARD = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 Weights = list[dict[str, tuple[torch.Tensor, str]]]
-"""Of each tensor rank: (weight, its name there) by our name."""
+"""Weights of each tensor rank: (weight, its name there) by our name."""
 
 
 def is_deepspeed(folder: Path) -> bool:

@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Models = list[dict[str, torch.Tensor]]
 """Weights of a rank's virtual stages, in order."""
 State = dict[tuple[int, str], Callable[[str], torch.Tensor]]
-"""By virtual stage and name: what returns a parameter's optimizer state."""
+"""Function that returns a parameter's optimizer state, by virtual stage and name."""
 
 
 def is_megatron(folder: Path) -> bool:
@@ -91,7 +91,7 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
 
 
 class _Unusable(Exception):
-    """Why the optimizer's state cannot be read."""
+    """Give the reason why the optimizer's state cannot be read."""
 
 
 def _optimizers(

@@ -110,7 +110,7 @@ class PipelineNames:
 
 @dataclass(frozen=True)
 class Rules:
-    """How tensor-parallel parts are laid out.
+    """Layout of tensor-parallel parts.
 
     version      Megatron's checkpoint_version: the order of the rows of query_key_value
     head_dim     width of an attention head

@@ -22,10 +22,9 @@ from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
 from megatron.planner.placement import Placement, check_device_order, place_with
-from megatron.planner.search.space import Rejections, Space
+from megatron.planner.search.space import GIB, Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
-GIB = 2**30
 ESTIMATED, OF_EACH_VALUE = 50, 8
 """How many layouts are estimated: of all, and of those with each value of each dimension."""
 _CLOSE = 1.01
@@ -343,14 +342,19 @@ def _workers(given: Search, processes: int) -> Iterator[Callable[[str, Sequence[
 _SIZES = (1.0, 2.0**24, 2.0**32)
 
 
+def check_device_orders(wanted: Wanted, cluster: Cluster) -> None:
+    """Raise ConfigError for a wanted device order that does not name each device of a node once."""
+    for device_order in wanted.get("devices", ()):
+        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
+
+
 def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
     """List the placements with the rank orders and device orders that are wanted ("order", "devices"), all by default.
 
     One is left out when another is as fast in every collective and over the boundaries of stages. They carry no cost.
-    Raises ConfigError for a device order that does not name each device of a node once.
+    Raises ConfigError as check_device_orders does.
     """
-    for device_order in wanted.get("devices", ()):
-        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
+    check_device_orders(wanted, cluster)
     parallel = config.parallel
     devices = min(parallel.world_size, cluster.devices_per_node)
     sizes = {"tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,

@@ -16,6 +16,8 @@ from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import Cluster
 
+GIB = 2**30
+
 # No scores of attention are kept, so that making them again saves nothing, unless attention is the plain one.
 _KEEPS_SCORES = ("unfused", "local")
 
@@ -43,8 +45,8 @@ def headroom_bytes(text: str, cluster: Cluster) -> float:
         value = float(number)
     except ValueError:
         value = -1.0
-    total = cluster.memory_gib * 2**30
-    found = total * value / 100 if percent else value * 2**30
+    total = cluster.memory_gib * GIB
+    found = total * value / 100 if percent else value * GIB
     if not 0 <= found < total:
         raise ConfigError(f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} GiB of "
                           f"a {cluster.device}")  # fmt: skip

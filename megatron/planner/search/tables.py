@@ -24,7 +24,8 @@ from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import sized_model
 from megatron.planner.placement import place_with
-from megatron.planner.search.find import GIB, Found, Search
+from megatron.planner.search.find import Found, Search
+from megatron.planner.search.space import GIB
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import PARTS, Estimate, estimate
