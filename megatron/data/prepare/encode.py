@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -279,7 +279,7 @@ def encode_blocks(
     try:
         yield from _in_order(pool, children, blocks, workers, poll)
     except BrokenProcessPool:
-        raise _death(children.values()) from None
+        raise _death(pool, children.values()) from None
     except MemoryError:
         raise DataError("there is not enough memory: try fewer --workers") from None
     finally:
@@ -322,13 +322,16 @@ def _in_order(
             yield block, future.result()
 
 
-def _death(children: Iterable[BaseProcess]) -> DataError:
-    """Return the error for a worker that ended."""
+def _death(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> DataError:
+    """Return the error for a worker that ended, and end the others."""
     ended = multiprocessing.connection.wait([child.sentinel for child in children], timeout=5)
+    # The pool's thread waits for the workers too. While it does, an exit code may look unknown here.
+    for child in children:
+        child.kill()
+    pool.shutdown(cancel_futures=True)
     how = "ended"
     for child in children:
         if child.sentinel in ended:
-            child.join(5)
             code = child.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             break
