@@ -87,6 +87,7 @@ prove: $(STAMP)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet . || { echo "not formatted: $(PY) -m ruff format ."; exit 1; }
 	@$(PY) -m mypy megatron
 
 # Peers lie in a folder of their own, see requirements/bench.txt; without them (no network) their rows say so.

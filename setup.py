@@ -1,4 +1,7 @@
-"""Builds csrc/: index helpers, the clock and, by megatron/kernels/build.py, the kernels. The rest: pyproject.toml."""
+"""Builds csrc/: index helpers, the clock and, by megatron/kernels/build.py, the kernels. The rest:
+pyproject.toml.
+"""
+
 from __future__ import annotations
 
 import runpy
@@ -15,13 +18,18 @@ kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / 
 
 
 class OptionalBuild(build_ext):
-    """Goes on where there is no working compiler: megatron.pipeline.lists has the same loops in Python, and torch's own
-    operators take the place of kernels. Data files need the extension; made-up data do not."""
+    """Goes on where there is no working compiler: megatron.pipeline.lists has the same loops in
+    Python, and torch's own operators take the place of kernels. Data files need the extension;
+    made-up data do not."""
 
     def run(self) -> None:
         super().run()
         here = self.inplace or self.editable_mode
-        folder = kernels["LIBRARIES"] if here else Path(self.build_lib, "megatron", "kernels", "lib").absolute()
+        folder = (
+            kernels["LIBRARIES"]
+            if here
+            else Path(self.build_lib, "megatron", "kernels", "lib").absolute()
+        )
         kernels["install"](folder, alone=not here)
 
     def build_extension(self, ext: Extension) -> None:
@@ -30,7 +38,8 @@ class OptionalBuild(build_ext):
         except Exception as error:  # every way in which a compiler can fail
             print(
                 f"warning: {ext.name} was not built ({type(error).__name__}: {error}); without "
-                f"_index_helpers data files cannot be read. Install a C++ compiler and run this again.",
+                "_index_helpers data files cannot be read. Install a C++ compiler and run this "
+                "again.",
                 file=sys.stderr,
             )
 
@@ -40,12 +49,16 @@ class BuildKernels(Command):
 
     description = "compile csrc/kernels/ for GPUs or for this processor"
     user_options: ClassVar = [
-        ("target=", None, "hip, cuda or host; several with commas; all whose compiler is there by default"),
+        (
+            "target=",
+            None,
+            "hip, cuda or host; several with commas; all whose compiler is there by default",
+        ),
         ("arch=", None, "e.g. gfx90a,gfx942; gfx90a, sm_90 or this processor by default"),
         ("jobs=", None, "compilers that run side by side; one per processor by default"),
         ("output-dir=", None, "where the libraries go; megatron/kernels/lib by default"),
         ("force", None, "build also what is up to date"),
-    ]  # fmt: skip
+    ]
     boolean_options: ClassVar = ["force"]
 
     def initialize_options(self) -> None:
@@ -57,21 +70,27 @@ class BuildKernels(Command):
 
     def run(self) -> None:
         targets, archs = (
-            kernels["given"](self.distribution.script_args, option) or (kernels["given"]([option, value or ""], option))
+            kernels["given"](self.distribution.script_args, option)
+            or (kernels["given"]([option, value or ""], option))
             for option, value in (("--target", self.target), ("--arch", self.arch))
         )
         if self.jobs is not None and not (self.jobs.isdigit() and int(self.jobs)):
             sys.exit(f"error: --jobs {self.jobs} must be a number above 0")
         folder = Path(self.output_dir).absolute() if self.output_dir else kernels["LIBRARIES"]
         try:
-            kernels["make"](targets, archs, folder=folder, jobs=int(self.jobs or 0) or None, force=self.force)
+            kernels["make"](
+                targets, archs, folder=folder, jobs=int(self.jobs or 0) or None, force=self.force
+            )
         except (kernels["BuildError"], OSError) as error:
             sys.exit(f"error: {error}")
 
 
 helpers = Pybind11Extension(
     "megatron.data._index_helpers",
-    [f"csrc/{name}.cpp" for name in ("index_helpers", "blend", "gather", "packing", "sample_index", "shuffle")],
+    [
+        f"csrc/{name}.cpp"
+        for name in ("index_helpers", "blend", "gather", "packing", "sample_index", "shuffle")
+    ],
     depends=["csrc/index_helpers.hpp"],
     cxx_std=17,
     extra_compile_args=["-O3"],

@@ -1,11 +1,14 @@
-"""Times causal attention, forward and backward: on a CPU by each way that --attention-backend offers.
+"""Times causal attention, forward and backward: on a CPU by each way that --attention-backend
+offers.
 
     python benchmarks/attention.py                        # bf16 and fp32, this many threads as torch takes
     python benchmarks/attention.py --dtype bfloat16 --threads 1 --rounds 9
     python benchmarks/attention.py --device cuda          # torch's and, where it is installed, flash-attn
 
-The ways take turns, so that a busy machine slows all alike; each figure is the least of its rounds, in milliseconds.
+The ways take turns, so that a busy machine slows all alike; each figure is the least of its rounds,
+in milliseconds.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,10 +27,22 @@ from megatron.kernels.choose import flash_attention as look_for_flash
 from megatron.layers.attention import flash_attention, torch_attention, unfused_attention
 from megatron.layers.blocked_attention import blocked_attention
 
-# Sequence, micro-batch, groups, queries of a group, head dimension: 2048 tokens of 12 heads, or as much.
-SHAPES = [(512, 2, 12, 1, 64), (1024, 1, 12, 1, 64), (2048, 1, 6, 1, 64), (512, 1, 8, 1, 128), (2048, 1, 4, 1, 128),
-          (1024, 1, 3, 4, 64)]  # fmt: skip
-GPU_SHAPES = [(1024, 16, 12, 1, 64), (2048, 4, 16, 1, 128), (8192, 1, 16, 1, 128), (4096, 2, 8, 4, 128)]
+# Sequence, micro-batch, groups, queries of a group, head dimension: 2048 tokens of 12 heads, or as
+# much.
+SHAPES = [
+    (512, 2, 12, 1, 64),
+    (1024, 1, 12, 1, 64),
+    (2048, 1, 6, 1, 64),
+    (512, 1, 8, 1, 128),
+    (2048, 1, 4, 1, 128),
+    (1024, 1, 3, 4, 64),
+]
+GPU_SHAPES = [
+    (1024, 16, 12, 1, 64),
+    (2048, 4, 16, 1, 128),
+    (8192, 1, 16, 1, 128),
+    (4096, 2, 8, 4, 128),
+]
 
 
 def parts(mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,7 +57,10 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "blocked": lambda x: blocked_attention((x,), None, None, 0.0, None, True),
     "blocked, torch's operators": lambda x: blocked_attention((x,), None, None, 0.0, None, False),
 }
-GPU_WAYS = {"torch": WAYS["torch"], "flash-attn": lambda x: flash_attention(*parts(x), None, None, 0.0)}
+GPU_WAYS = {
+    "torch": WAYS["torch"],
+    "flash-attn": lambda x: flash_attention(*parts(x), None, None, 0.0),
+}
 
 
 def now(device: str) -> float:
@@ -52,7 +70,9 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def measure(shape: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str) -> dict[str, tuple[float, float]]:
+def measure(
+    shape: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str
+) -> dict[str, tuple[float, float]]:
     """Milliseconds of the forward and of the backward pass, of each way."""
     s, b, groups, share, d = shape
     mixed = torch.randn(s, b, groups, share + 2, d, device=device).to(dtype).requires_grad_()
@@ -66,7 +86,10 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, rounds: int, device: str
             middle = now(device)
             torch.autograd.grad(out, mixed, gradient)
             end = now(device)
-            best[name] = (min(best[name][0], (middle - start) * 1e3), min(best[name][1], (end - middle) * 1e3))
+            best[name] = (
+                min(best[name][0], (middle - start) * 1e3),
+                min(best[name][1], (end - middle) * 1e3),
+            )
     return best
 
 
@@ -74,14 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     types = ["bfloat16", "float32", "float16"]
-    parser.add_argument("--dtype", nargs="+", choices=types, help="default: bfloat16 and, on a CPU, float32")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=types, help="default: bfloat16 and, on a CPU, float32"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     gpu = chosen.device == "cuda"
-    ways, shapes, beside = (GPU_WAYS, GPU_SHAPES, "flash-attn") if gpu else (WAYS, SHAPES, "blocked")
+    ways, shapes, beside = (
+        (GPU_WAYS, GPU_SHAPES, "flash-attn") if gpu else (WAYS, SHAPES, "blocked")
+    )
     dtypes, ratios = chosen.dtype or types[: 1 if gpu else 2], []
     for flash in (look_for_flash("cuda", dtype) for dtype in dtypes if gpu):
         if not flash.usable:
@@ -92,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for dtype in dtypes:
         for shape in shapes:
             times = measure(shape, getattr(torch, dtype), chosen.rounds, chosen.device)
-            cells = " | ".join(f"{forward:.2f} + {backward:.2f}" for forward, backward in times.values())
+            cells = " | ".join(
+                f"{forward:.2f} + {backward:.2f}" for forward, backward in times.values()
+            )
             ratios.append(sum(times["torch"]) / sum(times[beside]))
             print(f"| {dtype} | {shape} | {cells} | {ratios[-1]:.2f} |", flush=True)
     print(f"torch / {beside}: {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} shapes")

@@ -1,22 +1,25 @@
-"""`make bench`: tokens/s, share of the machine's ceiling and peak memory of training, beside public peers.
+"""`make bench`: tokens/s, share of the machine's ceiling and peak memory of training, beside public
+peers.
 
     python benchmarks/bench.py [--quick] [--only W1 W4 parts] [--minutes 10] [--threads N] [--output runs/bench]
     python benchmarks/bench.py --device cuda
     python benchmarks/bench.py --markdown runs/bench/DATE.json
 
-What is run is in workloads.py: GPT-2 124M on one process (W1), and tensor, pipeline and data parallel runs of a smaller
-model on two (W2 to W4), each with pretrain_gpt.py as users start it and with peers from PyPI that do the same work. The
-machine's ceiling, the rate of large matrix products on as many threads, is measured in the same run, and every figure
-is also given as a share of it.
+What is run is in workloads.py: GPT-2 124M on one process (W1), and tensor, pipeline and data
+parallel runs of a smaller model on two (W2 to W4), each with pretrain_gpt.py as users start it and
+with peers from PyPI that do the same work. The machine's ceiling, the rate of large matrix products
+on as many threads, is measured in the same run, and every figure is also given as a share of it.
 
-Sides take turns by rounds of short runs: each round starts every side once, lets it take steps that do not count and
-then steps that do, and the next round goes through them in the opposite order. So a machine that becomes slower touches
-all sides, no side's memory stands in another's way, and what differs between two starts of one program (where its
-memory lies) is in the spread. Ratios are taken within a round. Two rounds are run, more while --minutes last.
+Sides take turns by rounds of short runs: each round starts every side once, lets it take steps that
+do not count and then steps that do, and the next round goes through them in the opposite order. So
+a machine that becomes slower touches all sides, no side's memory stands in another's way, and what
+differs between two starts of one program (where its memory lies) is in the spread. Ratios are taken
+within a round. Two rounds are run, more while --minutes last.
 
-A JSON file goes to --output, its tables beside it as Markdown, and the run is compared with the last one there of the
-same machine.
+A JSON file goes to --output, its tables beside it as Markdown, and the run is compared with the
+last one there of the same machine.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -49,27 +52,61 @@ Key = tuple[Case, Side]
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny models and one round, to see that everything runs")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="workloads (W1 ... W4) to run; parts: start-up, optimizer, save, ..."
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="N",
-        help=f"another round begins when it would end within so many (default 10; at least {LEAST_ROUNDS} rounds)",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds, whatever --minutes says")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"measured steps (default {STEPS})")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads in all (default: those this process may use)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a single GPU (CUDA or ROCm)")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench", metavar="FOLDER", help="for the JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit")
+        "--quick",
+        action="store_true",
+        help="tiny models and one round, to see that everything runs",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="workloads (W1 ... W4) to run; parts: start-up, optimizer, save, ...",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="another round begins when it would end within so many (default 10; at least "
+        f"{LEAST_ROUNDS} rounds)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="so many rounds, whatever --minutes says"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"measured steps (default {STEPS})"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads in all (default: those this process may use)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a single GPU (CUDA or ROCm)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "bench",
+        metavar="FOLDER",
+        help="for the JSON",
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit"
+    )
     return parser.parse_args(arguments)
 
 
 def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
-    """The cases of the workloads named; W2, W3 and W4 bring W0 along, which they are compared with."""
+    """The cases of the workloads named; W2, W3 and W4 bring W0 along, which they are compared
+    with.
+    """
     cases = list(cases)
     if not only:
         return cases
@@ -84,20 +121,27 @@ def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
 def play(
     keys: list[Key], options: argparse.Namespace, threads: int, folder: Path, console: Console
 ) -> tuple[dict[Key, list[Outcome]], dict[str, list[float]]]:
-    """Rounds over all cases and sides; returns the outcomes of each and the ceilings of each round."""
+    """Rounds over all cases and sides; returns the outcomes of each and the ceilings of each
+    round.
+    """
     outcomes: dict[Key, list[Outcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
     began, last = time.monotonic(), 0.0
     rounds = options.rounds or (1 if options.quick else LEAST_ROUNDS)
     most = rounds if options.rounds or options.quick else MOST_ROUNDS
     count = 0
-    while count < rounds or (count < most and time.monotonic() - began + last <= 60 * options.minutes):
+    while count < rounds or (
+        count < most and time.monotonic() - began + last <= 60 * options.minutes
+    ):
         start = time.monotonic()
         for name, rate in measure_ceilings(keys, threads, folder, options.device).items():
             ceilings.setdefault(name, []).append(rate)
         for case, side in keys if count % 2 == 0 else reversed(keys):
-            failed = next((o for o in outcomes[case, side] if o.reason), None)  # it is not tried again
-            outcome = failed or run(case, side, warm_up=WARM_UP, steps=options.steps, threads=threads, folder=folder)
+            # it is not tried again
+            failed = next((o for o in outcomes[case, side] if o.reason), None)
+            outcome = failed or run(
+                case, side, warm_up=WARM_UP, steps=options.steps, threads=threads, folder=folder
+            )
             outcomes[case, side].append(outcome)
             console.print(line(count, case, side, outcome), highlight=False)
         count, last = count + 1, time.monotonic() - start
@@ -110,7 +154,9 @@ def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
     if outcome.reason:
         return f"{head} {outcome.reason}"
     step, memory = statistics.median(outcome.step_s), (outcome.memory_bytes or 0) / results.GIB
-    return f"{head} {1e3 * step:8,.0f} ms/step  {case.tokens / step:8,.0f} tokens/s  {memory:6.2f} GiB"
+    return (
+        f"{head} {1e3 * step:8,.0f} ms/step  {case.tokens / step:8,.0f} tokens/s  {memory:6.2f} GiB"
+    )
 
 
 def measure_ceilings(keys: list[Key], threads: int, folder: Path, device: str) -> dict[str, float]:
@@ -119,27 +165,39 @@ def measure_ceilings(keys: list[Key], threads: int, folder: Path, device: str) -
     for processes in sorted({case.processes for case, _ in keys}):
         each = max(1, threads // processes)
         found = machine.ceiling(each, processes, environment(each, folder), device)
-        rates |= {ceiling_name(dtype, processes, each, device): rate for dtype, rate in found.items()}
+        rates |= {
+            ceiling_name(dtype, processes, each, device): rate for dtype, rate in found.items()
+        }
     return rates
 
 
 def ceiling_name(dtype: str, processes: int, threads: int, device: str) -> str:
-    return f"{dtype}, {device}" if device == "cuda" else f"{dtype}, {processes} x {threads} thread(s)"
+    return (
+        f"{dtype}, {device}" if device == "cuda" else f"{dtype}, {processes} x {threads} thread(s)"
+    )
 
 
 def rows_of(
-    keys: list[Key], outcomes: dict[Key, list[Outcome]], ceiling: dict[str, Any], threads: int, gpu: str = ""
+    keys: list[Key],
+    outcomes: dict[Key, list[Outcome]],
+    ceiling: dict[str, Any],
+    threads: int,
+    gpu: str = "",
 ) -> list[dict[str, Any]]:
-    """The rows of the result, for runs on several processes with their rate over that of W0's one process, for those on
-    a GPU whose peak is known with their MFU."""
+    """The rows of the result, for runs on several processes with their rate over that of W0's one
+    process, for those on a GPU whose peak is known with their MFU."""
     rows = []
     for case, side in keys:
-        name = ceiling_name(case.dtype, case.processes, max(1, threads // case.processes), case.device)
+        name = ceiling_name(
+            case.dtype, case.processes, max(1, threads // case.processes), case.device
+        )
         rate = ceiling.get(name)
         reference = outcomes[case, case.sides[0]]
-        rows.append(results.row_of(
-            case, side, outcomes[case, side], reference, 1e9 * rate["median"] if rate else None
-        ))  # fmt: skip
+        rows.append(
+            results.row_of(
+                case, side, outcomes[case, side], reference, 1e9 * rate["median"] if rate else None
+            )
+        )
         peak = peak_tflops(gpu, PEAKS_OF[case.dtype])
         if peak and "flops_per_s" in rows[-1]:
             rows[-1]["mfu"] = rows[-1]["flops_per_s"] / peak / 1e12
@@ -169,7 +227,9 @@ def print_table(console: Console, title: str, lines: results.Table) -> None:
     console.print(table)
 
 
-def show_comparison(record: dict[str, Any], earlier: dict[str, Any] | None, console: Console) -> None:
+def show_comparison(
+    record: dict[str, Any], earlier: dict[str, Any] | None, console: Console
+) -> None:
     """The changes since the last run that are larger than the stated spreads."""
     if earlier is None:
         console.print("there is no earlier run of this machine to compare with")
@@ -177,9 +237,11 @@ def show_comparison(record: dict[str, Any], earlier: dict[str, Any] | None, cons
     lines = results.compare(record, earlier)
     beyond = results.comparison_table(lines)
     console.print(
-        f"compared with {earlier['date']}, revision {earlier['git']['revision'][:12]}: {len(beyond) - 1} of "
-        f"{len(lines)} figures differ by more than their spread", highlight=False,
-    )  # fmt: skip
+        f"compared with {earlier['date']}, revision {earlier['git']['revision'][:12]}: "
+        f"{len(beyond) - 1} of "
+        f"{len(lines)} figures differ by more than their spread",
+        highlight=False,
+    )
     if len(beyond) > 1:
         print_table(console, "beyond the spread", beyond)
 
@@ -207,24 +269,40 @@ def main() -> int:
     small = [quick(case) for case in cases] if options.quick else cases
     folder = options.output.resolve() / "last"
     folder.mkdir(parents=True, exist_ok=True)
-    # What is told nothing takes all threads, which compares with others only where they have them, too.
+    # What is told nothing takes all threads, which compares with others only where they have them,
+    # too.
     fair = threads == about["threads"]
     keys = [(case, side) for case in small for side in case.sides if fair or not side.untouched]
     if about["load"] > 0.5:
-        console.print(f"warning: the load is {about['load']}: something else runs here, and figures will vary")
+        console.print(
+            f"warning: the load is {about['load']}: something else runs here, and figures will vary"
+        )
     outcomes, ceilings = play(keys, options, threads, folder, console)
     ceiling = {name: results.figure(rates) for name, rates in ceilings.items()}
     record = {
-        "date": date, "quick": options.quick, "device": options.device, "git": machine.revision(), "machine": about,
-        "threads": threads, "allocator": ALLOCATOR, "rounds": max((len(o) for o in outcomes.values()), default=0),
-        "steps": options.steps, "warm_up": WARM_UP, "ceiling": ceiling,
-        "rows": rows_of(keys, outcomes, ceiling, threads, about.get("gpu", "")), "left_out": LEFT_OUT, "parts": [],
+        "date": date,
+        "quick": options.quick,
+        "device": options.device,
+        "git": machine.revision(),
+        "machine": about,
+        "threads": threads,
+        "allocator": ALLOCATOR,
+        "rounds": max((len(o) for o in outcomes.values()), default=0),
+        "steps": options.steps,
+        "warm_up": WARM_UP,
+        "ceiling": ceiling,
+        "rows": rows_of(keys, outcomes, ceiling, threads, about.get("gpu", "")),
+        "left_out": LEFT_OUT,
+        "parts": [],
         "seconds": 0.0,
-    }  # fmt: skip
+    }
     if parts_wanted:
         first = cpu_cases()[0]
         record["parts"] = parts.measure(
-            quick(first) if options.quick else first, quick=options.quick, threads=threads, folder=folder
+            quick(first) if options.quick else first,
+            quick=options.quick,
+            threads=threads,
+            folder=folder,
         )
     record["seconds"] = time.monotonic() - began
     path = results.write(record, options.output)  # before anything of other files is read
@@ -234,9 +312,12 @@ def main() -> int:
     show_comparison(record, earlier, console)
     console.print(f"{path}; logs in {folder}", highlight=False, soft_wrap=True)
     # A peer that is absent or fails is a row; a run of ours that fails is an error.
-    return 1 if any(row["reason"] for row in record["rows"] if row["side"].startswith("ours")) else 0
+    return (
+        1 if any(row["reason"] for row in record["rows"] if row["side"].startswith("ours")) else 0
+    )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
+    # an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -1,19 +1,24 @@
-"""What checkpoints cost: bandwidth beside torch.save and torch.load, stall of a save in the background, memory.
+"""What checkpoints cost: bandwidth beside torch.save and torch.load, stall of a save in the
+background, memory.
 
     python benchmarks/checkpoint.py [--folder DIR] [--repeat 5] [--layers 12 --hidden 768] [--json FILE]
 
 One process trains a GPT (GPT-2 124M in bf16: 1.39 GiB of fp32 weights and moments) and saves it.
 
-Bandwidth: the sides take turns within each repeat, on the same tensors and the same disk: torch.save of them into one
-file, with and without fsync, and a checkpoint of ours, which always syncs, takes digests and writes its lists; then
-torch.load of that file, and our load, which compares the digests and fills the engine. Files are read as the system has
-them in memory: it is the programs that are compared, not the disk.
+Bandwidth: the sides take turns within each repeat, on the same tensors and the same disk:
+torch.save of them into one file, with and without fsync, and a checkpoint of ours, which always
+syncs, takes digests and writes its lists; then torch.load of that file, and our load, which
+compares the digests and fills the engine. Files are read as the system has them in memory: it is
+the programs that are compared, not the disk.
 
-Background: groups of steps, without a save, with one that training waits for, and with one in the background, take
-turns too. The stall is the time for which training stands still; what a save costs is how much longer its group took.
+Background: groups of steps, without a save, with one that training waits for, and with one in the
+background, take turns too. The stall is the time for which training stands still; what a save costs
+is how much longer its group took.
 
-Memory: by how much the resident size of the process grows during a save, beside the size of the state.
+Memory: by how much the resident size of the process grows during a save, beside the size of the
+state.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,33 +49,57 @@ class Training:
 
         from megatron.config import Config
         from megatron.engine.engine import Engine
-        from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+        from megatron.model.gpt import (
+            build_chunks,
+            hidden_dtype,
+            hidden_shape,
+            layer_context,
+            stages_of,
+        )
         from megatron.parallel.topology import Topology
         from megatron.pipeline.executor import Executor
 
         self.config = Config.create(
-            num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.hidden // 64,
-            seq_length=args.sequence, max_position_embeddings=args.sequence, vocab_size=args.vocabulary, bf16=True,
-            micro_batch_size=args.micro_batch, global_batch_size=args.micro_batch * args.micro_batches, lr=1e-4,
-            hidden_dropout=0.0, attention_dropout=0.0,
-        )  # fmt: skip
+            num_layers=args.layers,
+            hidden_size=args.hidden,
+            num_attention_heads=args.hidden // 64,
+            seq_length=args.sequence,
+            max_position_embeddings=args.sequence,
+            vocab_size=args.vocabulary,
+            bf16=True,
+            micro_batch_size=args.micro_batch,
+            global_batch_size=args.micro_batch * args.micro_batches,
+            lr=1e-4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
         self.topology = Topology.create(device=args.device)
         context = layer_context(self.config, self.topology)
         chunks = build_chunks(self.config, self.topology, context)
         chunks.train()
         self.engine = Engine(self.config, self.topology, chunks)
         self._executor = Executor(
-            self.topology, stages_of(chunks), self.config.parallel.schedule, 1, hidden_shape(self.config),
-            hidden_dtype(self.config), context.weight_gradients, before_training=self.engine.begin,
-        )  # fmt: skip
-        self._tokens = torch.randint(0, args.vocabulary, (args.micro_batches, args.micro_batch, args.sequence + 1))
+            self.topology,
+            stages_of(chunks),
+            self.config.parallel.schedule,
+            1,
+            hidden_shape(self.config),
+            hidden_dtype(self.config),
+            context.weight_gradients,
+            before_training=self.engine.begin,
+        )
+        self._tokens = torch.randint(
+            0, args.vocabulary, (args.micro_batches, args.micro_batch, args.sequence + 1)
+        )
 
     def step(self) -> float:
         """One step; its seconds."""
         from megatron.data.batch import make_micro_batch
 
         began = time.perf_counter()
-        batches = [make_micro_batch(tokens.numpy()).to(self.topology.device) for tokens in self._tokens]
+        batches = [
+            make_micro_batch(tokens.numpy()).to(self.topology.device) for tokens in self._tokens
+        ]
         self._executor.train(batches, loss_scale=self.engine.loss_scale)
         self.engine.step(1e-4)
         self.wait()
@@ -129,12 +158,16 @@ def bandwidth(training: Training, folder: Path, repeat: int) -> Iterator[Row]:
     for _ in range(repeat):
         for name, action in sides.items():
             if "save" in name:
-                file.unlink(missing_ok=True) if "torch" in name else shutil.rmtree(folder / "ours", ignore_errors=True)
+                file.unlink(missing_ok=True) if "torch" in name else shutil.rmtree(
+                    folder / "ours", ignore_errors=True
+                )
                 os.sync()  # what the side before left to be written is not this side's
             times[name].append(seconds(action))
     for name, values in times.items():
         other = "torch.load" if "load" in name else "torch.save, fsync"
-        ratio = statistics.median(theirs / own for own, theirs in zip(values, times[other], strict=True))
+        ratio = statistics.median(
+            theirs / own for own, theirs in zip(values, times[other], strict=True)
+        )
         rate = size / statistics.median(values) / 1e9
         yield row(name, values, "s", f"{rate:.2f} GB/s, {ratio:.2f} of that of {other}")
     file.unlink()
@@ -154,7 +187,9 @@ def background(training: Training, folder: Path, repeat: int) -> Iterator[Row]:
         number += 1
         shutil.rmtree(folder / "background", ignore_errors=True)
         os.sync()
-        return seconds(lambda: saver.start(number, training.engine, {}, {}, background=in_background))
+        return seconds(
+            lambda: saver.start(number, training.engine, {}, {}, background=in_background)
+        )
 
     first = begin(True)  # pages of the copy come from the system
     steps = 2
@@ -192,11 +227,23 @@ def background(training: Training, folder: Path, repeat: int) -> Iterator[Row]:
 
     yield row("step without a save", quiet, "s", f"{steps} in a group")
     yield row("training waits: save", waited, "s", share(waited))
-    yield row("background: stall", stalls, "s", f"{share(stalls)}; the first copy {first / step:.3f}")
+    yield row(
+        "background: stall", stalls, "s", f"{share(stalls)}; the first copy {first / step:.3f}"
+    )
     yield row("background: of it the commit", commits, "s", share(commits))
-    yield row("background: step meanwhile", busy, "s", f"{statistics.median(busy) / step:.2f} of one without")
+    yield row(
+        "background: step meanwhile",
+        busy,
+        "s",
+        f"{statistics.median(busy) / step:.2f} of one without",
+    )
     compared = statistics.median(more) / statistics.median(waited)
-    yield row("background: whole cost", more, "s", f"{share(more)}, {compared:.2f} of the save that is waited for")
+    yield row(
+        "background: whole cost",
+        more,
+        "s",
+        f"{share(more)}, {compared:.2f} of the save that is waited for",
+    )
     shutil.rmtree(folder / "background")
 
 
@@ -206,30 +253,49 @@ def memory(training: Training, folder: Path) -> Iterator[Row]:
 
     size = sum(tensor.nbytes for tensor in training.state().values())
     training.step()
-    for name, in_background in (("memory: training waits", False), ("memory: in the background", True)):
+    for name, in_background in (
+        ("memory: training waits", False),
+        ("memory: in the background", True),
+    ):
         saver = Saver(folder / "memory", training.topology, training.config)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
         before = resident("VmRSS")
         saver.start(1, training.engine, {}, {}, background=in_background)
         saver.finish()
         grown = resident("VmHWM") - before
-        yield row(name, [grown / GIB], "GiB", f"{grown / size:.2f} of the state's {size / GIB:.2f} GiB")
+        yield row(
+            name, [grown / GIB], "GiB", f"{grown / size:.2f} of the state's {size / GIB:.2f} GiB"
+        )
     shutil.rmtree(folder / "memory")
 
 
 def resident(name: str) -> int:
     """VmRSS or VmHWM of this process in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
 def row(name: str, values: list[float], unit: str, note: str) -> Row:
-    return {"name": name, "values": values, "median": statistics.median(values), "unit": unit, "note": note}
+    return {
+        "name": name,
+        "values": values,
+        "median": statistics.median(values),
+        "unit": unit,
+        "note": note,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to write; its disk is measured (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to write; its disk is measured (default: a temporary one)",
+    )
     parser.add_argument("--repeat", type=int, default=5, help="turns of every side (default 5)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
@@ -252,15 +318,18 @@ def main() -> None:
         folder = Path(name)
         print(f"{'':32s} {'median':>9s} {'min':>9s} {'max':>9s}")
         for found in itertools.chain(
-            memory(training, folder), bandwidth(training, folder, args.repeat),
+            memory(training, folder),
+            bandwidth(training, folder, args.repeat),
             background(training, folder, args.repeat),
-        ):  # fmt: skip
+        ):
             rows.append(found)
             values = found["values"]
             print(
-                f"{found['name']:32s} {found['median']:9.3f} {min(values):9.3f} {max(values):9.3f} {found['unit']:4s} "
-                f"{found['note']}", flush=True,
-            )  # fmt: skip
+                f"{found['name']:32s} {found['median']:9.3f} {min(values):9.3f} {max(values):9.3f} "
+                f"{found['unit']:4s} "
+                f"{found['note']}",
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

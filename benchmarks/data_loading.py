@@ -2,13 +2,15 @@
 
     python benchmarks/data_loading.py [--steps 4] [--repeat 3] [--cold] [--folder /tmp]
 
-Short documents (20 tokens on average, in shuffled order: a sample of 1024 tokens is gathered from some 50 places) are
-the worst case, documents of 100,000 tokens the best. Each is read through a memory map and by position
-(--no-mmap-bin-files), when asked (0 workers) and ahead (2 workers). First the stream alone, all ways in turn and the
-median of the repeats; then pretrain_gpt.py with GPT-2 124M, whose timers say what a step waits.
+Short documents (20 tokens on average, in shuffled order: a sample of 1024 tokens is gathered from
+some 50 places) are the worst case, documents of 100,000 tokens the best. Each is read through a
+memory map and by position (--no-mmap-bin-files), when asked (0 workers) and ahead (2 workers).
+First the stream alone, all ways in turn and the median of the repeats; then pretrain_gpt.py with
+GPT-2 124M, whose timers say what a step waits.
 
-Expected: a sample is 50 pieces of under 1 us each and 0.1-0.2 ms of numpy around them, a step of 124M takes a second or
-more on two cores: under 0.1 % of the step without workers, less with them. The target is under 2 %.
+Expected: a sample is 50 pieces of under 1 us each and 0.1-0.2 ms of numpy around them, a step of
+124M takes a second or more on two cores: under 0.1 % of the step without workers, less with them.
+The target is under 2 %.
 """
 
 from __future__ import annotations
@@ -51,20 +53,30 @@ def write(folder: Path, shape: str, tokens: int) -> str:
     sizes = random.randint(1, 2 * SHAPES[shape], size=max(1, tokens // SHAPES[shape]))
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for part in np.array_split(sizes, max(1, len(sizes) // 100_000)):
-            writer.add_batch(random.randint(0, VOCAB_SIZE, part.sum()), part, np.ones(len(part), np.int64))
+            writer.add_batch(
+                random.randint(0, VOCAB_SIZE, part.sum()), part, np.ones(len(part), np.int64)
+            )
     return prefix
 
 
 def open_stream(prefix: str, mmap: bool, workers: int, samples: int) -> MicroBatchStream:
     indexed = IndexedDataset(prefix, mmap=mmap)
     data = GPTDataset(
-        indexed, name="train", split="1", bounds=(0, len(indexed)), num_samples=samples, seq_length=SEQ_LENGTH, seed=1
+        indexed,
+        name="train",
+        split="1",
+        bounds=(0, len(indexed)),
+        num_samples=samples,
+        seq_length=SEQ_LENGTH,
+        seed=1,
     )
     return MicroBatchStream(data, MICRO_BATCH, num_workers=workers, vocab_size=VOCAB_SIZE)
 
 
 def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool) -> float:
-    """Tokens per second of the stream on its own; `cold` takes the file out of the page cache first."""
+    """Tokens per second of the stream on its own; `cold` takes the file out of the page cache
+    first.
+    """
     if cold:
         with open(f"{prefix}.bin", "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -77,20 +89,56 @@ def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool)
     return samples * SEQ_LENGTH / seconds
 
 
-def train(folder: Path, prefix: str, mmap: bool, workers: int, steps: int) -> Iterator[tuple[float, float]]:
-    """(share of the step that waited for data, tokens per second) of each step of a run, without the first."""
+def train(
+    folder: Path, prefix: str, mmap: bool, workers: int, steps: int
+) -> Iterator[tuple[float, float]]:
+    """(share of the step that waited for data, tokens per second) of each step of a run, without
+    the first.
+    """
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     command = [
-        sys.executable, str(ROOT / "pretrain_gpt.py"), "--preset", "gpt2-124m", "--micro-batch-size", str(MICRO_BATCH),
-        "--global-batch-size", str(MICRO_BATCH), "--lr", "1e-4", "--train-iters", str(steps + 1), "--bf16",
-        "--data-path", prefix, "--split", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE - 1),
-        "--log-interval", "1", "--eval-iters", "0", "--timing-log-level", "1", "--num-workers", str(workers),
-        "--attention-dropout", "0", "--hidden-dropout", "0",
-        "--metrics-file", str(metrics), *([] if mmap else ["--no-mmap-bin-files"]),
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        "--preset",
+        "gpt2-124m",
+        "--micro-batch-size",
+        str(MICRO_BATCH),
+        "--global-batch-size",
+        str(MICRO_BATCH),
+        "--lr",
+        "1e-4",
+        "--train-iters",
+        str(steps + 1),
+        "--bf16",
+        "--data-path",
+        prefix,
+        "--split",
+        "1",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(VOCAB_SIZE - 1),
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+        "--timing-log-level",
+        "1",
+        "--num-workers",
+        str(workers),
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--metrics-file",
+        str(metrics),
+        *([] if mmap else ["--no-mmap-bin-files"]),
+    ]
     environment = {**os.environ, "GLIBC_TUNABLES": KEEP_MEMORY}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(result.stdout + result.stderr)[-2000:]}")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -105,13 +153,27 @@ def name(way: Way) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="tokens of each data set (default 20 M)")
-    parser.add_argument("--samples", type=int, default=4000, help="samples of a reading by the loader alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=20_000_000, help="tokens of each data set (default 20 M)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=4000, help="samples of a reading by the loader alone"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="readings of each kind (default 3)")
-    parser.add_argument("--steps", type=int, default=4, help="measured training steps (default 4; 0: none)")
-    parser.add_argument("--cold", action="store_true", help="take the data out of the page cache before each reading")
-    parser.add_argument("--folder", default=None, help="where the data are written (default: the system's)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="measured training steps (default 4; 0: none)"
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="take the data out of the page cache before each reading",
+    )
+    parser.add_argument(
+        "--folder", default=None, help="where the data are written (default: the system's)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch)
@@ -119,12 +181,19 @@ def main() -> None:
         rates: dict[Way, list[float]] = {way: [] for way in WAYS}
         for _ in range(options.repeat):
             for way in WAYS:
-                rates[way].append(loader_rate(prefixes[way[0]], *way[1:], options.samples, options.cold))
+                rates[way].append(
+                    loader_rate(prefixes[way[0]], *way[1:], options.samples, options.cold)
+                )
         for way in WAYS:
             low, middle, high = min(rates[way]), statistics.median(rates[way]), max(rates[way])
-            print(f"{name(way)}: loader alone {middle / 1e6:7.2f} M tokens/s   ({low / 1e6:.2f} ... {high / 1e6:.2f})")
+            print(
+                f"{name(way)}: loader alone {middle / 1e6:7.2f} M tokens/s   ({low / 1e6:.2f} ... "
+                f"{high / 1e6:.2f})"
+            )
         for way in WAYS if options.steps else ():
-            shares, needs = zip(*train(folder, prefixes[way[0]], *way[1:], options.steps), strict=True)
+            shares, needs = zip(
+                *train(folder, prefixes[way[0]], *way[1:], options.steps), strict=True
+            )
             need, alone = statistics.median(needs), statistics.median(rates[way])
             print(
                 f"{name(way)}: waits {100 * statistics.median(shares):.4f} % of a step (most "

@@ -1,9 +1,11 @@
-"""A slow network in software: messages of gloo process groups complete only when such a link would have carried them.
+"""A slow network in software: messages of gloo process groups complete only when such a link would
+have carried them.
 
     import delayed_links
-    links = delayed_links.install(latency_s=0.005, gigabytes_per_s=0.5)  # in every process, at the same place
-    ...                                                                   # torch.distributed, DeepSpeed, megatron
-    links.uninstall()
+    links = delayed_links.install(latency_s=0.005, gigabytes_per_s=0.5)  # in every process, at the
+    same place
+    ...                                                                   # torch.distributed,
+    DeepSpeed, megatron links.uninstall()
 
     python benchmarks/delayed_links.py --latency-ms 5 --gigabytes-per-s 0.5 pretrain_gpt.py --train-iters 10 ...
 
@@ -11,23 +13,27 @@ The second form runs a program under the delay (start it once per rank, as the p
 
 What is modelled:
 
-- A message begins when the last of its ranks has posted it. Every rank sends the time of its posting along with the
-  message (a second, tiny exchange); clocks of the processes of one machine agree, so this works on one machine only.
-- The messages of a link follow each other. A process group is one link for its collectives; each direction of a pair of
-  ranks in a group is one link for point-to-point. A message is there at
+- A message begins when the last of its ranks has posted it. Every rank sends the time of its
+  posting along with the message (a second, tiny exchange); clocks of the processes of one machine
+  agree, so this works on one machine only.
+- The messages of a link follow each other. A process group is one link for its collectives; each
+  direction of a pair of ranks in a group is one link for point-to-point. A message is there at
 
       max(begun, link free) + latency + bytes / bandwidth,
 
-  and the link is free again after bytes / bandwidth: latency is paid by each message, but it holds up none.
-- Bytes are those that a ring of n ranks puts on each rank's wire: 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n
-  of the whole for a reduce-scatter or an all-gather, the tensor for a reduce, a broadcast and point-to-point. A barrier
-  has none.
-- Computing goes on meanwhile: nothing burns a core. The delay is in wait(), which sleeps, and in is_completed(). The
-  real message runs below, and its own time counts only where it is longer than that of the link.
+  and the link is free again after bytes / bandwidth: latency is paid by each message, but it holds
+  up none.
+- Bytes are those that a ring of n ranks puts on each rank's wire: 2 (n-1)/n of the tensor for an
+  all-reduce, (n-1)/n of the whole for a reduce-scatter or an all-gather, the tensor for a reduce, a
+  broadcast and point-to-point. A barrier has none.
+- Computing goes on meanwhile: nothing burns a core. The delay is in wait(), which sleeps, and in
+  is_completed(). The real message runs below, and its own time counts only where it is longer than
+  that of the link.
 
-Not delayed: gather, scatter, all-to-all, coalesced collectives, receives from any source, and what C++ code sends by
-itself (DistributedDataParallel). `get_future` of a delayed message is refused.
+Not delayed: gather, scatter, all-to-all, coalesced collectives, receives from any source, and what
+C++ code sends by itself (DistributedDataParallel). `get_future` of a delayed message is refused.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -121,11 +127,15 @@ class DelayedWork:
         if not self.message.known.is_set() or time.monotonic() < self.message.arrives:
             return False
         if self.message.error is None:
-            self._finish()  # short: every rank has posted it; and gloo reports point-to-point only to those who wait
+            # short: every rank has posted it; and gloo reports point-to-point only to those who
+            # wait
+            self._finish()
         return True
 
     def _finish(self, *timeout: Any, **named: Any) -> None:
-        """Wait for the real message; once, because gloo never ends a second wait for the same point-to-point."""
+        """Wait for the real message; once, because gloo never ends a second wait for the same
+        point-to-point.
+        """
         if not self._finished:
             self._work.wait(*timeout, **named)
             self._finished = True
@@ -148,7 +158,9 @@ class _Link:
         threading.Thread(target=self._run, daemon=True).start()
 
     def carry(self, message: Message, all_posted: Callable[[], float]) -> None:
-        """`all_posted` blocks until every rank has posted the message and returns the time of the last one."""
+        """`all_posted` blocks until every rank has posted the message and returns the time of the
+        last one.
+        """
         self._messages.put((message, all_posted))
 
     def _run(self) -> None:
@@ -166,7 +178,9 @@ class _Link:
 
 
 class Links:
-    """The installed delay: its settings, and every message of this process in the order of posting."""
+    """The installed delay: its settings, and every message of this process in the order of
+    posting.
+    """
 
     def __init__(self, latency_s: float, gigabytes_per_s: float) -> None:
         self.latency_s = latency_s
@@ -187,16 +201,24 @@ class Links:
                 self._originals[name] = getattr(dist.ProcessGroup, name)
                 self._descriptors[name] = vars(dist.ProcessGroup)[name]
         for name in self._originals:
-            delayed = self._delayed_collective(name) if name in COLLECTIVES else self._delayed_pair(name)
+            delayed = (
+                self._delayed_collective(name) if name in COLLECTIVES else self._delayed_pair(name)
+            )
             setattr(dist.ProcessGroup, name, delayed)
 
     def uninstall(self) -> None:
         """Messages posted from now on are not delayed; those on their way still are."""
-        for name, descriptor in self._descriptors.items():  # not the functions: they would not be bound to a group
+        # not the functions: they would not be bound to a group
+        for name, descriptor in self._descriptors.items():
             setattr(dist.ProcessGroup, name, descriptor)
 
     def _post(
-        self, kind: str, link: str, size_bytes: float, posted: torch.Tensor, all_posted: Callable[[], float]
+        self,
+        kind: str,
+        link: str,
+        size_bytes: float,
+        posted: torch.Tensor,
+        all_posted: Callable[[], float],
     ) -> Message:
         message = Message(kind, link, size_bytes, float(posted))
         if link not in self._links:
@@ -206,7 +228,11 @@ class Links:
         return message
 
     def _delayed_collective(self, name: str) -> Callable[..., Any]:
-        original, all_reduce, size_bytes = self._originals[name], self._originals["allreduce"], COLLECTIVES[name]
+        original, all_reduce, size_bytes = (
+            self._originals[name],
+            self._originals["allreduce"],
+            COLLECTIVES[name],
+        )
 
         def delayed(group: Any, *args: Any, **kwargs: Any) -> Any:
             if group.size() == 1:
@@ -230,14 +256,23 @@ class Links:
         return delayed
 
     def _delayed_pair(self, name: str) -> Callable[..., Any]:
-        original, send, recv = self._originals[name], self._originals["send"], self._originals["recv"]
-        outgoing, incoming = (FROM_SENDER, FROM_RECEIVER) if name == "send" else (FROM_RECEIVER, FROM_SENDER)
+        original, send, recv = (
+            self._originals[name],
+            self._originals["send"],
+            self._originals["recv"],
+        )
+        outgoing, incoming = (
+            (FROM_SENDER, FROM_RECEIVER) if name == "send" else (FROM_RECEIVER, FROM_SENDER)
+        )
 
         def delayed(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
             with self._lock:
                 own = torch.tensor([time.monotonic()], dtype=torch.float64)
                 other = torch.empty_like(own)
-                sent, received = send(group, [own], peer, tag + outgoing), recv(group, [other], peer, tag + incoming)
+                sent, received = (
+                    send(group, [own], peer, tag + outgoing),
+                    recv(group, [other], peer, tag + incoming),
+                )
                 work = original(group, tensors, peer, tag)
 
                 def all_posted() -> float:
@@ -253,19 +288,26 @@ class Links:
 
 
 def install(latency_s: float, gigabytes_per_s: float) -> Links:
-    """Delay the messages of all gloo process groups of this process, existing and future ones, until `uninstall`.
+    """Delay the messages of all gloo process groups of this process, existing and future ones,
+    until `uninstall`.
 
-    Every process of a group must call it, between the same two messages. Raises ValueError for a delay that is none.
+    Every process of a group must call it, between the same two messages. Raises ValueError for a
+    delay that is none.
     """
     if latency_s < 0 or not gigabytes_per_s > 0:
-        raise ValueError(f"latency_s={latency_s} must not be negative, gigabytes_per_s={gigabytes_per_s} positive")
+        raise ValueError(
+            f"latency_s={latency_s} must not be negative, gigabytes_per_s={gigabytes_per_s} "
+            "positive"
+        )
     links = Links(latency_s, gigabytes_per_s)
     links.install()
     return links
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"))
     parser.add_argument("program", help="a Python file")

@@ -1,14 +1,16 @@
-"""Attention inside documents: batches of documents of like length against one call under a mask [b, 1, s, s].
+"""Attention inside documents: batches of documents of like length against one call under a mask [b,
+1, s, s].
 
-Both sides are torch's scaled_dot_product_attention, forward and backward, in one process and alternating; the medians
-and their ratio are printed, and what each keeps from forward to backward.
+Both sides are torch's scaled_dot_product_attention, forward and backward, in one process and
+alternating; the medians and their ratio are printed, and what each keeps from forward to backward.
 
-Expected: the mask's side computes s * s scores whatever the documents are, ours those of the documents. So ours is
-faster the shorter they are, down to the cost of putting rows in order and of the calls; and one layer keeps no mask,
-which as fp32 is 4 * b * s * s bytes on a CPU.
+Expected: the mask's side computes s * s scores whatever the documents are, ours those of the
+documents. So ours is faster the shorter they are, down to the cost of putting rows in order and of
+the calls; and one layer keeps no mask, which as fp32 is 4 * b * s * s bytes on a CPU.
 
     python benchmarks/document_attention.py
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,7 +33,9 @@ Attention = Callable[..., torch.Tensor]
 
 
 def draw_lengths(s: int, b: int, mean: float, seed: int = 1) -> np.ndarray:
-    """Lengths of documents that fill b samples of s tokens; exponentially distributed, cut at the end of a sample."""
+    """Lengths of documents that fill b samples of s tokens; exponentially distributed, cut at the
+    end of a sample.
+    """
     draw, lengths = np.random.RandomState(seed), []
     for _ in range(b):
         left = s
@@ -41,7 +45,9 @@ def draw_lengths(s: int, b: int, mean: float, seed: int = 1) -> np.ndarray:
     return np.array(lengths, np.int64)
 
 
-def under_a_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+def under_a_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: np.ndarray
+) -> torch.Tensor:
     """[s, b, heads, d]: one call with a boolean mask [b, 1, s, s]."""
     s, b = q.shape[:2]
     ids = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).view(b, s)
@@ -88,7 +94,8 @@ def measure(options: argparse.Namespace, mean: float) -> str:
     mask, documents = (statistics.median(times[name]) * 1000 for name in sides)
     mask_mib, documents_mib = (kept_bytes(attend) / 2**20 for attend in sides.values())
     return (
-        f"{mean:9.0f} {len(lengths):9d} {lengths.max():7d} {mask:9.1f} {documents:12.1f} {mask / documents:6.1f}x"
+        f"{mean:9.0f} {len(lengths):9d} {lengths.max():7d} {mask:9.1f} {documents:12.1f} "
+        f"{mask / documents:6.1f}x"
         f" {mask_mib:10.1f} {documents_mib:14.1f}"
     )
 
@@ -100,10 +107,14 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--means", type=float, nargs="+", default=[10.0, 100.0, 600.0], help="tokens of a document")
+    parser.add_argument(
+        "--means", type=float, nargs="+", default=[10.0, 100.0, 600.0], help="tokens of a document"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    print("mean length documents longest   mask ms documents ms   ratio mask keeps documents keep MiB")
+    print(
+        "mean length documents longest   mask ms documents ms   ratio mask keeps documents keep MiB"
+    )
     for mean in options.means:
         print(measure(options, mean), flush=True)
 

@@ -1,18 +1,22 @@
-"""Does anything get lost? Runs of pretrain_gpt.py are hurt in every way that is known, and looked at afterwards.
+"""Does anything get lost? Runs of pretrain_gpt.py are hurt in every way that is known, and looked
+at afterwards.
 
     python benchmarks/fault_campaign.py [--only kills damage disk hang slurm] [--kills 100] [--flips 3] [--seed N]
 
-kills    SIGKILL at the moments of training, saves, loads and removals, as they are listed; of one rank or of all
+kills    SIGKILL at the moments of training, saves, loads and removals, as they are listed; of one
+         rank or of all
 damage   bits flipped, files cut, emptied, zeroed, lost: each file of a checkpoint, and the tracker
 disk     a full disk, a folder that became read-only (root)
 hang     SIGSTOP on one rank: the report has to name it
-slurm    a node lost, USR1 before the time limit, a time limit without a signal (root, Slurm's programs)
+slurm    a node lost, USR1 before the time limit, a time limit without a signal (root, Slurm's
+         programs)
 
-After each the run is resumed. It has to go on from a checkpoint that is whole, to have lost no more than the steps
-since the last save, and to compute what a run computes that nobody disturbed, to the bit. Prints a row for each part
-and a line of figures; the exit code is 1 when anything was wrong. What cannot run here is left out, with the reason,
-and called not proved.
+After each the run is resumed. It has to go on from a checkpoint that is whole, to have lost no more
+than the steps since the last save, and to compute what a run computes that nobody disturbed, to the
+bit. Prints a row for each part and a line of figures; the exit code is 1 when anything was wrong.
+What cannot run here is left out, with the reason, and called not proved.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -48,23 +52,40 @@ def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -
             f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save every "
             f"{kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
         )
-        rows.append((f"{done} kills at {outcome.moments} moments, {chain.name}", notes, outcome.wrong))
+        rows.append(
+            (f"{done} kills at {outcome.moments} moments, {chain.name}", notes, outcome.wrong)
+        )
     return rows
 
 
 def do_damage(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
     """One row for all damages: there are dozens."""
-    found = list(told(damage.campaign(folder, chance, options.flips), lambda d: f"{d.file} {d.what}: {d.resumed}"))
-    taken = ", ".join(f"{n} from {i}" for i, n in sorted(Counter(d.resumed for d in found).items(), key=str))
+    found = list(
+        told(
+            damage.campaign(folder, chance, options.flips),
+            lambda d: f"{d.file} {d.what}: {d.resumed}",
+        )
+    )
+    taken = ", ".join(
+        f"{n} from {i}" for i, n in sorted(Counter(d.resumed for d in found).items(), key=str)
+    )
     wrong = [f"{d.file} {d.what}: {fault}" for d in found for fault in d.faults]
-    return [(f"{len(found)} damaged files", f"resumed: {taken}; {len({d.file for d in found})} files", wrong)]
+    return [
+        (
+            f"{len(found)} damaged files",
+            f"resumed: {taken}; {len({d.file for d in found})} files",
+            wrong,
+        )
+    ]
 
 
 def do_disk(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
     reason = disk.missing()
     if reason:
         return [("disk", f"{LEFT_OUT}: {reason}", [])]
-    return [(d.what, d.notes, list(d.faults)) for d in told(disk.campaign(folder), lambda d: d.what)]
+    return [
+        (d.what, d.notes, list(d.faults)) for d in told(disk.campaign(folder), lambda d: d.what)
+    ]
 
 
 def do_hang(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
@@ -76,12 +97,18 @@ def do_slurm(folder: Path, chance: random.Random, options: argparse.Namespace) -
     reason = testbed.missing()
     if reason:
         return [("slurm", f"{LEFT_OUT}: missing {reason}", [])]
-    return [(s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)]
+    return [
+        (s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)
+    ]
 
 
 PARTS: dict[str, Callable[[Path, random.Random, argparse.Namespace], Rows]] = {
-    "kills": do_kills, "damage": do_damage, "disk": do_disk, "hang": do_hang, "slurm": do_slurm,
-}  # fmt: skip
+    "kills": do_kills,
+    "damage": do_damage,
+    "disk": do_disk,
+    "hang": do_hang,
+    "slurm": do_slurm,
+}
 
 
 def told(items: Iterable[T], text: Callable[[T], str]) -> Iterator[T]:
@@ -97,11 +124,17 @@ def say(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
+    )
     parser.add_argument("--kills", type=int, default=100, help="kills in all; 0: at every moment")
     parser.add_argument("--flips", type=int, default=3, help="bit flips in each file")
-    parser.add_argument("--seed", type=int, default=None, help="of all chances; printed, default: random")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary one otherwise")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of all chances; printed, default: random"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are kept; a temporary one otherwise"
+    )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -110,7 +143,9 @@ def main() -> int:
         for part in options.only:
             start = time.monotonic()
             # A seed for each part: it does the same alone and with others.
-            found = PARTS[part]((options.folder or Path(temporary)) / part, random.Random(f"{seed} {part}"), options)
+            found = PARTS[part](
+                (options.folder or Path(temporary)) / part, random.Random(f"{seed} {part}"), options
+            )
             say(f"{part}: {time.monotonic() - start:.0f} s")
             rows += found
     print()
@@ -120,7 +155,14 @@ def main() -> int:
             print(f"      - {fault}")
     count = sum(len(wrong) for _, _, wrong in rows)
     missing = [f"{what} {notes}" for what, notes, _ in rows if notes.startswith(LEFT_OUT)]
-    print("; ".join([f"{len(rows) - len(missing)} cases of faults, {count} things wrong, seed {seed}", *missing]))
+    print(
+        "; ".join(
+            [
+                f"{len(rows) - len(missing)} cases of faults, {count} things wrong, seed {seed}",
+                *missing,
+            ]
+        )
+    )
     return 1 if count else 0
 
 

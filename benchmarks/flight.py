@@ -1,11 +1,14 @@
-"""What the flight recorder costs: each kind of write alone, and all of a training step as a share of it.
+"""What the flight recorder costs: each kind of write alone, and all of a training step as a share
+of it.
 
     python -m benchmarks.flight [--hidden 256] [--layers 8] [--sequence 256] [--steps 5]
 
-The writes go to a mapped file as in a run; times are the least of several rounds. The step is that of one rank of
-tensor 2 x data 2 in one thread of this CPU over fake process groups, which do nothing: no network time is in it,
-so the share is larger than in a real run, and it is the larger the smaller the model.
+The writes go to a mapped file as in a run; times are the least of several rounds. The step is that
+of one rank of tensor 2 x data 2 in one thread of this CPU over fake process groups, which do
+nothing: no network time is in it, so the share is larger than in a real run, and it is the larger
+the smaller the model.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,8 +39,10 @@ def seconds_of_writes(rounds: int = 7, number: int = 50_000) -> dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         file = FlightFile(Launch(job="benchmark"), Path(folder))
         scope = {"flight": file.recorder}
-        times = {name: min(timeit.repeat(call, globals=scope, repeat=rounds, number=number)) / number
-                 for name, call in WRITES.items()}  # fmt: skip
+        times = {
+            name: min(timeit.repeat(call, globals=scope, repeat=rounds, number=number)) / number
+            for name, call in WRITES.items()
+        }
         file.close()
     return times
 
@@ -66,10 +71,18 @@ def writes_and_seconds_of_a_step(arguments: argparse.Namespace) -> tuple[Counter
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     config = megatron.Config.create(
-        num_layers=arguments.layers, hidden_size=arguments.hidden, num_attention_heads=4, vocab_size=1000,
-        seq_length=arguments.sequence, max_position_embeddings=arguments.sequence, micro_batch_size=1,
-        global_batch_size=8, tensor_model_parallel_size=2, sequence_parallel=True, world_size=4,
-    )  # fmt: skip
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=4,
+        vocab_size=1000,
+        seq_length=arguments.sequence,
+        max_position_embeddings=arguments.sequence,
+        micro_batch_size=1,
+        global_batch_size=8,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        world_size=4,
+    )
     counting, plain = Counting(), FlightRecorder()
     found: dict[str, float] = {}
     counts: Counter[str] = Counter()
@@ -105,7 +118,10 @@ def main() -> None:
     for name, seconds in times.items():
         print(f"{name:<16}{1e6 * seconds:>8.2f}{counts[name]:>12}")
     total = sum(times[name] * count for name, count in counts.items())
-    print(f"all of a step: {1e6 * total:.0f} us of {1e3 * step_s:.1f} ms, {100 * total / step_s:.3f} %")
+    print(
+        f"all of a step: {1e6 * total:.0f} us of {1e3 * step_s:.1f} ms, {100 * total / step_s:.3f} "
+        "%"
+    )
 
 
 if __name__ == "__main__":

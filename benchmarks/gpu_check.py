@@ -1,15 +1,18 @@
-"""`make gpu-check`: what this machine's GPUs (CUDA or ROCm) can prove within a budget, most valuable first.
+"""`make gpu-check`: what this machine's GPUs (CUDA or ROCm) can prove within a budget, most
+valuable first.
 
     make gpu-check [BUDGET=8m] [ONLY='kernels G1'] [VENV=FOLDER]
     python benchmarks/gpu_check.py [--budget 8m] [--only STEP ...] [--fresh] [--output runs/gpu]
 
-A step is a process of its own, whose output goes to STEP.log; REPORT.md and report.json are written after each. It
-begins where the budget's rest is what it takes on one GPU, as far as that can be told, and is cut at four times that.
-The same command goes on: what has ended is not repeated, unless it failed and sources have changed since; what was cut
-comes last and gets all that is left; on another device all begins anew. This program needs Python alone, and says of
-each step which packages it misses. Without a GPU it is a test of itself: small, on the CPU, with the reasons why the
-rest is not done. Exit code 1 where a step failed.
+A step is a process of its own, whose output goes to STEP.log; REPORT.md and report.json are written
+after each. It begins where the budget's rest is what it takes on one GPU, as far as that can be
+told, and is cut at four times that. The same command goes on: what has ended is not repeated,
+unless it failed and sources have changed since; what was cut comes last and gets all that is left;
+on another device all begins anew. This program needs Python alone, and says of each step which
+packages it misses. Without a GPU it is a test of itself: small, on the CPU, with the reasons why
+the rest is not done. Exit code 1 where a step failed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -45,7 +48,11 @@ Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
 
 def last_line(log: str, tables: list[Table]) -> str:
     """The last line that is no table and no command: most programs end with their figures."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith(("|", "$ "))]
+    lines = [
+        line.strip()
+        for line in log.splitlines()
+        if line.strip() and not line.startswith(("|", "$ "))
+    ]
     return lines[-1].strip("= ") if lines else ""
 
 
@@ -70,14 +77,30 @@ class Step:
 
 
 class Check:
-    """Results of the steps of all calls on one `device`, in a folder. sources: a digest of what is checked."""
+    """Results of the steps of all calls on one `device`, in a folder. sources: a digest of what is
+    checked.
+    """
 
     def __init__(
-        self, folder: Path, budget_s: float, device: str, sources: str, play: Play, *, fresh: bool = False,
-        clock: Callable[[], float] = time.monotonic, say: Callable[[str], object] = print,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        budget_s: float,
+        device: str,
+        sources: str,
+        play: Play,
+        *,
+        fresh: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], object] = print,
+    ) -> None:
         self.folder, self.device, self.sources = folder, device, sources
-        self._play, self._clock, self._say, self._budget_s, self._end = play, clock, say, budget_s, clock() + budget_s
+        self._play, self._clock, self._say, self._budget_s, self._end = (
+            play,
+            clock,
+            say,
+            budget_s,
+            clock() + budget_s,
+        )
         self.results: dict[str, Result] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             earlier = json.loads((folder / "report.json").read_text())
@@ -86,7 +109,11 @@ class Check:
 
     def run(self, steps: Sequence[Step], only: Sequence[str] = ()) -> bool:
         """Do what is not over yet, or the steps named; whether nothing has failed."""
-        chosen = [step for step in steps if step.name in only] if only else [s for s in steps if not self._is_over(s)]
+        chosen = (
+            [step for step in steps if step.name in only]
+            if only
+            else [s for s in steps if not self._is_over(s)]
+        )
         for step in sorted(chosen, key=lambda step: self._verdict(step) == CUT):
             why = step.cannot or self._no_time(step)
             try:
@@ -97,7 +124,10 @@ class Check:
             finally:
                 self.write(steps)
             result = self.results[step.name]
-            self._say(f"{step.name}: {result['verdict']}, {result['seconds']:.0f} s: {why or said_of(result)}")
+            self._say(
+                f"{step.name}: {result['verdict']}, {result['seconds']:.0f} s: "
+                f"{why or said_of(result)}"
+            )
         self.write(steps)
         return all(self._verdict(step) != FAILED for step in steps)
 
@@ -106,11 +136,15 @@ class Check:
 
     def _is_over(self, step: Step) -> bool:
         verdict = self._verdict(step)
-        return verdict == PASSED or (verdict == FAILED and self.results[step.name]["sources"] == self.sources)
+        return verdict == PASSED or (
+            verdict == FAILED and self.results[step.name]["sources"] == self.sources
+        )
 
     def _no_time(self, step: Step) -> str:
         left = self._end - self._clock()
-        needed = max(step.seconds, self.results[step.name]["seconds"] if self._verdict(step) == CUT else 0.0)
+        needed = max(
+            step.seconds, self.results[step.name]["seconds"] if self._verdict(step) == CUT else 0.0
+        )
         how = "run the command again" if needed < self._budget_s else "give it a larger BUDGET"
         return f"{left:.0f} s are left, it takes about {needed:.0f}: {how}" if left < needed else ""
 
@@ -119,41 +153,68 @@ class Check:
         left = self._end - began
         limit_s = left if self._verdict(step) == CUT else min(left, LEEWAY * step.seconds)
         try:
-            self.take(step, self._play(step.commands, self.folder / f"{step.name}.log", limit_s), self._clock() - began)
+            self.take(
+                step,
+                self._play(step.commands, self.folder / f"{step.name}.log", limit_s),
+                self._clock() - began,
+            )
         except (KeyboardInterrupt, SystemExit):
             self._keep(step, CUT, "interrupted", self._clock() - began)
             raise
 
     def take(self, step: Step, code: int | None, seconds: float) -> None:
-        """Keep what a step has left: its exit code (None: it was cut), its log, the tables in its log and folder."""
+        """Keep what a step has left: its exit code (None: it was cut), its log, the tables in its
+        log and folder.
+        """
         log = (self.folder / f"{step.name}.log").read_text(errors="replace")
-        written = sorted((self.folder / step.name).glob("*.md"))[-1:]  # the newest, where each run writes one
-        tables = tables_of("\n".join([log, *(path.read_text(errors="replace") for path in written)]))
+        # the newest, where each run writes one
+        written = sorted((self.folder / step.name).glob("*.md"))[-1:]
+        tables = tables_of(
+            "\n".join([log, *(path.read_text(errors="replace") for path in written)])
+        )
         try:
             figures = step.figures(log, tables)
         except (ValueError, LookupError) as error:
             figures = f"figures not understood ({error})"
-        more = {"tables": tables, "figures": figures if code == 0 or step.figures is not last_line else ""}
+        more = {
+            "tables": tables,
+            "figures": figures if code == 0 or step.figures is not last_line else "",
+        }
         if code == 0 and not re.search(step.proof, log, re.MULTILINE):
             self._keep(step, NOT_DONE, f"nothing was tested: {last_line(log, [])}", seconds)
         elif code:
-            self._keep(step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, **more)
+            self._keep(
+                step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, **more
+            )
         else:
             reason = f"it had not ended after {seconds:.0f} s" if code is None else ""
             self._keep(step, CUT if reason else PASSED, reason, seconds, **more)
 
-    def _keep(self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any) -> None:
+    def _keep(
+        self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any
+    ) -> None:
         commands = [shlex.join(("python", *words)) for words in step.commands]
         self.results[step.name] = {
-            "name": step.name, "what": step.what, "verdict": verdict, "reason": reason, "seconds": round(seconds, 1),
-            "figures": "", "tables": [], "commands": commands, "sources": self.sources, **more,
-        }  # fmt: skip
+            "name": step.name,
+            "what": step.what,
+            "verdict": verdict,
+            "reason": reason,
+            "seconds": round(seconds, 1),
+            "figures": "",
+            "tables": [],
+            "commands": commands,
+            "sources": self.sources,
+            **more,
+        }
 
     def write(self, steps: Sequence[Step]) -> None:
         """report.json and REPORT.md, of the steps in their order."""
         done = [self.results[step.name] for step in steps if step.name in self.results]
         record = {"device": self.device, "sources": self.sources, "steps": done}
-        for name, text in (("report.json", json.dumps(record, indent=1) + "\n"), ("REPORT.md", self.report(done))):
+        for name, text in (
+            ("report.json", json.dumps(record, indent=1) + "\n"),
+            ("REPORT.md", self.report(done)),
+        ):
             (self.folder / f"{name}.new").write_text(text)
             (self.folder / f"{name}.new").replace(self.folder / name)
 
@@ -162,20 +223,41 @@ class Check:
         text, overview = [f"# {self.device}", ""], [["step", "verdict", "s", "figures"]]
         for result in done:
             older = "" if result["sources"] == self.sources else f" (sources {result['sources']})"
-            overview.append([result["name"], result["verdict"] + older, f"{result['seconds']:.0f}", said_of(result)])
+            overview.append(
+                [
+                    result["name"],
+                    result["verdict"] + older,
+                    f"{result['seconds']:.0f}",
+                    said_of(result),
+                ]
+            )
         text += [*markdown(overview), "", f"Sources {self.sources}.", ""]
         for result in done:
             failed = result["verdict"] == FAILED
-            text += [f"## {result['name']}: {result['what']}", ""] if failed or result["tables"] else []
+            text += (
+                [f"## {result['name']}: {result['what']}", ""] if failed or result["tables"] else []
+            )
             if failed:
-                log = (self.folder / f"{result['name']}.log").read_text(errors="replace").splitlines()
+                log = (
+                    (self.folder / f"{result['name']}.log").read_text(errors="replace").splitlines()
+                )
                 text += ["```", *log[-30:], "```", ""]
             for table in result["tables"]:
                 text += [*markdown(table), ""]
-        text += ["## To repeat", "", "`make gpu-check ONLY=STEP`, or from the root of the repository:", "", "```"]
+        text += [
+            "## To repeat",
+            "",
+            "`make gpu-check ONLY=STEP`, or from the root of the repository:",
+            "",
+            "```",
+        ]
         text.append("export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}")
         for result in done:
-            text += [f"# {result['name']}", *result["commands"]] if result["verdict"] != NOT_DONE else []
+            text += (
+                [f"# {result['name']}", *result["commands"]]
+                if result["verdict"] != NOT_DONE
+                else []
+            )
         return "\n".join([*text, "```", ""])
 
 
@@ -201,11 +283,13 @@ def markdown(table: Table) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | None:
-    """Run them one after the other, up to the first that fails; its exit code, 0, or None where the time was over."""
+    """Run them one after the other, up to the first that fails; its exit code, 0, or None where the
+    time was over.
+    """
     end = time.monotonic() + limit_s
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with log.open("wb") as out:
@@ -214,9 +298,14 @@ def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | 
             out.flush()
             before = _children()
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *words],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -258,7 +347,7 @@ def _end_all(but: set[int]) -> None:
         time.sleep(0.05)
 
 
-# ---- what is done ----------------------------------------------------------------------------------------------------
+# ---- what is done --------------------------------------------------------------------------------
 
 
 def self_test(log: str, tables: list[Table]) -> str:
@@ -268,15 +357,23 @@ def self_test(log: str, tables: list[Table]) -> str:
 
 
 def shares(log: str, tables: list[Table]) -> str:
-    """The median over operators of each side's bytes/s over the copy's; on a CPU of torch's time over ours."""
+    """The median over operators of each side's bytes/s over the copy's; on a CPU of torch's time
+    over ours.
+    """
     head, *rows = next((table for table in tables if {"ours / copy", "both"} & {*table[0]}), [[]])
-    columns = {name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")}
+    columns = {
+        name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")
+    }
     values = {side: [float(row[i]) for row in rows if row[i]] for side, i in columns.items()}
     said = [f"{side} {statistics.median(found):.2f}" for side, found in values.items() if found]
     if said:
         return f"of a copy's bytes/s, median: {', '.join(said)}"
     ratios = [float(row[head.index("both")]) for row in rows]
-    return f"torch's time over ours, median: {statistics.median(ratios):.2f}" if ratios else last_line(log, tables)
+    return (
+        f"torch's time over ours, median: {statistics.median(ratios):.2f}"
+        if ratios
+        else last_line(log, tables)
+    )
 
 
 def rates(log: str, tables: list[Table]) -> str:
@@ -284,11 +381,17 @@ def rates(log: str, tables: list[Table]) -> str:
     head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
     found = [dict(zip(head, row, strict=False)) for row in rows]
     mfu = {row["side"]: f" (MFU {row['MFU']})" for row in found if row.get("MFU")}
-    said = [f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}" for row in found if row["tokens/s"]]
+    said = [
+        f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}"
+        for row in found
+        if row["tokens/s"]
+    ]
     return "; ".join(said) or last_line(log, tables)
 
 
-TRAINS = "torch numpy xxhash filelock deepspeed einops hjson msgpack packaging psutil pydantic tqdm".split()
+TRAINS = (
+    "torch numpy xxhash filelock deepspeed einops hjson msgpack packaging psutil pydantic tqdm"
+).split()
 TESTED = r"^(?:\d+ \w+, )*\d+ passed"
 TESTS = "pytest pytest_timeout hypothesis torch numpy".split()
 
@@ -304,12 +407,26 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     gpu, target, arch = facts["device"] == "cuda", facts["target"], facts["arch"]
 
     def step(
-        name: str, what: str, seconds: tuple[float, float], *commands: str, cannot: str = "", **more: Any
+        name: str,
+        what: str,
+        seconds: tuple[float, float],
+        *commands: str,
+        cannot: str = "",
+        **more: Any,
     ) -> Step:
-        """`seconds`: on a GPU, and small on a CPU. In `commands` DEVICE and OUT stand for the device and a folder."""
+        """`seconds`: on a GPU, and small on a CPU. In `commands` DEVICE and OUT stand for the
+        device and a folder.
+        """
         out = shlex.quote(str(folder / name))
         filled = [line.replace("DEVICE", facts["device"]).replace("OUT", out) for line in commands]
-        return Step(name, what, seconds[not gpu], tuple(tuple(shlex.split(line)) for line in filled), cannot, **more)
+        return Step(
+            name,
+            what,
+            seconds[not gpu],
+            tuple(tuple(shlex.split(line)) for line in filled),
+            cannot,
+            **more,
+        )
 
     def either(on_gpu: str, small: str = "") -> str:
         return on_gpu if gpu else small
@@ -323,57 +440,138 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     if lacks("setuptools", "pybind11"):  # which setup.py needs for its other parts
         build = f"""-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make']({targets}, ['{arch}'])" """
     pytest = f"-m pytest -q {'' if lacks('xdist') else '-n 0'} {either('-m gpu')}"
-    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    marked = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
     files = " ".join(str(path.relative_to(ROOT)) for path in marked)
     numerics = f"{pytest} tests/kernels/numerics{either('', '/test_softmax.py')}"
-    no_gpu = "torch sees no GPU" + (f", but there is a driver: {facts['driver']}" if facts["driver"] else "")
+    no_gpu = "torch sees no GPU" + (
+        f", but there is a driver: {facts['driver']}" if facts["driver"] else ""
+    )
     cases = ["G1", "G2", "G3"] if gpu else ["W0"]
     fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
     trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
     two = facts["count"] > 1
     g1, *larger = (
-        step(name, f"training beside torch, workload {name}", (150, 10),
-             f"benchmarks/bench.py --device DEVICE --only {name} --output OUT "
-             + either("--rounds 1 --steps 5", "--quick --threads 1"),
-             cannot=shows or ("" if name in fit else "it does not fit"), figures=rates) for name in cases
-    )  # fmt: skip
+        step(
+            name,
+            f"training beside torch, workload {name}",
+            (150, 10),
+            f"benchmarks/bench.py --device DEVICE --only {name} --output OUT "
+            + either("--rounds 1 --steps 5", "--quick --threads 1"),
+            cannot=shows or ("" if name in fit else "it does not fit"),
+            figures=rates,
+        )
+        for name in cases
+    )
     # On one GPU those up to `g1` are to answer within 6 minutes, by these estimates.
     return [
-        step("kernels", "built for the device, and once beside torch's", (75, 10), *[build] * compiles,
-             "tools/check_kernels.py --device DEVICE", cannot=no_kernels, figures=self_test),
-        step("parity", "training beside the CPU's", (60, 10),
-             "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT", cannot=trains),
-        step("host-waits", "where the host waits for the device", (65 + 40 * two, 20),
-             "benchmarks/step_waits.py --device DEVICE --output OUT", cannot=trains),
+        step(
+            "kernels",
+            "built for the device, and once beside torch's",
+            (75, 10),
+            *[build] * compiles,
+            "tools/check_kernels.py --device DEVICE",
+            cannot=no_kernels,
+            figures=self_test,
+        ),
+        step(
+            "parity",
+            "training beside the CPU's",
+            (60, 10),
+            "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "host-waits",
+            "where the host waits for the device",
+            (65 + 40 * two, 20),
+            "benchmarks/step_waits.py --device DEVICE --output OUT",
+            cannot=trains,
+        ),
         g1,
-        step("ranks", "training of two ranks beside the CPU's", (140, 15),
-             "benchmarks/parity.py --device DEVICE --ranks 2 --output OUT", cannot=trains),
-        step("lost-rank", "a rank killed or stopped, and what the other says", (150, 25),
-             "benchmarks/lost_rank.py --device DEVICE --output OUT",
-             cannot=trains or ("needs two devices" if gpu and not two else "")),
-        step("points", "choices of the GPU path, before and after", (180 + 250 * two, 25),
-             "benchmarks/points.py --device DEVICE --part operators --output OUT",
-             "benchmarks/points.py --device DEVICE --part trainings --output OUT", cannot=trains),
-        step("idle", "gaps on the compute stream", (45, 5), "benchmarks/idle_gaps.py --device DEVICE --output OUT",
-             cannot=trains),
-        step("bandwidth", "kernels beside a copy and torch's operators", (150, 10),
-             "benchmarks/kernels.py --device DEVICE --quick --output OUT "
-             + either("", "--busy --op causal_softmax rms_norm"),
-             cannot=no_kernels or lacks("torch", "numpy", "rich"), figures=shares),
-        step("numerics", "kernels against float64, in every shape", (120, 10), numerics,
-             cannot=no_kernels or lacks(*TESTS), proof=TESTED),
-        step("tests", "those marked gpu", (300, 0), f"{pytest} {files}", cannot=either(lacks(*TESTS), no_gpu),
-             proof=TESTED),
+        step(
+            "ranks",
+            "training of two ranks beside the CPU's",
+            (140, 15),
+            "benchmarks/parity.py --device DEVICE --ranks 2 --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "lost-rank",
+            "a rank killed or stopped, and what the other says",
+            (150, 25),
+            "benchmarks/lost_rank.py --device DEVICE --output OUT",
+            cannot=trains or ("needs two devices" if gpu and not two else ""),
+        ),
+        step(
+            "points",
+            "choices of the GPU path, before and after",
+            (180 + 250 * two, 25),
+            "benchmarks/points.py --device DEVICE --part operators --output OUT",
+            "benchmarks/points.py --device DEVICE --part trainings --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "idle",
+            "gaps on the compute stream",
+            (45, 5),
+            "benchmarks/idle_gaps.py --device DEVICE --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "bandwidth",
+            "kernels beside a copy and torch's operators",
+            (150, 10),
+            "benchmarks/kernels.py --device DEVICE --quick --output OUT "
+            + either("", "--busy --op causal_softmax rms_norm"),
+            cannot=no_kernels or lacks("torch", "numpy", "rich"),
+            figures=shares,
+        ),
+        step(
+            "numerics",
+            "kernels against float64, in every shape",
+            (120, 10),
+            numerics,
+            cannot=no_kernels or lacks(*TESTS),
+            proof=TESTED,
+        ),
+        step(
+            "tests",
+            "those marked gpu",
+            (300, 0),
+            f"{pytest} {files}",
+            cannot=either(lacks(*TESTS), no_gpu),
+            proof=TESTED,
+        ),
         *larger,
-        step("attention", either("flash-attn beside torch's", "in blocks beside torch's"), (40, 10),
-             f"benchmarks/attention.py --device DEVICE {either('', '--rounds 1 --dtype bfloat16 --threads 1')}",
-             cannot=lacks("torch", "numpy", *["flash_attn"] * gpu)),
-        step("memory", either("peak beside the dry run's", "closed form beside the dry run"), (100, 10),
-             "benchmarks/memory_model.py --markdown --part " + either("device", "formulas --only '1 rank (cpu)'"),
-             cannot=shows),
-        step("prediction", "a step as the planner has it, and as it is", (180, 20),
-             f"benchmarks/predict.py --folder OUT {either('--set gpu', '--set tiny --minutes 0.02')}", cannot=trains),
-    ]  # fmt: skip
+        step(
+            "attention",
+            either("flash-attn beside torch's", "in blocks beside torch's"),
+            (40, 10),
+            "benchmarks/attention.py --device DEVICE "
+            f"{either('', '--rounds 1 --dtype bfloat16 --threads 1')}",
+            cannot=lacks("torch", "numpy", *["flash_attn"] * gpu),
+        ),
+        step(
+            "memory",
+            either("peak beside the dry run's", "closed form beside the dry run"),
+            (100, 10),
+            "benchmarks/memory_model.py --markdown --part "
+            + either("device", "formulas --only '1 rank (cpu)'"),
+            cannot=shows,
+        ),
+        step(
+            "prediction",
+            "a step as the planner has it, and as it is",
+            (180, 20),
+            "benchmarks/predict.py --folder OUT "
+            f"{either('--set gpu', '--set tiny --minutes 0.02')}",
+            cannot=trains,
+        ),
+    ]
 
 
 def digest() -> str:
@@ -395,24 +593,45 @@ def duration(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=duration, default=480.0, metavar="TIME", help="90s, 8m, 1h (default 8m)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these alone, also where they are done")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--budget", type=duration, default=480.0, metavar="TIME", help="90s, 8m, 1h (default 8m)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="STEP",
+        help="these alone, also where they are done",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier calls have found")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
     options = parser.parse_args(arguments)
     folder: Path = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder  # so that commands can be copied
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
+    # so that commands can be copied
+    folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    # an exception, so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
     began, found = time.monotonic(), folder / "device.json"
-    first = Step("device", "what computes here, and versions", 5, (("benchmarks/machine.py", "device", str(found)),))
+    first = Step(
+        "device",
+        "what computes here, and versions",
+        5,
+        (("benchmarks/machine.py", "device", str(found)),),
+    )
     code = play(first.commands, folder / "device.log", options.budget)
     seconds = time.monotonic() - began
     if code != 0:  # of which device earlier results are is not known: they stay
-        print((folder / "device.log").read_text(errors="replace"), "device: torch does not run here", file=sys.stderr)
+        print(
+            (folder / "device.log").read_text(errors="replace"),
+            "device: torch does not run here",
+            file=sys.stderr,
+        )
         return 1
     facts = json.loads(found.read_text())
     kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
@@ -421,7 +640,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.take(first, code, seconds)
     steps = [first, *steps_of(facts, folder)]
     if unknown := set(options.only) - {step.name for step in steps}:
-        parser.error(f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}")
+        parser.error(
+            f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}"
+        )
     print(device)
     good = check.run(steps, options.only)
     print(folder / "REPORT.md")

@@ -1,9 +1,12 @@
-"""Count where the host waits for its device: for a number, for a size that depends on values, for a copy to or from it.
+"""Count where the host waits for its device: for a number, for a size that depends on values, for a
+copy to or from it.
 
-`HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test without a GPU sees what
-would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it also knows what a library does. Within backward
-passes torch shows operators only, so that neither a list of numbers nor a tensor made of them is seen there.
+`HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test
+without a GPU sees what would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it
+also knows what a library does. Within backward passes torch shows operators only, so that neither a
+list of numbers nor a tensor made of them is seen there.
 """
+
 from __future__ import annotations
 
 import sys
@@ -17,24 +20,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LIBRARY = str(Path(__file__).resolve().parents[1] / "megatron")
 _aten = torch.ops.aten
 # What computes an answer for the host, or a tensor whose size depends on values.
-_SIZED = frozenset({
-    _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
-    _aten.bincount, _aten.repeat_interleave,
-})  # fmt: skip
+_SIZED = frozenset(
+    {
+        _aten.equal,
+        _aten.nonzero,
+        _aten.masked_select,
+        _aten._unique2,
+        _aten.unique_dim,
+        _aten.unique_consecutive,
+        _aten.bincount,
+        _aten.repeat_interleave,
+    }
+)
 _INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
-# In C without an operator. What makes a tensor of Python's numbers copies it to a device from pageable memory.
-_FUNCTIONS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
-_MAKERS = {torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.Tensor.new_tensor: "new_tensor"}
+# In C without an operator. What makes a tensor of Python's numbers copies it to a device from
+# pageable memory.
+_FUNCTIONS = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "numpy",
+}
+_MAKERS = {
+    torch.tensor: "tensor",
+    torch.as_tensor: "as_tensor",
+    torch.Tensor.new_tensor: "new_tensor",
+}
 
 
 class HostWaits:
-    """`with HostWaits("cuda") as waits:` notes in `waits.found` each wait as "operator at file:line" of our own code.
+    """`with HostWaits("cuda") as waits:` notes in `waits.found` each wait as "operator at
+    file:line" of our own code.
 
-    device  the type of the device. "meta": tensors without data in its place. "cpu": all tensors count as the device's,
-            and only those that torch reads, so that host memory is to be read without torch (numpy)
+    device  the type of the device. "meta": tensors without data in its place. "cpu": all tensors
+            count as the device's, and only those that torch reads, so that host memory is to be
+            read without torch (numpy)
 
-    Numbers that are read one after the other, with no work for the device in between, are one wait: nothing is left to
-    wait for. A copy that does not block (non_blocking) is none.
+    Numbers that are read one after the other, with no work for the device in between, are one wait:
+    nothing is left to wait for. A copy that does not block (non_blocking) is none.
     """
 
     def __init__(self, device: str) -> None:
@@ -95,10 +117,17 @@ class _Operators(TorchDispatchMode):
         if packet is _aten._to_copy and kwargs.get("device") is not None:
             blocks, other = not kwargs.get("non_blocking"), torch.device(kwargs["device"]).type
         elif packet is _aten.copy_:
-            blocks, other = not (args[2] if len(args) > 2 else kwargs.get("non_blocking")), args[1].device.type
+            blocks, other = (
+                not (args[2] if len(args) > 2 else kwargs.get("non_blocking")),
+                args[1].device.type,
+            )
         else:
             return False
-        return blocks and other != args[0].device.type and self._waits.device in (other, args[0].device.type)
+        return (
+            blocks
+            and other != args[0].device.type
+            and self._waits.device in (other, args[0].device.type)
+        )
 
 
 class _Functions(TorchFunctionMode):

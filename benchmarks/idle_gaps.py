@@ -1,12 +1,15 @@
-"""Find where a device stands idle in steps of training G1: gaps on its compute stream, and the host meanwhile.
+"""Find where a device stands idle in steps of training G1: gaps on its compute stream, and the host
+meanwhile.
 
     python benchmarks/idle_gaps.py [--device cpu|cuda] [--output FOLDER]
     python benchmarks/idle_gaps.py --trace trace_rank0.json
 
-Steps are recorded by --profile of pretrain_gpt.py, which makes them slower: the share that is idle is an upper bound.
-The compute stream is the one that is busy longest. Where a trace has no device, the operators of the thread that has
-most of them stand for kernels, and a gap is the time that Python takes between two.
+Steps are recorded by --profile of pretrain_gpt.py, which makes them slower: the share that is idle
+is an upper bound. The compute stream is the one that is busy longest. Where a trace has no device,
+the operators of the thread that has most of them stand for kernels, and a gap is the time that
+Python takes between two.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,7 +35,9 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gap:
-    """Idle time between two pieces of work, ms; `host`: calls that the host was in at its middle, outermost first."""
+    """Idle time between two pieces of work, ms; `host`: calls that the host was in at its middle,
+    outermost first.
+    """
 
     ms: float
     before: str
@@ -42,7 +47,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class Stream:
-    """Work on a stream, ms: its sum, the time from the first to the last of it, and gaps, longest first."""
+    """Work on a stream, ms: its sum, the time from the first to the last of it, and gaps, longest
+    first.
+    """
 
     name: str
     busy_ms: float
@@ -52,7 +59,9 @@ class Stream:
 
 def fold(events: Iterable[Event]) -> Stream:
     """The compute stream of a trace; raises ValueError where nothing was recorded."""
-    complete = [event for event in events if event.get("ph") == "X" and event.get("dur") is not None]
+    complete = [
+        event for event in events if event.get("ph") == "X" and event.get("dur") is not None
+    ]
     host = [event for event in complete if event.get("cat") in HOST]
     work = [event for event in complete if event.get("cat") in DEVICE]
     streams: dict[str, list[Event]] = defaultdict(list)
@@ -92,25 +101,43 @@ def tables(stream: Stream, steps: int) -> list[str]:
     lines = ["| stream | busy, ms a step | idle, ms a step | idle, share |", "|---|---|---|---|"]
     idle = stream.span_ms - stream.busy_ms
     share = idle / stream.span_ms
-    lines.append(f"| {stream.name} | {stream.busy_ms / steps:.2f} | {idle / steps:.2f} | {100 * share:.1f} % |")
+    lines.append(
+        f"| {stream.name} | {stream.busy_ms / steps:.2f} | {idle / steps:.2f} | {100 * share:.1f} "
+        "% |"
+    )
     lines += ["", "| gaps, ms | a step | ms a step |", "|---|---|---|"]
     for low, high in zip((0.0, *SIZES_MS), (*SIZES_MS, float("inf")), strict=True):
         some = [gap.ms for gap in stream.gaps if low <= gap.ms < high]
         lines.append(f"| {low:g} to {high:g} | {len(some) / steps:.1f} | {sum(some) / steps:.2f} |")
     lines += ["", "| gap, ms | after | before | the host is in |", "|---|---|---|---|"]
     for gap in stream.gaps[:SHOWN]:
-        cells = (gap.before[:60], gap.after[:60], " > ".join(name[:40] for name in gap.host[-3:]) or "no operator")
+        cells = (
+            gap.before[:60],
+            gap.after[:60],
+            " > ".join(name[:40] for name in gap.host[-3:]) or "no operator",
+        )
         lines.append(f"| {gap.ms:.3f} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return [*lines, "", f"idle {100 * share:.1f} % of {stream.span_ms / steps:.1f} ms a step; {stream.name}"]
+    return [
+        *lines,
+        "",
+        f"idle {100 * share:.1f} % of {stream.span_ms / steps:.1f} ms a step; {stream.name}",
+    ]
 
 
 def record(device: str, folder: Path) -> Path:
-    """Train G1, or something small on a CPU, with a profile of STEPS steps; its trace. Raises ValueError."""
+    """Train G1, or something small on a CPU, with a profile of STEPS steps; its trace. Raises
+    ValueError.
+    """
     case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
     flags = (
-        "--profile", "--profile-step-start", str(WARM_UP), "--profile-step-end", str(WARM_UP + STEPS), "--trace-dir",
+        "--profile",
+        "--profile-step-start",
+        str(WARM_UP),
+        "--profile-step-end",
+        str(WARM_UP + STEPS),
+        "--trace-dir",
         str(folder),
-    )  # fmt: skip
+    )
     threads = len(os.sched_getaffinity(0)) if device == "cuda" else 1
     side = replace(OURS, flags=flags)
     outcome = run(case, side, warm_up=WARM_UP, steps=STEPS + 1, threads=threads, folder=folder)
@@ -120,10 +147,22 @@ def record(device: str, folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "idle", metavar="FOLDER", help="for the trace")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="fold this one, of STEPS steps, instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "idle",
+        metavar="FOLDER",
+        help="for the trace",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="fold this one, of STEPS steps, instead"
+    )
     options = parser.parse_args()
     try:
         if options.trace is None:

@@ -1,21 +1,23 @@
-"""Seconds and memory to build the indices of a data set: the C++ loops against the same loops in numpy.
+"""Seconds and memory to build the indices of a data set: the C++ loops against the same loops in
+numpy.
 
     python benchmarks/index_building.py [--documents 100000000] [--epochs 1] [--repeat 3]
 
-Documents of 300 tokens in the mean (log-normal) are cut into samples of 2,048. Each build is a process of its own, C++
-and numpy by turns, and both must give the same bytes; the table shows medians. "beside" is the peak of resident memory
-above the sizes and the three arrays themselves, which take 4 bytes per document and epoch and 12 per sample. (Measured
-with Linux's /proc and glibc.)
+Documents of 300 tokens in the mean (log-normal) are cut into samples of 2,048. Each build is a
+process of its own, C++ and numpy by turns, and both must give the same bytes; the table shows
+medians. "beside" is the peak of resident memory above the sizes and the three arrays themselves,
+which take 4 bytes per document and epoch and 12 per sample. (Measured with Linux's /proc and
+glibc.)
 
-Expected: the document index, whose shuffle waits for memory, 5 to 8 times faster, the sample index 3 to 4 times, all of
-it 4 times or more, and under 10 MB beside the arrays in C++. A build of 100 million documents takes 1 GB and, in numpy,
-20 seconds.
+Expected: the document index, whose shuffle waits for memory, 5 to 8 times faster, the sample index
+3 to 4 times, all of it 4 times or more, and under 10 MB beside the arrays in C++. A build of 100
+million documents takes 1 GB and, in numpy, 20 seconds.
 
     python benchmarks/index_building.py --packing [--documents 100000000]
 
-times the cutting and packing of the documents into samples by best fit instead, which in numpy is a loop in Python and
-done for one document in 50 only. --blend times the order of a blend by its number of data sets, against numpy for one
-sample in 100.
+times the cutting and packing of the documents into samples by best fit instead, which in numpy is a
+loop in Python and done for one document in 50 only. --blend times the order of a blend by its
+number of data sets, against numpy for one sample in 100.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would be used again without being seen
+    # what was freed and kept would be used again without being seen
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
@@ -83,19 +86,40 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
     tokens = int(sizes.sum(dtype=np.int64))
     num_samples = (epochs * tokens - 1) // SEQ_LENGTH
-    request = gpt_dataset.IndexRequest("p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED)
+    request = gpt_dataset.IndexRequest(
+        "p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED
+    )
     random, seconds = np.random.RandomState(SEED), {}
     before = reset_peak()
     index = timed(seconds, "document index", gpt_dataset._document_index, request, False, random)
-    rows = timed(seconds, "sample index", index_helpers.build_sample_index, sizes, index, SEQ_LENGTH, num_samples)
+    rows = timed(
+        seconds,
+        "sample index",
+        index_helpers.build_sample_index,
+        sizes,
+        index,
+        SEQ_LENGTH,
+        num_samples,
+    )
     order = timed(
-        seconds, "shuffle index", gpt_dataset._shuffle_index, num_samples, num_samples, random,
+        seconds,
+        "shuffle index",
+        gpt_dataset._shuffle_index,
+        num_samples,
+        num_samples,
+        random,
         gpt_dataset._UINT32_LIMIT,
     )
     arrays = [index, rows, order]
     own = sum(array.nbytes for array in arrays)
     beside = peak_bytes() - before - own
-    return {"seconds": seconds, "beside": beside, "arrays": own, "digest": digest(arrays), "samples": num_samples}
+    return {
+        "seconds": seconds,
+        "beside": beside,
+        "arrays": own,
+        "digest": digest(arrays),
+        "samples": num_samples,
+    }
 
 
 def pack(documents: int) -> dict[str, Any]:
@@ -110,21 +134,38 @@ def pack(documents: int) -> dict[str, Any]:
     num_bins, num_pieces = len(arrays["bin_starts"]) - 1, len(arrays["pieces"])
     waste = packing.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
     return {
-        "seconds": seconds, "peak": peak_bytes() - before, "digest": digest(parts), "pieces": num_pieces,
-        "bins": num_bins, "waste": waste,
-    }  # fmt: skip
+        "seconds": seconds,
+        "peak": peak_bytes() - before,
+        "digest": digest(parts),
+        "pieces": num_pieces,
+        "bins": num_bins,
+        "waste": waste,
+    }
 
 
 def worker(options: argparse.Namespace) -> None:
     if options.side == "numpy":
         index_helpers.compiled = numpy_loops
-    result = pack(options.documents) if options.packing else build(options.documents, options.epochs)
+    result = (
+        pack(options.documents) if options.packing else build(options.documents, options.epochs)
+    )
     print(json.dumps(result))
 
 
 def run(options: argparse.Namespace, side: str, documents: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--side", side, "--documents", str(documents), "--epochs", str(options.epochs)]
-    done = subprocess.run(command + ["--packing"] * options.packing, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--documents",
+        str(documents),
+        "--epochs",
+        str(options.epochs),
+    ]
+    done = subprocess.run(
+        command + ["--packing"] * options.packing, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         raise SystemExit(f"the build in {side} failed with exit code {done.returncode}")
     return json.loads(done.stdout)
@@ -145,7 +186,10 @@ def compare_builds(options: argparse.Namespace) -> None:
     first = runs["C++"][0]
     if len({run["digest"] for side in SIDES for run in runs[side]}) > 1:
         raise SystemExit("the builds gave different bytes")
-    print(f"{options.documents:,} documents, {options.epochs} epochs, {first['samples']:,} samples; same bytes")
+    print(
+        f"{options.documents:,} documents, {options.epochs} epochs, {first['samples']:,} samples; "
+        "same bytes"
+    )
     print(f"arrays {first['arrays'] / 2**20:.0f} MiB; median of {options.repeat}")
     medians = {side: median_seconds(runs[side]) for side in SIDES}
     print(f"{'':16s}{'C++':>10s}{'numpy':>10s}{'ratio':>8s}")
@@ -166,7 +210,8 @@ def compare_packing(options: argparse.Namespace) -> None:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result["seconds"].items())
         per_piece = (result["peak"] - 8 * result["bins"]) / result["pieces"]
         print(
-            f"{side:5s} {count:>11,} documents, {result['pieces']:,} pieces in {result['bins']:,} bins, padding "
+            f"{side:5s} {count:>11,} documents, {result['pieces']:,} pieces in {result['bins']:,} "
+            "bins, padding "
             f"{result['waste']:.4%}: {seconds}; {per_piece:.1f} bytes per piece beside 8 per bin",
             flush=True,
         )
@@ -189,20 +234,36 @@ def compare_blends(repeat: int) -> None:
                 index_helpers.build_blend_index(weights, samples)
                 times.append((time.perf_counter() - started) / samples)
             each[side] = statistics.median(times) * 1e9
-        print(f"{count:>10d}{each['C++']:>11.1f} ns{each['numpy']:>11.1f} ns   {each['numpy'] / each['C++']:.0f}x")
+        print(
+            f"{count:>10d}{each['C++']:>11.1f} ns{each['numpy']:>11.1f} ns   "
+            f"{each['numpy'] / each['C++']:.0f}x"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=100_000_000, help="documents (default 100 million)")
-    parser.add_argument("--epochs", type=int, default=1, help="times that the documents are gone through (default 1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents", type=int, default=100_000_000, help="documents (default 100 million)"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=1,
+        help="times that the documents are gone through (default 1)",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="builds of each side (default 3)")
-    parser.add_argument("--packing", action="store_true", help="time the packing by best fit instead")
+    parser.add_argument(
+        "--packing", action="store_true", help="time the packing by best fit instead"
+    )
     parser.add_argument("--blend", action="store_true", help="time the order of blends instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if index_helpers.compiled is None:
-        raise SystemExit("the C++ extension is not built, so there is nothing to compare: pip install -e .")
+        raise SystemExit(
+            "the C++ extension is not built, so there is nothing to compare: pip install -e ."
+        )
     if options.side:
         worker(options)
     elif options.blend:

@@ -2,11 +2,13 @@
 
     python benchmarks/journeys.py [--list]
 
-Two are recorded with Python's profiler in a training of one process: a micro-batch from its .bin file to the updated
-weight (the third step of a run, without log line, evaluation and save), and a flag from the command line to the
-configuration. The other four are what a user writes to bring a layer, a schedule, an optimizer or a data set: the files
-of examples/extend, which change none of megatron/ (tests/examples/test_extend.py trains, dry-runs and plans them).
+Two are recorded with Python's profiler in a training of one process: a micro-batch from its .bin
+file to the updated weight (the third step of a run, without log line, evaluation and save), and a
+flag from the command line to the configuration. The other four are what a user writes to bring a
+layer, a schedule, an optimizer or a data set: the files of examples/extend, which change none of
+megatron/ (tests/examples/test_extend.py trains, dry-runs and plans them).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,11 +28,18 @@ sys.path.insert(0, str(ROOT))
 from megatron.config.command_line import parse_args  # noqa: E402
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-3 --clip-grad 1.0 --log-interval 1000 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-3 --clip-grad 1.0 "
+    "--log-interval 1000 "
     "--eval-iters 0 --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0"
 ).split()
-EXTENSIONS = {"a layer": "layer", "a schedule": "schedule", "an optimizer": "optimizer", "a data set": "data"}
+EXTENSIONS = {
+    "a layer": "layer",
+    "a schedule": "schedule",
+    "an optimizer": "optimizer",
+    "a data set": "data",
+}
 
 
 class Files:
@@ -41,7 +50,11 @@ class Files:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
-        if event == "call" and frame.f_code.co_name != "<module>" and path.startswith(f"{ROOT}/megatron/"):
+        if (
+            event == "call"
+            and frame.f_code.co_name != "<module>"
+            and path.startswith(f"{ROOT}/megatron/")
+        ):
             self.found.add(os.path.relpath(path, ROOT))
 
     def start(self) -> None:
@@ -91,12 +104,16 @@ def of_a_micro_batch(folder: Path) -> set[str]:
 
 
 def run() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="name the files")
     listed = parser.parse_args().list
     with tempfile.TemporaryDirectory() as folder:
-        found = {"a flag to its configuration": of_a_flag(),
-                 "a micro-batch from .bin to updated weight": of_a_micro_batch(Path(folder))}  # fmt: skip
+        found = {
+            "a flag to its configuration": of_a_flag(),
+            "a micro-batch from .bin to updated weight": of_a_micro_batch(Path(folder)),
+        }
     for name, files in found.items():
         print(f"{name}: {len(files)} files of megatron/")
         if listed:
@@ -104,7 +121,10 @@ def run() -> None:
     for name, file in EXTENSIONS.items():
         path = ROOT / "examples" / "extend" / f"{file}.py"
         lines = len(path.read_text().splitlines())
-        print(f"{name} of one's own: 0 files of megatron/, 1 of the user's ({path.relative_to(ROOT)}, {lines} lines)")
+        print(
+            f"{name} of one's own: 0 files of megatron/, 1 of the user's "
+            f"({path.relative_to(ROOT)}, {lines} lines)"
+        )
 
 
 if __name__ == "__main__":

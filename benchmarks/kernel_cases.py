@@ -1,9 +1,12 @@
-"""What benchmarks/kernels.py measures: each fused operator, torch's operators in its place, other packages' kernels.
+"""What benchmarks/kernels.py measures: each fused operator, torch's operators in its place, other
+packages' kernels.
 
-An `Operator` makes its arguments for a shape and knows two closed forms of bytes: those the fused kernel moves (each
-input once, each output once) and those torch's sequence of operators moves (each operator reads its inputs and writes
-its outputs). Their quotient is the ratio to expect where memory is the limit.
+An `Operator` makes its arguments for a shape and knows two closed forms of bytes: those the fused
+kernel moves (each input once, each output once) and those torch's sequence of operators moves (each
+operator reads its inputs and writes its outputs). Their quotient is the ratio to expect where
+memory is the limit.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -37,8 +40,9 @@ EPSILON, SCALE, PROBABILITY, SEED = 1e-5, 0.125, 0.1, 1234
 class Work:
     """Arguments of one operator, and the ways to compute it from them.
 
-    Every way takes `arguments` and returns one result or a tuple of them. A gradient is asked for `leaves`, and there
-    is no backward pass without them. `others` makes the ways of other packages, or raises what stands in the way.
+    Every way takes `arguments` and returns one result or a tuple of them. A gradient is asked for
+    `leaves`, and there is no backward pass without them. `others` makes the ways of other packages,
+    or raises what stands in the way.
     """
 
     arguments: tuple[Any, ...]
@@ -52,7 +56,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Operator:
-    """moved, eager: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
+    """moved, eager: (shape, bytes of an element) -> bytes of the forward and of the backward
+    pass.
+    """
 
     fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
     prepare: Callable[[Shape, torch.device, torch.dtype], Work]
@@ -84,7 +90,7 @@ def _foreign(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# ---- softmax of scores [b, heads, queries, keys] -------------------------------------------------------------------
+# ---- softmax of scores [b, heads, queries, keys] -------------------------------------------------
 
 
 def _torch_softmax(scores: Tensor, hidden: Tensor) -> Tensor:
@@ -96,17 +102,29 @@ def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     hidden = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1)
 
     def apex() -> Way:
-        fused = _foreign("apex.transformer.functional.fused_softmax", "ScaledUpperTriangMaskedSoftmax")
+        fused = _foreign(
+            "apex.transformer.functional.fused_softmax", "ScaledUpperTriangMaskedSoftmax"
+        )
         return lambda x, _: fused.apply(x.flatten(0, 1), SCALE).view_as(x)
 
-    return Work((x, hidden), lambda x, _: softmax.causal_softmax(x, SCALE), _torch_softmax, [x], {"apex": apex})
+    return Work(
+        (x, hidden),
+        lambda x, _: softmax.causal_softmax(x, SCALE),
+        _torch_softmax,
+        [x],
+        {"apex": apex},
+    )
 
 
 def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """The mask of four documents in each sample; a random one would cost a CPU mispredicted branches on both sides."""
+    """The mask of four documents in each sample; a random one would cost a CPU mispredicted
+    branches on both sides.
+    """
     x = _leaf(shape, device, dtype)
     ids = torch.arange(shape[-1], device=device) * 4 // shape[-1]
-    hidden = (ids[:, None] != ids).logical_or_(torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1))
+    hidden = (ids[:, None] != ids).logical_or_(
+        torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1)
+    )
     hidden = hidden.expand(shape[0], 1, *shape[2:]).contiguous()
 
     def apex() -> Way:
@@ -128,7 +146,8 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return 2 * elements(shape) * e + elements(shape) // shape[1], 3 * elements(shape) * e
 
 
-# ---- a block of causal attention: the last queries and all keys, [samples and heads, queries, keys] -----------------
+# ---- a block of causal attention: the last queries and all keys, [samples and heads, queries,
+# keys] -----------------
 
 
 def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
@@ -149,7 +168,9 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """Weights and gradients take the place of scores and gradients, and neither vanishes with time."""
+    """Weights and gradients take the place of scores and gradients, and neither vanishes with
+    time.
+    """
     law = (None, 0, shape[2] - shape[1], 0, 1, SCALE, 0.0, 0)
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
@@ -176,7 +197,9 @@ def _weigh_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _weigh_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: product, mask, four passes of logsumexp, difference and exponential; then the copy, and a cast."""
+    """fp32 inside: product, mask, four passes of logsumexp, difference and exponential; then the
+    copy, and a cast.
+    """
     return (8 * 2 + 6 * 4 + 2 * 8 + 4 + e + (0 if e == 4 else 4 + e)) * elements(shape), 0
 
 
@@ -185,7 +208,9 @@ def _differentiate_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _differentiate_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: product, mask, difference and exponential; difference, two products; two copies, and two casts."""
+    """fp32 inside: product, mask, difference and exponential; difference, two products; two copies,
+    and two casts.
+    """
     return (4 * 8 + 8 + 12 + 8 + 2 * (4 + e) + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
 
 
@@ -199,7 +224,7 @@ def _dots_eager(shape: Shape, e: int) -> tuple[float, float]:
     return (12 + 4 + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
 
 
-# ---- norms of [rows, h] --------------------------------------------------------------------------------------------
+# ---- norms of [rows, h] --------------------------------------------------------------------------
 
 
 def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
@@ -241,7 +266,11 @@ def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: boo
 
 def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
     h = shape[-1]
-    x, residual, weight = _leaf(shape, device, dtype), _leaf(shape, device, dtype), _leaf((h,), device, dtype)
+    x, residual, weight = (
+        _leaf(shape, device, dtype),
+        _leaf(shape, device, dtype),
+        _leaf((h,), device, dtype),
+    )
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (h,), weight, EPSILON)
@@ -264,7 +293,9 @@ def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool 
     def flash() -> Way:
         fused = _foreign("flash_attn.ops.triton.layer_norm", "rms_norm_fn")
         if add:
-            return lambda x, residual, weight: fused(x, weight, None, residual=residual, eps=EPSILON, prenorm=True)
+            return lambda x, residual, weight: fused(
+                x, weight, None, residual=residual, eps=EPSILON, prenorm=True
+            )
         return lambda x, weight: fused(x, weight, None, eps=EPSILON)
 
     others = {"liger": liger, "flash-attn": flash} | ({} if add else {"apex": apex})
@@ -274,7 +305,7 @@ def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool 
     return Work((x, weight), lambda *a: norm.rms_norm(*a, EPSILON), plain, [x, weight], others)
 
 
-# ---- bias and activation; bias, dropout and residual ---------------------------------------------------------------
+# ---- bias and activation; bias, dropout and residual ---------------------------------------------
 
 
 def _torch_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -301,29 +332,50 @@ def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torc
             return lambda x, _: fused(*x.chunk(2, dim=-1))
 
         others = {"liger, no bias": liger} if kind == "swiglu" else {}
-        return Work((x, bias), lambda x, bias: activation.bias_activation(x, bias, kind), sequence, [x, bias], others)
+        return Work(
+            (x, bias),
+            lambda x, bias: activation.bias_activation(x, bias, kind),
+            sequence,
+            [x, bias],
+            others,
+        )
 
     return prepare
 
 
 def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """Torch's sequence makes a mask from a seed, as the model does without a kernel; F.dropout cannot be repeated."""
-    x, residual, bias = _leaf(shape, device, dtype), _leaf(shape, device, dtype), _leaf(shape[-1:], device, dtype)
+    """Torch's sequence makes a mask from a seed, as the model does without a kernel; F.dropout
+    cannot be repeated.
+    """
+    x, residual, bias = (
+        _leaf(shape, device, dtype),
+        _leaf(shape, device, dtype),
+        _leaf(shape[-1:], device, dtype),
+    )
     generator = torch.Generator(device)
 
     def keyed(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         generator.manual_seed(SEED)
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - PROBABILITY, generator=generator)
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
+            1 - PROBABILITY, generator=generator
+        )
         return residual + (x + bias) * keep * (1 / (1 - PROBABILITY))
 
     def unkeyed() -> Way:
         return lambda x, bias, residual: residual + F.dropout(x + bias, PROBABILITY)
 
     ours = lambda x, bias, residual: dropout.bias_dropout_add(x, bias, residual, PROBABILITY, SEED)  # noqa: E731
-    return Work((x, bias, residual), ours, keyed, [x, bias, residual], {"F.dropout": unkeyed}, comparable=False)
+    return Work(
+        (x, bias, residual),
+        ours,
+        keyed,
+        [x, bias, residual],
+        {"F.dropout": unkeyed},
+        comparable=False,
+    )
 
 
-# ---- rotary embedding of [s, b, heads, d] --------------------------------------------------------------------------
+# ---- rotary embedding of [s, b, heads, d] --------------------------------------------------------
 
 
 def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
@@ -347,16 +399,19 @@ def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 
 def _rotate_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: four products and two sums of halves, and the halves put together; casts where x is of 16 bits."""
+    """fp32 inside: four products and two sums of halves, and the halves put together; casts where x
+    is of 16 bits.
+    """
     n, cast = elements(shape), 0 if e == 4 else 4 + e
     return (4 * 4 + 3 * 4 + 2 * 4 + cast) * n, (4 * 4 + 3 * 4 + 4 * 4 + cast) * n
 
 
-# ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------------------------
+# ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------
 
 
 def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    logits = _leaf(shape, device, dtype) * 1.0  # no leaf, as in a model: ours would spare one from being overwritten
+    # no leaf, as in a model: ours would spare one from being overwritten
+    logits = _leaf(shape, device, dtype) * 1.0
     labels = torch.randint(shape[1], shape[:1], device=device)
 
     def sequence(logits: Tensor, labels: Tensor) -> Tensor:
@@ -376,16 +431,20 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
 
 
 def _cross_entropy_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """log_softmax in fp32; backward: zeros with one entry per row, log_softmax's, and the casts of 16-bit logits."""
+    """log_softmax in fp32; backward: zeros with one entry per row, log_softmax's, and the casts of
+    16-bit logits.
+    """
     n, cast = elements(shape), 0 if e == 4 else 4 + e
     return (8 + cast) * n, (4 + 12 + cast) * n
 
 
-# ---- gradient of a table of embeddings, values [tokens, h] -----------------------------------------------------------
+# ---- gradient of a table of embeddings, values [tokens, h] ---------------------------------------
 
 
 def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tensor:
-    """Rows of a table of as many: a share of the tokens is one and the same, each of the others occurs twice."""
+    """Rows of a table of as many: a share of the tokens is one and the same, each of the others
+    occurs twice.
+    """
     rows = 1 + torch.arange(tokens) // 2
     rows[: round(frequent * tokens)] = 0
     return rows[torch.randperm(tokens, generator=torch.Generator().manual_seed(SEED))].to(device)
@@ -412,15 +471,19 @@ def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _add_rows_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """A row of the table is read and written for each value, in fp32; a cast of values in 16 bits."""
+    """A row of the table is read and written for each value, in fp32; a cast of values in 16
+    bits.
+    """
     return (4 + 8 + (0 if e == 4 else 4 + e)) * elements(shape), 0
 
 
-# ---- optimizer, over (tensors, elements of each) -------------------------------------------------------------------
+# ---- optimizer, over (tensors, elements of each) -------------------------------------------------
 
 
 def _adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """fp32 masters, moments and gradients, and a copy of `dtype` of the new weights; none where it is fp32."""
+    """fp32 masters, moments and gradients, and a copy of `dtype` of the new weights; none where it
+    is fp32.
+    """
     count, size = shape
     drawn = _random((size,), device, torch.float32, 1e-3)
     parameters, gradients, first = ([drawn.clone() for _ in range(count)] for _ in range(3))
@@ -430,7 +493,16 @@ def _adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
     def ours(*_: Any) -> None:
         optimizer.adamw_(
-            parameters, gradients, first, second, copies, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+            parameters,
+            gradients,
+            first,
+            second,
+            copies,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
             step=10,
         )
 
@@ -493,10 +565,12 @@ def _norm_only(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         return lambda *_: applier(kernel, flag, [tensors], False)[0].square().sum()
 
     exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
-    return Work((), lambda *_: optimizer.scale_and_norm_(tensors), sequence, [], {"apex": apex}, exact=exact)
+    return Work(
+        (), lambda *_: optimizer.scale_and_norm_(tensors), sequence, [], {"apex": apex}, exact=exact
+    )
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 _NORM = {"host": ((1024, 768), (2048, 6144)), "gpu": ((8192, 4096), (4096, 12288))}
 _SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
@@ -512,8 +586,12 @@ OPERATORS: dict[str, Operator] = {
         "attention_block", _differentiate, _differentiate_bytes, _differentiate_eager, **_BLOCK
     ),
     "row_dots": Operator(
-        "attention_block", _dots, lambda shape, e: ((2 * e + 4 / shape[-1]) * elements(shape), 0), _dots_eager,
-        host=((1024, 12, 64), (2048, 16, 128)), gpu=((8192, 32, 128),),
+        "attention_block",
+        _dots,
+        lambda shape, e: ((2 * e + 4 / shape[-1]) * elements(shape), 0),
+        _dots_eager,
+        host=((1024, 12, 64), (2048, 16, 128)),
+        gpu=((8192, 32, 128),),
     ),
     # torch: product, masked_fill, softmax; each reads and writes.
     "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
@@ -524,38 +602,65 @@ OPERATORS: dict[str, Operator] = {
     "add_layer_norm": Operator(
         "layer_norm", lambda *a: _layer_norm(*a, add=True), _times(4, 4), _times(5, 6), **_NORM
     ),
-    "add_rms_norm": Operator("rms_norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM),
+    "add_rms_norm": Operator(
+        "rms_norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM
+    ),
     "bias_gelu": Operator(
         "bias_activation", _activation("gelu", _torch_gelu), _times(2, 3), _times(4, 4), **_WIDE
     ),
     # In elements of the output: x has two for each.
     "bias_swiglu": Operator(
-        "bias_activation", _activation("swiglu", _torch_swiglu), _times(3, 5), _times(9, 15), **_WIDE
+        "bias_activation",
+        _activation("swiglu", _torch_swiglu),
+        _times(3, 5),
+        _times(9, 15),
+        **_WIDE,
     ),
     "bias_squared_relu": Operator(
-        "bias_activation", _activation("squared_relu", _torch_squared_relu), _times(2, 3), _times(6, 8), **_WIDE
+        "bias_activation",
+        _activation("squared_relu", _torch_squared_relu),
+        _times(2, 3),
+        _times(6, 8),
+        **_WIDE,
     ),
     # torch: sum, mask (one byte an element), product with the mask, product, sum.
     "bias_dropout_add": Operator(
-        "bias_dropout", _dropout, _times(3, 2),
-        lambda shape, e: ((9 * e + 2) * elements(shape), (5 * e + 1) * elements(shape)), **_NORM
+        "bias_dropout",
+        _dropout,
+        _times(3, 2),
+        lambda shape, e: ((9 * e + 2) * elements(shape), (5 * e + 1) * elements(shape)),
+        **_NORM,
     ),
     "rotate": Operator(
-        "rotary", _rotate, _times(2, 2), _rotate_eager,
-        host=((1024, 1, 12, 64), (2048, 1, 48, 128)), gpu=((8192, 1, 32, 128),),
+        "rotary",
+        _rotate,
+        _times(2, 2),
+        _rotate_eager,
+        host=((1024, 1, 12, 64), (2048, 1, 48, 128)),
+        gpu=((8192, 1, 32, 128),),
     ),
     "cross_entropy": Operator(
-        "cross_entropy", _cross_entropy, _times(1, 2), _cross_entropy_eager,
-        host=((1024, 50304), (512, 131072)), gpu=((8192, 50304),),
+        "cross_entropy",
+        _cross_entropy,
+        _times(1, 2),
+        _cross_entropy_eager,
+        host=((1024, 50304), (512, 131072)),
+        gpu=((8192, 50304),),
     ),
     "add_rows": Operator(
-        None, _add_rows, _add_rows_bytes, _add_rows_eager, host=((1024, 768), (2048, 6144)),
+        None,
+        _add_rows,
+        _add_rows_bytes,
+        _add_rows_eager,
+        host=((1024, 768), (2048, 6144)),
         gpu=((8192, 4096), (4096, 12288)),
     ),
     "adamw": Operator("optimizer", _adamw, _adamw_bytes, _adamw_eager, **_MASTERS),
     "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),
-    "scale_and_norm": Operator("optimizer", _scale_and_norm, _times(2, 0), _times(3, 0), **_MASTERS),
-}  # fmt: skip
+    "scale_and_norm": Operator(
+        "optimizer", _scale_and_norm, _times(2, 0), _times(3, 0), **_MASTERS
+    ),
+}
 
 
 def enlarged(operator: Operator, shape: Shape, e: int, smallest_bytes: float) -> Shape:

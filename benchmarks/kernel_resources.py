@@ -1,11 +1,14 @@
-"""What each GPU kernel takes of a compute unit, read from the compiler's assembly, and whether that keeps our rules.
+"""What each GPU kernel takes of a compute unit, read from the compiler's assembly, and whether that
+keeps our rules.
 
     python benchmarks/kernel_resources.py            (or: make kernels-check)
 
-compiles csrc/kernels/ for gfx90a, prints registers, LDS and occupancy of every kernel, and fails on spills, scratch
-memory, registers above the budget written beside a kernel, and accesses of less than 16 bytes that are not announced
-there. How both are written stands at the head of csrc/kernels/launch.h.
+compiles csrc/kernels/ for gfx90a, prints registers, LDS and occupancy of every kernel, and fails on
+spills, scratch memory, registers above the budget written beside a kernel, and accesses of less
+than 16 bytes that are not announced there. How both are written stands at the head of
+csrc/kernels/launch.h.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,22 +31,38 @@ from megatron.errors import print_error
 from megatron.kernels.build import SOURCES, BuildError, compile_flags, compiler, no_compiler
 
 REGISTERS = 512
-"""Vector registers of a SIMD of gfx90a per lane, for all its waves together (CDNA2 ISA, section 3.6.4)."""
+"""Vector registers of a SIMD of gfx90a per lane, for all its waves together (CDNA2 ISA, section
+3.6.4).
+"""
 MOST_REGISTERS = 256
-"""What a wave can use without the accumulation half, which only matrix instructions read in place."""
+"""What a wave can use without the accumulation half, which only matrix instructions read in
+place.
+"""
 WIDE = 16
 """Bytes that a lane should load or store at once."""
 UNROLLED = 4
-"""Copies that the compiler may make of a streaming kernel's loop body: there ITEMS of an announcement is this."""
+"""Copies that the compiler may make of a streaming kernel's loop body: there ITEMS of an
+announcement is this.
+"""
 
-_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "sshort": 2, "short": 2}
+_BYTES = {
+    "dwordx4": 16,
+    "dwordx3": 12,
+    "dwordx2": 8,
+    "dword": 4,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+}
 _BYTES |= {"ubyte": 1, "sbyte": 1, "byte": 1}
 _ACCESS = re.compile(r"^\s+(?:global|flat|buffer)_(?:load|store)_([a-z0-9]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: `name` demangled; loads and stores of less than 16 bytes are `narrow`, the others `wide`."""
+    """One compiled kernel: `name` demangled; loads and stores of less than 16 bytes are `narrow`,
+    the others `wide`.
+    """
 
     name: str
     vgprs: int
@@ -77,7 +96,8 @@ class Kernel:
 class Rules:
     """What the sources say of their kernels.
 
-    waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another struct decides
+    waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another
+                struct decides
     parameters  template parameters of each __global__ function
     decides     what its MK_OCCUPANCY names: "Op::WAVES", "Name<..>::WAVES" or a number
     allowed     announced narrow accesses, of a struct or a __global__ function
@@ -90,7 +110,9 @@ class Rules:
 
 
 def read_rules(folder: Path = SOURCES) -> Rules:
-    """Budgets and announcements of all sources. Raises BuildError for an announcement that cannot be read."""
+    """Budgets and announcements of all sources. Raises BuildError for an announcement that cannot
+    be read.
+    """
     rules = Rules()
     for file in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
         _read_file(file, rules)
@@ -112,14 +134,19 @@ def _read_file(file: Path, rules: Rules) -> None:
             if said is None:
                 where = f"{file.name}:{number}: `// narrow:{note[1]}`"
                 raise BuildError(f"{where} must be `// narrow: COUNT (why)`, see launch.h")
-            if re.match(r"\s*(template|__global__|static __global__)", lines[number] if number < len(lines) else ""):
+            if re.match(
+                r"\s*(template|__global__|static __global__)",
+                lines[number] if number < len(lines) else "",
+            ):
                 pending = said[1]
             else:
                 rules.allowed[struct] = said[1]
         if kernel := re.search(r"__global__ .*MK_OCCUPANCY\(\w+, (.+)\) (\w+)\(", line):
             decides, name = kernel[1], kernel[2]
             rules.decides[name] = decides.strip("()")
-            rules.parameters[name] = [p.split()[-1] for p in _split(f"<{template}>")] if template else []
+            rules.parameters[name] = (
+                [p.split()[-1] for p in _split(f"<{template}>")] if template else []
+            )
             if pending:
                 rules.allowed[name] = pending
             template = pending = ""
@@ -134,14 +161,19 @@ def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
     for word in [named[1]] if named else kernel.words:
         value = rules.waves.get(word, "").rpartition("?")[2].replace(":", " ").split()
         if value and all(number.isdigit() for number in value):
-            return min(map(int, value))  # of a condition the looser; the compiler itself knows which holds
+            # of a condition the looser; the compiler itself knows which holds
+            return min(map(int, value))
     return None
 
 
 def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
-    """V, elements of a pack, and ITEMS, packs that a lane holds, as far as the template arguments tell."""
+    """V, elements of a pack, and ITEMS, packs that a lane holds, as far as the template arguments
+    tell.
+    """
     found = {"V": 0, "ITEMS": 1}
-    for name, value in zip(rules.parameters.get(kernel.function, []), kernel.arguments, strict=False):
+    for name, value in zip(
+        rules.parameters.get(kernel.function, []), kernel.arguments, strict=False
+    ):
         if name in found and value.isdigit():
             found[name] = int(value)
         if group := re.match(r"\w+Group<\d+, (\d+)(?:, (\d+))?", value):
@@ -195,7 +227,8 @@ def check(kernel: Kernel, rules: Rules) -> list[str]:
         if kernel.occupancy < waves:
             wrong.append(f"occupancy {kernel.occupancy}, WAVES = {waves}")
     allowed = narrow_allowed(kernel, rules)
-    if allowed is not None and kernel.narrow > allowed and not kernel.scratch_bytes:  # scratch is narrow, too
+    # scratch is narrow, too
+    if allowed is not None and kernel.narrow > allowed and not kernel.scratch_bytes:
         wrong.append(f"{kernel.narrow} narrow accesses, {allowed} announced")
     if allowed is not None and not kernel.wide:
         wrong.append("no access of 16 bytes")
@@ -214,31 +247,47 @@ def check_all(kernels: Sequence[Kernel], rules: Rules) -> list[str]:
             used = any(limit is not None and narrow >= limit for limit, narrow in limits)
         if of_owner and not used:
             most = max((narrow for limit, narrow in limits if limit is not None), default=0)
-            wrong.append(f"{owner}: `narrow: {note}` allows more than any of its kernels has, which is {most}")
+            wrong.append(
+                f"{owner}: `narrow: {note}` allows more than any of its kernels has, which is "
+                f"{most}"
+            )
     return wrong
 
 
-# ---- from the compiler -----------------------------------------------------------------------------------------------
+# ---- from the compiler ---------------------------------------------------------------------------
 
 
 def parse_assembly(text: str) -> list[Kernel]:
-    """Kernels of one assembly file of the AMDGPU backend (LLVM's AMDGPUUsage, "Code Object V3 Metadata")."""
+    """Kernels of one assembly file of the AMDGPU backend (LLVM's AMDGPUUsage, "Code Object V3
+    Metadata").
+    """
     spills = {
         name: sum(map(int, re.findall(r"\.[sv]gpr_spill_count: +(\d+)", entry)))
         for entry in text.partition("amdhsa.kernels:")[2].split("\n  - .")
         for name in re.findall(r"\.symbol: +(\S+)\.kd", entry)
     }
     found = []
-    for body in re.finditer(r"^(\w+): +; @\1\n(.*?)^; WaveLimiterHint", text, re.MULTILINE | re.DOTALL):
+    for body in re.finditer(
+        r"^(\w+): +; @\1\n(.*?)^; WaveLimiterHint", text, re.MULTILINE | re.DOTALL
+    ):
         if body[1] not in spills:
             continue  # a function that was not inlined
         widths = [_BYTES[name] for name in _ACCESS.findall(body[2])]
         number = functools.partial(_number, body[2])
-        found.append(Kernel(
-            body[1], number("NumVgprs"), number("NumAgprs"), number("NumSgprs"), number("LDSByteSize"),
-            number("ScratchSize"), spills[body[1]], number("Occupancy"),
-            sum(w < WIDE for w in widths), sum(w >= WIDE for w in widths),
-        ))  # fmt: skip
+        found.append(
+            Kernel(
+                body[1],
+                number("NumVgprs"),
+                number("NumAgprs"),
+                number("NumSgprs"),
+                number("LDSByteSize"),
+                number("ScratchSize"),
+                spills[body[1]],
+                number("Occupancy"),
+                sum(w < WIDE for w in widths),
+                sum(w >= WIDE for w in widths),
+            )
+        )
     return found
 
 
@@ -246,24 +295,39 @@ def _number(text: str, key: str) -> int:
     """What the compiler's comment says of a kernel. Raises BuildError where it does not."""
     match = re.search(rf"^; {key}: (\d+)", text, re.MULTILINE)
     if match is None:
-        raise BuildError(f"hipcc's assembly does not say {key}; only that for gfx90a and gfx942 can be read")
+        raise BuildError(
+            f"hipcc's assembly does not say {key}; only that for gfx90a and gfx942 can be read"
+        )
     return int(match[1])
 
 
 def demangle(names: Iterable[str]) -> list[str]:
     """C++ names. Raises BuildError without c++filt or llvm-cxxfilt."""
     names = list(names)
-    tool = next((t for t in ("c++filt", "llvm-cxxfilt", "/opt/rocm/llvm/bin/llvm-cxxfilt") if shutil.which(t)), None)
+    tool = next(
+        (
+            t
+            for t in ("c++filt", "llvm-cxxfilt", "/opt/rocm/llvm/bin/llvm-cxxfilt")
+            if shutil.which(t)
+        ),
+        None,
+    )
     if tool is None:
-        raise BuildError("neither c++filt (binutils) nor llvm-cxxfilt is there to read the kernels' names")
-    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+        raise BuildError(
+            "neither c++filt (binutils) nor llvm-cxxfilt is there to read the kernels' names"
+        )
+    done = subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True, check=True
+    )
     return done.stdout.split("\n")[: len(names)]
 
 
 def compile_kernels(
     arch: str = "gfx90a", folder: Path = SOURCES, only: Sequence[str] = (), jobs: int = 2
 ) -> list[Kernel]:
-    """Every kernel of csrc/kernels/*.cpp as hipcc makes it for `arch`. Raises BuildError with the compiler's words."""
+    """Every kernel of csrc/kernels/*.cpp as hipcc makes it for `arch`. Raises BuildError with the
+    compiler's words.
+    """
     tool = compiler("hip")
     if tool is None:
         raise BuildError(no_compiler("hip"))
@@ -284,19 +348,27 @@ def compile_kernels(
 
 
 def parse_ptxas(text: str) -> list[str]:
-    """Lines of `nvcc -Xptxas -v` that speak of spills or a stack frame, with the kernel's name before them."""
+    """Lines of `nvcc -Xptxas -v` that speak of spills or a stack frame, with the kernel's name
+    before them.
+    """
     wrong, name = [], ""
     for line in text.splitlines():
-        if start := re.search(r"(?:Compiling entry function|Function properties for) '?(\w+)'?", line):
+        if start := re.search(
+            r"(?:Compiling entry function|Function properties for) '?(\w+)'?", line
+        ):
             name = start[1]
-        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        )
         if numbers and any(int(n) for n in numbers.groups()):
             wrong.append(f"{name}: {line.strip()}")
     return wrong
 
 
 def cuda_spills(arch: str = "sm_90", folder: Path = SOURCES, only: Sequence[str] = ()) -> list[str]:
-    """Kernels that spill or have a stack frame as nvcc makes them; empty when none. Raises BuildError."""
+    """Kernels that spill or have a stack frame as nvcc makes them; empty when none. Raises
+    BuildError.
+    """
     tool = compiler("cuda")
     if tool is None:
         raise BuildError(no_compiler("cuda"))
@@ -313,14 +385,19 @@ def cuda_spills(arch: str = "sm_90", folder: Path = SOURCES, only: Sequence[str]
 
 def _run(command: list[str], folder: Path) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", cwd=folder, env={**os.environ, "HIP_PLATFORM": "amd"}
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        cwd=folder,
+        env={**os.environ, "HIP_PLATFORM": "amd"},
     )
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
     return done.stderr
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- for people ----------------------------------------------------------------------------------
 
 
 def _split(template: str) -> list[str]:
@@ -342,9 +419,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 when all kernels keep the rules."""
     about = (__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--arch", default="gfx90a", help="AMD's name of the GPU (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp")
-    parser.add_argument("--jobs", type=whole(1, 512), default=2, help="compilers side by side (default: %(default)s)")
+    parser.add_argument(
+        "--arch", default="gfx90a", help="AMD's name of the GPU (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=whole(1, 512),
+        default=2,
+        help="compilers side by side (default: %(default)s)",
+    )
     chosen = parser.parse_args(arguments)
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
     if unknown := sorted(set(chosen.only) - set(there)):

@@ -1,4 +1,5 @@
 """The tables that benchmarks/kernels.py prints and writes, and what it says about HOST_FASTER."""
+
 from __future__ import annotations
 
 import statistics
@@ -19,7 +20,9 @@ Lines = list[list[str]]
 
 @dataclass
 class Row:
-    """Figures of one operator, shape and type; dictionaries by pass, and in `seconds` and `ratios` by side before."""
+    """Figures of one operator, shape and type; dictionaries by pass, and in `seconds` and `ratios`
+    by side before.
+    """
 
     operator: str
     shape: Shape
@@ -32,7 +35,11 @@ class Row:
 
     def of_copy(self, side: str, name: str, copied_bytes: float) -> float:
         """Bytes per second of the closed form over those of the copy."""
-        return self.moved[name] / self.seconds[side][name] / (copied_bytes / self.seconds["copy"]["forward"])
+        return (
+            self.moved[name]
+            / self.seconds[side][name]
+            / (copied_bytes / self.seconds["copy"]["forward"])
+        )
 
 
 def shape_text(shape: Shape) -> str:
@@ -41,26 +48,60 @@ def shape_text(shape: Shape) -> str:
 
 def host_table(rows: list[Row]) -> Lines:
     """Times torch / ours, and what the bytes let expect."""
-    lines = [["operator", "shape", "type", "ours ms", "torch ms", "forward", "backward", "both", "expected", "beside"]]
+    lines = [
+        [
+            "operator",
+            "shape",
+            "type",
+            "ours ms",
+            "torch ms",
+            "forward",
+            "backward",
+            "both",
+            "expected",
+            "beside",
+        ]
+    ]
     for row in rows:
         found = row.ratios["torch"]
-        beside = ", ".join(f"{side} {row.ratios[side]['both']:.2f}" for side in row.ratios if side != "torch")
-        lines.append([
-            row.operator, shape_text(row.shape), row.dtype,
-            *(f"{row.seconds[side]['both'] * 1e3:.3f}" for side in ("ours", "torch")),
-            *(f"{found[p]:.2f}" if p in found else "" for p in PASSES), f"{row.expected['both']:.2f}", beside,
-        ])  # fmt: skip
+        beside = ", ".join(
+            f"{side} {row.ratios[side]['both']:.2f}" for side in row.ratios if side != "torch"
+        )
+        lines.append(
+            [
+                row.operator,
+                shape_text(row.shape),
+                row.dtype,
+                *(f"{row.seconds[side]['both'] * 1e3:.3f}" for side in ("ours", "torch")),
+                *(f"{found[p]:.2f}" if p in found else "" for p in PASSES),
+                f"{row.expected['both']:.2f}",
+                beside,
+            ]
+        )
     return lines
 
 
 def gpu_table(rows: list[Row], copied_bytes: int) -> Lines:
     """Achieved share of the copy's bytes/s."""
-    sides = [s for row in rows for s in row.seconds if s not in ("ours", "torch", "compile", "copy")]
+    sides = [
+        s for row in rows for s in row.seconds if s not in ("ours", "torch", "compile", "copy")
+    ]
     others = list(dict.fromkeys(sides))
-    lines = [[
-        "operator", "shape", "type", "pass", "MB", "ours us", "ours / copy", "torch / copy", "compile / copy",
-        *(f"{side} / copy" for side in others), "MI250X us (estimate)",
-    ]]  # fmt: skip
+    lines = [
+        [
+            "operator",
+            "shape",
+            "type",
+            "pass",
+            "MB",
+            "ours us",
+            "ours / copy",
+            "torch / copy",
+            "compile / copy",
+            *(f"{side} / copy" for side in others),
+            "MI250X us (estimate)",
+        ]
+    ]
     for row in rows:
         for name in row.moved:
             if name == "both":
@@ -69,10 +110,18 @@ def gpu_table(rows: list[Row], copied_bytes: int) -> Lines:
                 f"{row.of_copy(side, name, copied_bytes):.2f}" if side in row.seconds else ""
                 for side in ("ours", "torch", "compile", *others)
             ]
-            lines.append([
-                row.operator, shape_text(row.shape), row.dtype, name, f"{row.moved[name] / 1e6:.0f}",
-                f"{row.seconds['ours'][name] * 1e6:.0f}", *shares, f"{row.moved[name] / MI250X_BYTES_PER_S * 1e6:.0f}",
-            ])  # fmt: skip
+            lines.append(
+                [
+                    row.operator,
+                    shape_text(row.shape),
+                    row.dtype,
+                    name,
+                    f"{row.moved[name] / 1e6:.0f}",
+                    f"{row.seconds['ours'][name] * 1e6:.0f}",
+                    *shares,
+                    f"{row.moved[name] / MI250X_BYTES_PER_S * 1e6:.0f}",
+                ]
+            )
     return lines
 
 
@@ -80,37 +129,54 @@ def overhead_table(rows: list[dict[str, Any]]) -> Lines:
     names = ["ours", "ours with gradient", "torch", "torch with gradient"]
     lines = [["operator", "shape", *(f"{name} us" for name in names)]]
     for row in rows:
-        lines.append([
-            row["operator"], shape_text(row["shape"]), *(f"{row[n]:.1f}" if n in row else "" for n in names)
-        ])  # fmt: skip
+        lines.append(
+            [
+                row["operator"],
+                shape_text(row["shape"]),
+                *(f"{row[n]:.1f}" if n in row else "" for n in names),
+            ]
+        )
     return lines
 
 
 def roofline_table() -> Lines:
-    """Bytes and estimated time on one MI250X GCD, bf16, of what a layer, the head or the optimizer of one rank does."""
+    """Bytes and estimated time on one MI250X GCD, bf16, of what a layer, the head or the optimizer
+    of one rank does.
+    """
     models = {
         "22B, TP 1": {"h": 6144, "heads": 48, "ffn": 24576, "rows": 2048, "vocabulary": 50304},
         # Sequence parallel: the norms and the dropout see an eighth of the tokens.
         "175B, TP 8": {"h": 12288, "heads": 12, "ffn": 6144, "rows": 256, "vocabulary": 6288},
     }
-    lines = [["operator", *(f"{model}: {what}" for model in models for what in ("shape", "MB", "us (estimate)"))]]
+    lines = [
+        [
+            "operator",
+            *(f"{model}: {what}" for model in models for what in ("shape", "MB", "us (estimate)")),
+        ]
+    ]
     for name, operator in OPERATORS.items():
         line = [name]
         for m in models.values():
             shapes: dict[str, Shape] = {
-                "attention_block": (m["heads"], 128, 2048), "row_dots": (2048, m["heads"], 128),
-                "masked_softmax": (1, m["heads"], 2048, 2048), "layer_norm": (m["rows"], m["h"]),
+                "attention_block": (m["heads"], 128, 2048),
+                "row_dots": (2048, m["heads"], 128),
+                "masked_softmax": (1, m["heads"], 2048, 2048),
+                "layer_norm": (m["rows"], m["h"]),
                 "rms_norm": (m["rows"], m["h"]),
-                "bias_activation": (2048, m["ffn"]), "bias_dropout": (m["rows"], m["h"]),
-                "rotary": (2048, 1, m["heads"], 128), "cross_entropy": (2048, m["vocabulary"]),
-                "optimizer": (1, 100_000_000), "add_rows": (2048, m["h"]),
-            }  # fmt: skip
+                "bias_activation": (2048, m["ffn"]),
+                "bias_dropout": (m["rows"], m["h"]),
+                "rotary": (2048, 1, m["heads"], 128),
+                "cross_entropy": (2048, m["vocabulary"]),
+                "optimizer": (1, 100_000_000),
+                "add_rows": (2048, m["h"]),
+            }
             shape = shapes[name if name in shapes or operator.fusion is None else operator.fusion]
             passes = [b for b in operator.moved(shape, 2) if b]
             line += [
-                shape_text(shape), " + ".join(f"{b / 1e6:.0f}" for b in passes),
+                shape_text(shape),
+                " + ".join(f"{b / 1e6:.0f}" for b in passes),
                 " + ".join(f"{b / MI250X_BYTES_PER_S * 1e6:.0f}" for b in passes),
-            ]  # fmt: skip
+            ]
         lines.append(line)
     return lines
 
@@ -136,7 +202,9 @@ def verdict(ratios: list[float]) -> str:
 
 
 def judged(rows: list[Row]) -> list[str]:
-    """Each operator's verdict on a CPU, by type over its sizes, against what HOST_FASTER says of its fusion."""
+    """Each operator's verdict on a CPU, by type over its sizes, against what HOST_FASTER says of
+    its fusion.
+    """
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         ratios.setdefault((row.operator, row.dtype), []).append(row.ratios["torch"]["both"])
@@ -149,4 +217,6 @@ def judged(rows: list[Row]) -> list[str]:
         spread = f"{statistics.geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f}"
         kind = "even" if measured == "even" else "agrees" if measured == stated else "differs"
         groups[kind].append(f"{name} {dtype} {spread}; {fusion}: {stated})")
-    return [f"HOST_FASTER {kind}: {', '.join(texts) or 'nowhere'}" for kind, texts in groups.items()]
+    return [
+        f"HOST_FASTER {kind}: {', '.join(texts) or 'nowhere'}" for kind, texts in groups.items()
+    ]

@@ -1,24 +1,28 @@
-"""The fused kernels against torch's own operators: bytes/s on a GPU, ratios on a CPU, overhead of a call.
+"""The fused kernels against torch's own operators: bytes/s on a GPU, ratios on a CPU, overhead of a
+call.
 
     python benchmarks/kernels.py [--quick] [--device cpu|cuda] [--dtype float32 ...] [--op NAME ...] [--output FOLDER]
     python benchmarks/kernels.py --roofline
 
-Every figure is a median over rounds of one run, in which the sides take turns; a ratio is the median of the ratios of
-the rounds, so what slows the whole machine down slows both sides. Results are compared before they are timed.
+Every figure is a median over rounds of one run, in which the sides take turns; a ratio is the
+median of the ratios of the rounds, so what slows the whole machine down slows both sides. Results
+are compared before they are timed.
 
-On a GPU a row is one pass of one operator: bytes that it must move (each input once, each output once) per second,
-over what a device-to-device copy reaches in the same rounds, for our kernel, for torch's sequence of operators, the
-same under torch.compile, and for apex, Liger and flash-attn where they are installed. The L2 cache is emptied before
-each call, and rows are added until a launch moves 256 MB. "MI250X" is those bytes over 1.25 TB/s, what a copy reaches
-on one GCD: an estimate, not a measurement; --roofline prints it for the layers of a 22B and a 175B model and needs no
-device.
+On a GPU a row is one pass of one operator: bytes that it must move (each input once, each output
+once) per second, over what a device-to-device copy reaches in the same rounds, for our kernel, for
+torch's sequence of operators, the same under torch.compile, and for apex, Liger and flash-attn
+where they are installed. The L2 cache is emptied before each call, and rows are added until a
+launch moves 256 MB. "MI250X" is those bytes over 1.25 TB/s, what a copy reaches on one GCD: an
+estimate, not a measurement; --roofline prints it for the layers of a 22B and a 175B model and needs
+no device.
 
-On a CPU the ratio is that of times, torch's over ours, above 1 where ours is faster; "expected" is the same ratio in
-bytes, true where memory is the limit. Caches are as the call before left them. The verdicts of an operator's sizes are
-compared with HOST_FASTER of megatron/kernels/choose.py.
+On a CPU the ratio is that of times, torch's over ours, above 1 where ours is faster; "expected" is
+the same ratio in bytes, true where memory is the limit. Caches are as the call before left them.
+The verdicts of an operator's sizes are compared with HOST_FASTER of megatron/kernels/choose.py.
 
 --output writes kernels.json and kernels.md, tables as in docs/kernels.md.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -62,12 +66,15 @@ from megatron.kernels.ops import softmax
 Seconds = Callable[[], float]
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
 TINY: dict[str, Shape] = {
-    "attention_weights": (1, 16, 16), "attention_gradient": (1, 16, 16), "causal_softmax": (1, 1, 16, 16),
-    "masked_softmax": (1, 1, 16, 16), "rotate": (2, 1, 2, 16),
-}  # fmt: skip
+    "attention_weights": (1, 16, 16),
+    "attention_gradient": (1, 16, 16),
+    "causal_softmax": (1, 1, 16, 16),
+    "masked_softmax": (1, 1, 16, 16),
+    "rotate": (2, 1, 2, 16),
+}
 
 
-# ---- timing --------------------------------------------------------------------------------------------------------
+# ---- timing --------------------------------------------------------------------------------------
 
 
 class HostClock:
@@ -84,7 +91,9 @@ class HostClock:
 
 
 class GpuClock:
-    """Events around a call that is queued behind work: the host is ahead, and the L2 cache holds something else."""
+    """Events around a call that is queued behind work: the host is ahead, and the L2 cache holds
+    something else.
+    """
 
     def __init__(self) -> None:
         self.other = torch.empty(2**28, dtype=torch.int8, device="cuda")
@@ -156,12 +165,17 @@ def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
         return
     with torch.no_grad():
         other = work.exact or work.torch
-        pairs = zip(as_tuple(work.ours(*work.arguments)), as_tuple(other(*work.arguments)), strict=True)
+        pairs = zip(
+            as_tuple(work.ours(*work.arguments)), as_tuple(other(*work.arguments)), strict=True
+        )
         for ours, theirs in pairs:
             error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
             # The sequence rounds after every operator: a few units of the last place.
             if not error < {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]:
-                raise SystemExit(f"{name}: the results differ by {float(error):.1e}, so there is nothing to compare")
+                raise SystemExit(
+                    f"{name}: the results differ by {float(error):.1e}, so there is nothing to "
+                    "compare"
+                )
 
 
 def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
@@ -195,7 +209,7 @@ def measure(sides: dict[str, Side], copy: Side, work: Work, clock: Clock, budget
         rounds += 1
 
 
-# ---- operators -----------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def bytes_of(operator: Operator, shape: Shape, e: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -218,7 +232,13 @@ def copying(device: torch.device, copied_bytes: int) -> Way:
 
 
 def run_operator(
-    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, clock: Clock, budget_s: float, copy: Way
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Clock,
+    budget_s: float,
+    copy: Way,
 ) -> tuple[Row, dict[str, str]]:
     operator = OPERATORS[name]
     work, copied = operator.prepare(shape, device, dtype), Side(copy)
@@ -230,19 +250,30 @@ def run_operator(
     sides |= others
     measure(sides, copied, work, clock, budget_s)
     moved, expected = bytes_of(operator, shape, dtype.itemsize)
-    seconds = {side: {p: each.median(p) for p in each.seconds} for side, each in (sides | {"copy": copied}).items()}
+    seconds = {
+        side: {p: each.median(p) for p in each.seconds}
+        for side, each in (sides | {"copy": copied}).items()
+    }
     ratios = {
-        side: {p: ratio(each, sides["ours"], p) for p in moved} for side, each in sides.items() if side != "ours"
+        side: {p: ratio(each, sides["ours"], p) for p in moved}
+        for side, each in sides.items()
+        if side != "ours"
     }
     rounds = len(copied.seconds["both"])
-    return Row(name, shape, str(dtype).removeprefix("torch."), moved, expected, seconds, ratios, rounds), missing
+    return Row(
+        name, shape, str(dtype).removeprefix("torch."), moved, expected, seconds, ratios, rounds
+    ), missing
 
 
-# ---- overhead of a call --------------------------------------------------------------------------------------------
+# ---- overhead of a call --------------------------------------------------------------------------
 
 
-def per_call_us(call: Callable[[], Any], device: torch.device, calls: int, now: Callable[[], float]) -> float:
-    """Median of seven series; on a GPU without waiting for it, so what the host needs to queue a call."""
+def per_call_us(
+    call: Callable[[], Any], device: torch.device, calls: int, now: Callable[[], float]
+) -> float:
+    """Median of seven series; on a GPU without waiting for it, so what the host needs to queue a
+    call.
+    """
     series = []
     for _ in range(8):
         if device.type == "cuda":
@@ -254,7 +285,9 @@ def per_call_us(call: Callable[[], Any], device: torch.device, calls: int, now: 
     return statistics.median(series[1:])
 
 
-def overhead(names: list[str], device: torch.device, calls: int, now: Callable[[], float]) -> list[dict[str, Any]]:
+def overhead(
+    names: list[str], device: torch.device, calls: int, now: Callable[[], float]
+) -> list[dict[str, Any]]:
     rows = []
     for name in names:
         operator = OPERATORS[name]
@@ -272,13 +305,15 @@ def overhead(names: list[str], device: torch.device, calls: int, now: Callable[[
 
 
 def bare_call_us(device: torch.device, calls: int, now: Callable[[], float]) -> float:
-    """A C function called through ctypes, without torch's dispatcher and our checks: on a GPU mostly the launch."""
+    """A C function called through ctypes, without torch's dispatcher and our checks: on a GPU
+    mostly the launch.
+    """
     x = torch.randn(4, 16, device=device)
     out = torch.empty_like(x)
     return per_call_us(lambda: softmax._CAUSAL(x, out, x, 4, 4, 16, 1.0), device, calls, now)
 
 
-# ---- command line --------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> str:
@@ -287,7 +322,11 @@ def machine(device: torch.device) -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
         model = names[0] if names else model
     return f"{model}, {torch.get_num_threads()} thread(s)"
 
@@ -308,20 +347,31 @@ def cases(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (CUDA or ROCm) where there is one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"],
+        "--device", choices=("cpu", "cuda"), help="default: cuda (CUDA or ROCm) where there is one"
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("float32", "bfloat16", "float16"),
+        default=["float32", "bfloat16"],
         help="default: float32 bfloat16",
-    )  # fmt: skip
+    )
     parser.add_argument("--op", nargs="+", choices=sorted(OPERATORS), help="default: all")
     parser.add_argument("--quick", action="store_true", help="one shape each and few rounds")
     parser.add_argument(
-        "--busy", action="store_true",
-        help="on a CPU that others use: one thread, and the seconds that the process works in place of those that pass",
-    )  # fmt: skip
+        "--busy",
+        action="store_true",
+        help="on a CPU that others use: one thread, and the seconds that the process works in "
+        "place of those that pass",
+    )
     parser.add_argument("--output", type=Path, help="folder for kernels.json and kernels.md")
-    parser.add_argument("--roofline", action="store_true", help="print the estimate for MI250X and stop")
+    parser.add_argument(
+        "--roofline", action="store_true", help="print the estimate for MI250X and stop"
+    )
     return parser.parse_args()
 
 
@@ -331,14 +381,19 @@ def main() -> None:
         print(markdown(roofline_table()), end="")
         return
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    console, names = Console(width=max(140, shutil.get_terminal_size().columns)), options.op or list(OPERATORS)
+    console, names = (
+        Console(width=max(140, shutil.get_terminal_size().columns)),
+        options.op or list(OPERATORS),
+    )
     found = library.find(device.type)
     if found.handle is None:
         raise SystemExit(f"there is nothing to compare: {found.line}")
     head = {
-        "date": datetime.date.today().isoformat(), "machine": machine(device), "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
         "library": found.line,
-    }  # fmt: skip
+    }
     console.print("\n".join(head.values()), highlight=False)
     gpu = device.type == "cuda"
     now = time.process_time if options.busy else time.perf_counter
@@ -347,13 +402,19 @@ def main() -> None:
     copy, rows = copying(device, copied_bytes), []
     missing: dict[str, list[str]] = {}
     work = cases(names, [getattr(torch, name) for name in options.dtype], device, options.quick)
-    for name, shape, dtype in track(work, "measuring", console=console, disable=not console.is_terminal):
+    for name, shape, dtype in track(
+        work, "measuring", console=console, disable=not console.is_terminal
+    ):
         row, absent = run_operator(name, shape, dtype, device, clock, budget_s, copy)
         rows.append(row)
         for side, why in absent.items():
             missing.setdefault(f"{side} ({why})", []).append(name)
         if not console.is_terminal:
-            print(f"{name} {shape_text(shape)} {row.dtype}: torch / ours {row.ratios['torch']['both']:.2f}", flush=True)
+            print(
+                f"{name} {shape_text(shape)} {row.dtype}: torch / ours "
+                f"{row.ratios['torch']['both']:.2f}",
+                flush=True,
+            )
     copy_s = statistics.median(row.seconds["copy"]["forward"] for row in rows)
     head["copy"] = f"a copy moves {copied_bytes / copy_s / 1e9:.1f} GB/s (read and written)"
     calls = overhead(names, device, 200 if options.quick else 1000, now)
@@ -371,15 +432,25 @@ def main() -> None:
     console.print("\n".join([head["copy"], *notes]), highlight=False)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        record = {**head, "rows": [vars(row) for row in rows], "overhead": calls, "bare_call_us": bare, "notes": notes}
+        record = {
+            **head,
+            "rows": [vars(row) for row in rows],
+            "overhead": calls,
+            "bare_call_us": bare,
+            "notes": notes,
+        }
         (options.output / "kernels.json").write_text(json.dumps(record, indent=1) + "\n")
         text = "".join(f"{title}:\n\n{markdown(lines)}\n" for title, lines in tables)
-        (options.output / "kernels.md").write_text("; ".join(head.values()) + "\n\n" + text + "\n".join(notes) + "\n")
+        (options.output / "kernels.md").write_text(
+            "; ".join(head.values()) + "\n\n" + text + "\n".join(notes) + "\n"
+        )
 
 
 if __name__ == "__main__":
     # Without the first setting a CPU spends its time on fresh pages, on every side alike.
-    wanted = {"GLIBC_TUNABLES": KEEP_MEMORY} | ({"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {})
+    wanted = {"GLIBC_TUNABLES": KEEP_MEMORY} | (
+        {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
+    )
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     main()

@@ -1,11 +1,14 @@
-"""A rank that is killed or stopped while two train: whether the other says so, and how soon it ends.
+"""A rank that is killed or stopped while two train: whether the other says so, and how soon it
+ends.
 
     python benchmarks/lost_rank.py [--device cpu|cuda] [--output FOLDER]
 
-Rank 1 is struck after its third step; rank 0 then waits in a collective of RCCL or NCCL (gloo on a CPU). It has to end
-with the exit code of a lost rank, naming rank 1, within --hang-timeout and LEEWAY_S; the communication library must not
-end it before. Needs two devices. Exit code 1 where one of that fails.
+Rank 1 is struck after its third step; rank 0 then waits in a collective of RCCL or NCCL (gloo on a
+CPU). It has to end with the exit code of a lost rank, naming rank 1, within --hang-timeout and
+LEEWAY_S; the communication library must not end it before. Needs two devices. Exit code 1 where one
+of that fails.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,25 +39,45 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def lose(what: str, flags: list[str], device: str, folder: Path) -> tuple[float, int, str]:
-    """"kill" or "stop" rank 1; seconds to rank 0's end since its last step, its exit code, its line about rank 1.
+    """ "kill" or "stop" rank 1; seconds to rank 0's end since its last step, its exit code, its
+    line about rank 1.
 
     Raises subprocess.TimeoutExpired where it does not end.
     """
     here, env = ON_CPU if device == "cpu" else (["--bf16"], None)
-    arguments = [*TINY, *NO_DROPOUT, *flags, *here, "--train-iters", "1000000", "--lr-decay-style", "constant",
-                 "--hang-timeout", str(HANG_TIMEOUT_S)]  # fmt: skip
+    arguments = [
+        *TINY,
+        *NO_DROPOUT,
+        *flags,
+        *here,
+        "--train-iters",
+        "1000000",
+        "--lr-decay-style",
+        "constant",
+        "--hang-timeout",
+        str(HANG_TIMEOUT_S),
+    ]
     metrics = folder / "metrics.jsonl"
-    codes, logs = launch(metrics, arguments, 2, env, ("-c", STRIKE, what, str(STEP)), waits_for=(0,))
+    codes, logs = launch(
+        metrics, arguments, 2, env, ("-c", STRIKE, what, str(STEP)), waits_for=(0,)
+    )
     ended = time.time()
     steps = [record["time"] for record in read_records(metrics) if record["event"] == "iteration"]
     lines = [line.strip() for line in logs[0].read_text(errors="replace").splitlines()]
-    said = next((line for line in lines if re.search(r"\brank 1\b.*(died|lost|stopped|gone|left)", line)), "")
+    said = next(
+        (line for line in lines if re.search(r"\brank 1\b.*(died|lost|stopped|gone|left)", line)),
+        "",
+    )
     return ended - max(steps, default=ended), codes[0], said
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
     options = parser.parse_args()
     if options.output:
@@ -63,18 +86,25 @@ def main() -> int:
     if options.device == "cpu":
         cases = cases[::3]
     good = 0
-    print("| layout | rank 1 | rank 0 ended after, s | exit code | it says | |\n" + "|---" * 6 + "|")
+    print(
+        "| layout | rank 1 | rank 0 ended after, s | exit code | it says | |\n" + "|---" * 6 + "|"
+    )
     for layout, what in cases:
         folder = Path(tempfile.mkdtemp(dir=options.output, prefix="lost-"))
         try:
             seconds, code, said = lose(what, LAYOUTS[layout], options.device, folder)
             well = code == EXIT_LOST_RANK and bool(said) and seconds <= HANG_TIMEOUT_S + LEEWAY_S
-            cells = f"{seconds:.1f} | {code} | {said[:200].replace('|', '/') or 'nothing about rank 1'}"
+            cells = (
+                f"{seconds:.1f} | {code} | {said[:200].replace('|', '/') or 'nothing about rank 1'}"
+            )
         except subprocess.TimeoutExpired:
             well, cells = False, "not at all | | nothing"
         good += well
         print(f"| {layout} | {what} | {cells} | {'named' if well else 'WRONG'} |", flush=True)
-    print(f"{good} of {len(cases)} lost ranks are named by the other, within {HANG_TIMEOUT_S} s and what asking takes")
+    print(
+        f"{good} of {len(cases)} lost ranks are named by the other, within {HANG_TIMEOUT_S} s and "
+        "what asking takes"
+    )
     return 0 if good == len(cases) else 1
 
 

@@ -1,12 +1,15 @@
-"""The machine under a benchmark: what it is, which versions run on it, and its ceiling, the rate of matrix products.
+"""The machine under a benchmark: what it is, which versions run on it, and its ceiling, the rate of
+matrix products.
 
     python benchmarks/machine.py ceiling THREADS PROCESSES [cpu|cuda]
     python benchmarks/machine.py device [FILE.json]
 
-The first prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among PROCESSES that do the
-same at the same time. The output is written over and over, the inputs fit no cache: what a tuned product reaches in a
-program. The second prints what computes here, GPUs or the CPU, and every version that its results may depend on.
+The first prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among
+PROCESSES that do the same at the same time. The output is written over and over, the inputs fit no
+cache: what a tuned product reaches in a program. The second prints what computes here, GPUs or the
+CPU, and every version that its results may depend on.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -28,20 +31,30 @@ CEILING_S = 0.8  # for each dtype: a few products
 
 
 def describe(peers: Path | None = None) -> dict[str, Any]:
-    """Processor, cores this process may use, memory; a run is compared with the last one of the same machine."""
+    """Processor, cores this process may use, memory; a run is compared with the last one of the
+    same machine.
+    """
     return {
-        "processor": processor(), "threads": len(os.sched_getaffinity(0)),
+        "processor": processor(),
+        "threads": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
-        "libc": " ".join(platform.libc_ver()), "load": round(os.getloadavg()[0], 2), "versions": versions(peers),
-    }  # fmt: skip
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": versions(peers),
+    }
 
 
 def processor() -> str:
     """The processor's name and its instruction sets for bf16, as Linux tells them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    flags = [
+        flag for flag in ("avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()
+    ]
     family = " ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
     return f"{fields.get('model name', platform.machine())} ({', '.join([family, *flags])})"
 
@@ -60,10 +73,15 @@ def revision() -> dict[str, Any]:
     """Git's revision, and whether tracked files differ from it."""
 
     def git(*arguments: str) -> str:
-        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         return result.stdout.strip() if result.returncode == 0 else ""
 
-    return {"revision": git("rev-parse", "HEAD") or "unknown", "changed": bool(git("status", "--porcelain", "-uno"))}
+    return {
+        "revision": git("rev-parse", "HEAD") or "unknown",
+        "changed": bool(git("status", "--porcelain", "-uno")),
+    }
 
 
 def product_rates(threads: int, device: str) -> dict[str, float]:
@@ -78,7 +96,9 @@ def product_rates(threads: int, device: str) -> dict[str, float]:
         torch.mm(a, b, out=out)
         while time.perf_counter() - began < CEILING_S:
             best = min(best, seconds_of(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device))
-        rates[name] = 2 * n**3 / (best if best < float("inf") else time.perf_counter() - began) / 1e9
+        rates[name] = (
+            2 * n**3 / (best if best < float("inf") else time.perf_counter() - began) / 1e9
+        )
     return rates
 
 
@@ -95,20 +115,32 @@ def seconds_of(call: Any, device: str) -> float:
     return time.perf_counter() - start
 
 
-def ceiling(threads: int, processes: int, environment: dict[str, str], device: str = "cpu") -> dict[str, float]:
-    """Product rates of `processes` processes of so many threads each, all at once, added up; GFLOP/s by dtype."""
+def ceiling(
+    threads: int, processes: int, environment: dict[str, str], device: str = "cpu"
+) -> dict[str, float]:
+    """Product rates of `processes` processes of so many threads each, all at once, added up;
+    GFLOP/s by dtype.
+    """
     command = [sys.executable, __file__, "ceiling", str(threads), str(processes), device]
     children = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
     ]
     answers = [json.loads(child.communicate()[0]) for child in children]
     return {name: sum(answer[name] for answer in answers) for name in answers[0]}
 
 
 def device_memory() -> tuple[str, int]:
-    """Name and bytes of the first GPU, asked in a process of its own; raises RuntimeError without one."""
-    code = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, sep='|')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    """Name and bytes of the first GPU, asked in a process of its own; raises RuntimeError without
+    one.
+    """
+    code = (
+        "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, "
+        "sep='|')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise RuntimeError("torch sees no GPU: " + result.stderr.strip().splitlines()[-1])
     name, memory = result.stdout.strip().split("|")
@@ -116,7 +148,9 @@ def device_memory() -> tuple[str, int]:
 
 
 def accelerator() -> dict[str, Any]:
-    """Describe what torch computes on here, and with; "device": cuda (CUDA or ROCm) or cpu. Needs torch alone."""
+    """Describe what torch computes on here, and with; "device": cuda (CUDA or ROCm) or cpu. Needs
+    torch alone.
+    """
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -135,9 +169,23 @@ def accelerator() -> dict[str, Any]:
             numbers = ".".join(map(str, torch.cuda.nccl.version()))
             facts["communication"] = f"{'RCCL' if torch.version.hip else 'NCCL'} {numbers}"
     facts["driver"] = driver()
-    facts["toolkit"] = next((f"{n} {v}" for n in ("hip", "cuda") if (v := getattr(torch.version, n, None))), "none")
-    facts |= {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("deepspeed", "flash-attn", "triton", "pytorch-triton-rocm", "apex", "transformer-engine", "numpy"):
+    facts["toolkit"] = next(
+        (f"{n} {v}" for n in ("hip", "cuda") if (v := getattr(torch.version, n, None))), "none"
+    )
+    facts |= {
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name in (
+        "deepspeed",
+        "flash-attn",
+        "triton",
+        "pytorch-triton-rocm",
+        "apex",
+        "transformer-engine",
+        "numpy",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
     tools = {target: compiler(target) for target in TARGETS}
@@ -145,17 +193,26 @@ def accelerator() -> dict[str, Any]:
 
 
 def driver() -> str:
-    """The version of the kernel's GPU driver; of one that serves no device to torch, too. "" without one."""
+    """The version of the kernel's GPU driver; of one that serves no device to torch, too. ""
+    without one.
+    """
     for path in ("/sys/module/amdgpu/version", "/proc/driver/nvidia/version"):
         with contextlib.suppress(OSError):
             return Path(path).read_text().splitlines()[0].strip()
-    return next((path for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg") if Path(path).exists()), "")
+    return next(
+        (path for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg") if Path(path).exists()), ""
+    )
 
 
 def _version(tool: str) -> str:
     """The line of a compiler's --version that has one."""
-    said = subprocess.run([tool, "--version"], capture_output=True, text=True, errors="replace", check=False).stdout
-    return f"{tool}: {next((line for line in said.splitlines() if re.search(r'[0-9][.][0-9]', line)), 'no version')}"
+    said = subprocess.run(
+        [tool, "--version"], capture_output=True, text=True, errors="replace", check=False
+    ).stdout
+    return (
+        f"{tool}: "
+        f"{next((line for line in said.splitlines() if re.search(r'[0-9][.][0-9]', line)), 'no version')}"
+    )
 
 
 def show_accelerator(path: Path | None) -> None:

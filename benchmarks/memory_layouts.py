@@ -1,4 +1,7 @@
-"""The layouts with which the memory model is compared: with the dry run (SHAPES), and the dry run with runs (RUNS)."""
+"""The layouts with which the memory model is compared: with the dry run (SHAPES), and the dry run
+with runs (RUNS).
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -7,19 +10,33 @@ from typing import Any
 from megatron.config import Config
 
 SMALL: dict[str, Any] = dict(
-    num_layers=8, hidden_size=512, num_attention_heads=8, seq_length=1024, max_position_embeddings=1024,
-    vocab_size=8000, bf16=True, global_batch_size=64, hidden_dropout=0.0, attention_dropout=0.0,
+    num_layers=8,
+    hidden_size=512,
+    num_attention_heads=8,
+    seq_length=1024,
+    max_position_embeddings=1024,
+    vocab_size=8000,
+    bf16=True,
+    global_batch_size=64,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 LLAMA: dict[str, Any] = dict(
-    swiglu=True, add_bias_linear=False, num_key_value_heads=4, position_embedding_type="rope",
-    normalization="rmsnorm", untie_embeddings_and_output_weights=True,
+    swiglu=True,
+    add_bias_linear=False,
+    num_key_value_heads=4,
+    position_embedding_type="rope",
+    normalization="rmsnorm",
+    untie_embeddings_and_output_weights=True,
 )
 FULL: dict[str, Any] = dict(recompute_granularity="full")
 SELECTIVE: dict[str, Any] = dict(recompute_granularity="selective")
 
 
 def _layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: Any) -> dict[str, Any]:
-    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp)
+    sizes = dict(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp
+    )
     return {**SMALL, **sizes, **more}
 
 
@@ -65,7 +82,9 @@ def _shapes() -> tuple[Shape, ...]:
         "TP 2, SP, PP 4, zb-h1": _layout(tp=2, pp=4, **sp, **zero_bubble),
         "PP 2, full": _layout(pp=2, **FULL),
         "PP 2, full by 2": _layout(pp=2, recompute_num_layers=2, **FULL),
-        "PP 2, full block of 2": _layout(pp=2, recompute_method="block", recompute_num_layers=2, **FULL),
+        "PP 2, full block of 2": _layout(
+            pp=2, recompute_method="block", recompute_num_layers=2, **FULL
+        ),
         "TP 2, SP, PP 2, full": _layout(tp=2, pp=2, **sp, **FULL),
         "PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL),
         "PP 2, selective": _layout(pp=2, **SELECTIVE),
@@ -78,14 +97,21 @@ def _shapes() -> tuple[Shape, ...]:
         "the same, PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL, **LLAMA),
         "the same, PP 4, zb-h1": _layout(pp=4, **zero_bubble, **LLAMA),
         "no output chunks": _layout(cross_entropy_chunk_tokens=0, micro_batch_size=8),
-        "PP 8, 2 chunks, 39 micro-batches": _layout(pp=8, **{**chunk, "num_layers": 16, "global_batch_size": 39}),
+        "PP 8, 2 chunks, 39 micro-batches": _layout(
+            pp=8, **{**chunk, "num_layers": 16, "global_batch_size": 39}
+        ),
         "PP 4, 2 uneven chunks": _layout(pp=4, num_layers=16, pipeline_layout="1,2,3,2,3,1,2,2"),
         "PP 8, 1 micro-batch": _layout(pp=8, global_batch_size=1),
         "PP 8, full, 2 micro-batches": _layout(pp=8, **{**FULL, "global_batch_size": 2}),
-        "ALiBi, GQA": _layout(position_embedding_type="alibi", num_key_value_heads=2, micro_batch_size=2),
+        "ALiBi, GQA": _layout(
+            position_embedding_type="alibi", num_key_value_heads=2, micro_batch_size=2
+        ),
         "TP 2, SP, full, ALiBi": _layout(tp=2, position_embedding_type="alibi", **sp, **FULL),
         "full, ALiBi, scores stored": _layout(
-            attention_backend="unfused", position_embedding_type="alibi", attention_dropout=0.1, **FULL
+            attention_backend="unfused",
+            position_embedding_type="alibi",
+            attention_dropout=0.1,
+            **FULL,
         ),
         "gradients through autograd": _layout(
             gradient_accumulation_fusion=False, vocab_size=50000, micro_batch_size=8
@@ -98,7 +124,9 @@ def _shapes() -> tuple[Shape, ...]:
         "TP 8, SP, PP 2, untied, padded": _layout(
             tp=8, pp=2, untie_embeddings_and_output_weights=True, **{**sp, "vocab_size": 8001}
         ),
-        "norm before the residual": _layout(tp=2, apply_residual_connection_post_layernorm=True, **sp, **LLAMA),
+        "norm before the residual": _layout(
+            tp=2, apply_residual_connection_post_layernorm=True, **sp, **LLAMA
+        ),
     }
     cpu = {
         "1 rank": _layout(),
@@ -112,29 +140,47 @@ def _shapes() -> tuple[Shape, ...]:
         "fp16, SwiGLU, GQA, RoPE": _layout(fp16=True, bf16=None, **LLAMA),
     }
     listed = [("gpu", gpu), ("cpu", cpu)]
-    return tuple(Shape(name, device, fields) for device, group in listed for name, fields in group.items())
+    return tuple(
+        Shape(name, device, fields) for device, group in listed for name, fields in group.items()
+    )
 
 
 SHAPES = _shapes()
 
 
 COMMON: dict[str, Any] = dict(
-    num_layers=4, vocab_size=8000, global_batch_size=2, micro_batch_size=1, hidden_dropout=0.0, attention_dropout=0.0,
+    num_layers=4,
+    vocab_size=8000,
+    global_batch_size=2,
+    micro_batch_size=1,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 LARGE: dict[str, Any] = dict(
-    hidden_size=1024, num_attention_heads=16, seq_length=1024, max_position_embeddings=1024, ffn_hidden_size=4096,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    max_position_embeddings=1024,
+    ffn_hidden_size=4096,
 )
 SMALLER: dict[str, Any] = dict(
-    hidden_size=512, num_attention_heads=8, seq_length=1024, max_position_embeddings=1024, ffn_hidden_size=2048,
+    hidden_size=512,
+    num_attention_heads=8,
+    seq_length=1024,
+    max_position_embeddings=1024,
+    ffn_hidden_size=2048,
 )
-"""Large enough that the peak is one of training: below it, the start of the program would hide what is subtracted. And
-large enough that the library of matrix products holds in both what it keeps for itself, which is no tensor: some 10 MiB
-less at a hidden size of 256 than at 512 in bf16, and no more from there on."""
+"""Large enough that the peak is one of training: below it, the start of the program would hide what
+is subtracted. And large enough that the library of matrix products holds in both what it keeps for
+itself, which is no tensor: some 10 MiB less at a hidden size of 256 than at 512 in bf16, and no
+more from there on."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run on this machine, of the fields of COMMON, `large` and `fields`; `smaller` for `large` is the baseline."""
+    """A run on this machine, of the fields of COMMON, `large` and `fields`; `smaller` for `large`
+    is the baseline.
+    """
 
     name: str
     processes: int
@@ -152,13 +198,25 @@ RUNS = (
     Run("DP 2", 2, {**_B, "global_batch_size": 4}),
     Run("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
     Run("PP 2", 2, {**_B, "pipeline_model_parallel_size": 2, "global_batch_size": 4}),
-    Run("PP 2, zb-h1", 2, {
-        **_B, "pipeline_model_parallel_size": 2, "enable_zbh1_pipeline": True, "global_batch_size": 4,
-    }),
+    Run(
+        "PP 2, zb-h1",
+        2,
+        {
+            **_B,
+            "pipeline_model_parallel_size": 2,
+            "enable_zbh1_pipeline": True,
+            "global_batch_size": 4,
+        },
+    ),
     Run("PP 4", 4, {**_B, "pipeline_model_parallel_size": 4, "global_batch_size": 4}),
-    Run("TP 2, PP 2", 4, {**_B, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-)  # fmt: skip
-_GPT2 = {**SMALLER, **dict(num_layers=12, hidden_size=768, num_attention_heads=12, ffn_hidden_size=3072)}
+    Run(
+        "TP 2, PP 2", 4, {**_B, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    ),
+)
+_GPT2 = {
+    **SMALLER,
+    **dict(num_layers=12, hidden_size=768, num_attention_heads=12, ffn_hidden_size=3072),
+}
 _WORK = dict(vocab_size=50304, micro_batch_size=4, global_batch_size=8)
 DEVICE_RUNS = (
     Run("124M, bf16", 1, {**_B, **_WORK}, _GPT2),

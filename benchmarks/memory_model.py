@@ -2,18 +2,21 @@
 
     python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
 
-formulas  the planner's memory (megatron.planner.memory) beside what the run's own code allocates when it is rehearsed
-          without data (megatron.planner.dryrun), for every kind of rank of 56 layouts: peaks within 2 %, and each
-          category that is more than a twentieth of the peak within 3 %.
-runs      the rehearsal beside the peak resident memory of the processes of real runs, as the difference to a smaller
-          model in the same layout, so that interpreter, libraries and connections drop out, and what the library of
-          matrix products keeps for itself: within 10 %. malloc is set to give freed tensors back
-          (resident_memory.py); as a run sets it up for speed, it keeps more.
+formulas  the planner's memory (megatron.planner.memory) beside what the run's own code allocates
+          when it is rehearsed without data (megatron.planner.dryrun), for every kind of rank of 56
+          layouts: peaks within 2 %, and each category that is more than a twentieth of the peak
+          within 3 %.
+runs      the rehearsal beside the peak resident memory of the processes of real runs, as the
+          difference to a smaller model in the same layout, so that interpreter, libraries and
+          connections drop out, and what the library of matrix products keeps for itself: within 10
+          %. malloc is set to give freed tensors back (resident_memory.py); as a run sets it up for
+          speed, it keeps more.
 
 device    the rehearsal beside the peak of torch's allocator on this machine's GPU: within 10 %.
 
 Exit code 1 where a limit does not hold.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -43,13 +46,26 @@ from megatron.planner.memory import CATEGORIES, memory_of_ranks  # noqa: E402
 MIB = 2**20
 TOTAL_LIMIT, CATEGORY_LIMIT, RUN_LIMIT = 0.02, 0.03, 0.10
 _SHARE = 0.05  # of the peak, from which on a category is looked at
-_FLAGS = ("--mock-data", "--train-iters", "2", "--lr", "1e-4", "--eval-iters", "0", "--hang-timeout", "0",
-          "--log-interval", "1")
+_FLAGS = (
+    "--mock-data",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-4",
+    "--eval-iters",
+    "0",
+    "--hang-timeout",
+    "0",
+    "--log-interval",
+    "1",
+)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One rank: bytes by the model and as found; `worst` the category that is furthest off, of those that count."""
+    """One rank: bytes by the model and as found; `worst` the category that is furthest off, of
+    those that count.
+    """
 
     name: str
     rank: int
@@ -73,40 +89,69 @@ def compare_formula(shape: Shape) -> list[Compared]:
     for rank in found.ranks:
         mine, total = model[rank.pipeline_rank], rank.peak.total
         both = {c: (getattr(mine, c), getattr(rank.peak, c)) for c in CATEGORIES}
-        errors = {c: planned / there - 1.0 for c, (planned, there) in both.items() if there > _SHARE * total}
+        errors = {
+            c: planned / there - 1.0
+            for c, (planned, there) in both.items()
+            if there > _SHARE * total
+        }
         worst = max(errors, key=lambda c: abs(errors[c]))
         rows.append(
-            Compared(f"{shape.name} ({shape.device})", rank.pipeline_rank, mine.total, total, worst, errors[worst])
+            Compared(
+                f"{shape.name} ({shape.device})",
+                rank.pipeline_rank,
+                mine.total,
+                total,
+                worst,
+                errors[worst],
+            )
         )
     return rows
 
 
 def compare_run(run: Run) -> list[Compared]:
-    """The rehearsal's difference between a model and a smaller one beside that of real processes, for every rank."""
+    """The rehearsal's difference between a model and a smaller one beside that of real processes,
+    for every rank.
+    """
     large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
     measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
-    foreseen = [_foreseen(Config.create(**{**fields, "world_size": run.processes})) for fields in (large, smaller)]
+    foreseen = [
+        _foreseen(Config.create(**{**fields, "world_size": run.processes}))
+        for fields in (large, smaller)
+    ]
     rows = []
     for rank in range(run.processes):
         expected, found = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
-        rows.append(Compared(f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}", rank, expected, found))
+        rows.append(
+            Compared(
+                f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}",
+                rank,
+                expected,
+                found,
+            )
+        )
     return rows
 
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:
-    """The rehearsal beside what runs on the first GPU held at their fullest: of both, tensors and nothing else."""
+    """The rehearsal beside what runs on the first GPU held at their fullest: of both, tensors and
+    nothing else.
+    """
     every, found = [{**COMMON, **run.large, **run.fields} for run in runs], []
     with tempfile.TemporaryDirectory() as folder:
         for fields in every:  # all before the first rehearsal, which sets up DeepSpeed for the CPU
             records = train(Path(folder, "run.jsonl"), _command(fields))
             found.append(max(record["memory_bytes"] for record in records.values()))
-    foreseen = [rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every]
-    return [Compared(run.name, 0, *sizes) for run, *sizes in zip(runs, foreseen, found, strict=True)]
+    foreseen = [
+        rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every
+    ]
+    return [
+        Compared(run.name, 0, *sizes) for run, *sizes in zip(runs, foreseen, found, strict=True)
+    ]
 
 
 def _foreseen(config: Config) -> list[float]:
-    """The most that every rank holds when it is rehearsed, before or in a step: each pipeline rank for itself, also
-    those for which a rehearsal of the job takes one."""
+    """The most that every rank holds when it is rehearsed, before or in a step: each pipeline rank
+    for itself, also those for which a rehearsal of the job takes one."""
     layout, count = layout_of(config), enough_micro_batches(config)
     needed = [0.0] * layout.world_size
     for stage in range(layout.pipeline):
@@ -129,14 +174,26 @@ def table(title: str, rows: Sequence[Compared], limit: float, markdown: bool) ->
     names = ("rehearsed", "planner") if limit < RUN_LIMIT else ("measured", "rehearsed")
     found = Table(title=None if markdown else title, box=box.MARKDOWN if markdown else box.SIMPLE)
     found.add_column("layout")
-    for name in ("pipeline rank" if limit < RUN_LIMIT else "rank", *(f"{name}, MiB" for name in names), "%"):
+    for name in (
+        "pipeline rank" if limit < RUN_LIMIT else "rank",
+        *(f"{name}, MiB" for name in names),
+        "%",
+    ):
         found.add_column(name, justify="right")
     categories = any(row.worst for row in rows)
     if categories:
         found.add_column("furthest category, %")
     for row in rows:
-        cells = [row.name, str(row.rank), f"{row.found / MIB:.1f}", f"{row.model / MIB:.1f}", f"{100 * row.error:+.2f}"]
-        found.add_row(*cells, *([f"{row.worst} {100 * row.worst_error:+.2f}"] if categories else []))
+        cells = [
+            row.name,
+            str(row.rank),
+            f"{row.found / MIB:.1f}",
+            f"{row.model / MIB:.1f}",
+            f"{100 * row.error:+.2f}",
+        ]
+        found.add_row(
+            *cells, *([f"{row.worst} {100 * row.worst_error:+.2f}"] if categories else [])
+        )
     return found
 
 
@@ -148,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--part", choices=("formulas", "runs", "both", "device"), default="both")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these"
+    )
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
     asked = parser.parse_args(arguments)
 
@@ -162,16 +221,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in shapes:
             console.print(f"{shape.name} ({shape.device})", style="dim")
             rows += compare_formula(shape)
-        good = _report(f"{len(shapes)} layouts: planner and rehearsal", rows, TOTAL_LIMIT, asked.markdown)
+        good = _report(
+            f"{len(shapes)} layouts: planner and rehearsal", rows, TOTAL_LIMIT, asked.markdown
+        )
     if asked.part == "device":
         rows = compare_device([run for run in DEVICE_RUNS if wanted(run.name)])
-        good = _report("rehearsal and the allocator's peak on a GPU", rows, RUN_LIMIT, asked.markdown)
+        good = _report(
+            "rehearsal and the allocator's peak on a GPU", rows, RUN_LIMIT, asked.markdown
+        )
     if asked.part in ("runs", "both"):
         rows = []
         for run in (run for run in RUNS if wanted(run.name)):
             console.print(run.name, style="dim")
             rows += compare_run(run)
-        good = _report("rehearsal and peak resident memory, as differences", rows, RUN_LIMIT, asked.markdown) and good
+        good = (
+            _report(
+                "rehearsal and peak resident memory, as differences",
+                rows,
+                RUN_LIMIT,
+                asked.markdown,
+            )
+            and good
+        )
     return 0 if good else 1
 
 
@@ -179,7 +250,10 @@ def _report(title: str, rows: Sequence[Compared], limit: float, markdown: bool) 
     Console(width=None if sys.stdout.isatty() else 150).print(table(title, rows, limit, markdown))
     worst, good = max((abs(row.error) for row in rows), default=0.0), holds(rows, limit)
     kept = "holds" if good else "does not hold"
-    print(f"largest difference {100 * worst:.2f} % of {len(rows)} ranks; the limit of {100 * limit:.0f} % {kept}\n")
+    print(
+        f"largest difference {100 * worst:.2f} % of {len(rows)} ranks; the limit of "
+        f"{100 * limit:.0f} % {kept}\n"
+    )
     return good
 
 

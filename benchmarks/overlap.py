@@ -1,20 +1,24 @@
-"""Step time against link delay, measured with an artificial delay on gloo and predicted, with overlap and without.
+"""Step time against link delay, measured with an artificial delay on gloo and predicted, with
+overlap and without.
 
     python benchmarks/overlap.py [--only pp dp tp] [--quick] [--real] [--slower 4]
 
-pp   Pipelines of sleeping stages, 2 and 4 ranks, each schedule, predicted from the schedule and the length of a pass
-     (megatron/pipeline/replay.py): a sleep of 20 ms is a little longer, so the median of those without delay is taken.
-     "off" are messages that are posted late: receives where they are needed, or for the interleaved schedule in the
-     sequence of a step without latency.
-dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-param-gather, on and off.
+pp   Pipelines of sleeping stages, 2 and 4 ranks, each schedule, predicted from the schedule and the
+     length of a pass (megatron/pipeline/replay.py): a sleep of 20 ms is a little longer, so the
+     median of those without delay is taken. "off" are messages that are posted late: receives where
+     they are needed, or for the interleaved schedule in the sequence of a step without latency.
+dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-param-gather, on and
+     off.
 tp   The program with two tensor ranks: --tp-comm-overlap, on and off.
 
-dp and tp are predicted from the windows without delay: each rank's computing between its messages is taken from there,
-and the messages are put on links with the delay (replay.py). The links are those of benchmarks/delayed_links.py.
-Figures are medians of several windows in one run. Matrix products of dp and tp sleep as long as a machine of a given
-rate would compute, so that rows mean something on a busy machine too; --real leaves them as they are. The folder gets a
-Chrome trace per rank and a picture per row, with the last delay.
+dp and tp are predicted from the windows without delay: each rank's computing between its messages
+is taken from there, and the messages are put on links with the delay (replay.py). The links are
+those of benchmarks/delayed_links.py. Figures are medians of several windows in one run. Matrix
+products of dp and tp sleep as long as a machine of a given rate would compute, so that rows mean
+something on a busy machine too; --real leaves them as they are. The folder gets a Chrome trace per
+rank and a picture per row, with the last delay.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -42,25 +46,35 @@ from megatron.pipeline.schedule import build_schedule  # noqa: E402
 Windows = list[list[dict[str, Any]]]  # [rank][window]
 Delay = tuple[float, float | None]  # seconds, gigabytes per second
 
-SECONDS = {Op.FORWARD: 0.020, Op.BACKWARD: 0.040, Op.BACKWARD_INPUT: 0.020, Op.BACKWARD_WEIGHT: 0.020}
+SECONDS = {
+    Op.FORWARD: 0.020,
+    Op.BACKWARD: 0.040,
+    Op.BACKWARD_INPUT: 0.020,
+    Op.BACKWARD_WEIGHT: 0.020,
+}
 NUMEL = 25_000  # 0.1 MB
 
 PROGRAM = (
-    "--num-layers 4 --num-attention-heads 4 --seq-length 512 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--num-layers 4 --num-attention-heads 4 --seq-length 512 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer "
     "--vocab-size 1023 --train-iters 10000 --eval-iters 0 --num-workers 0 --log-interval 10000"
 ).split()
-SIZES = {False: "--hidden-size 64", True: "--hidden-size 256"}  # by --real; small where products only take time
+# by --real; small where products only take time
+SIZES = {False: "--hidden-size 64", True: "--hidden-size 256"}
 GFLOPS_PER_S = {"dp": 5.0, "tp": 2.5}
 PARALLEL = {
     "dp": "--micro-batch-size 1 --global-batch-size 4",
-    "tp": "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 2 --sequence-parallel",
+    "tp": "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 2 "
+    "--sequence-parallel",
 }
 BUCKETS = {False: 40_000, True: 500_000}  # elements, by --real
 FLAGS = {
-    "dp": {True: "--overlap-grad-reduce --overlap-param-gather",
-           False: "--no-overlap-grad-reduce --no-overlap-param-gather"},
+    "dp": {
+        True: "--overlap-grad-reduce --overlap-param-gather",
+        False: "--no-overlap-grad-reduce --no-overlap-param-gather",
+    },
     "tp": {True: "--tp-comm-overlap", False: "--no-tp-comm-overlap"},
-}  # fmt: skip
+}
 DELAYS: dict[str, list[Delay]] = {
     "pp": [(0.0, None), (0.005, None), (0.010, None), (0.002, 0.0125), (0.020, None)],
     "dp": [(0.0, None), (0.001, 0.02), (0.001, 0.01), (0.001, 0.005)],
@@ -82,13 +96,25 @@ def run_job(job: dict[str, Any], size: int, folder: Path) -> Windows:
     processes = []
     for rank in range(size):
         env = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, str(ROOT / "benchmarks" / "overlap_worker.py"), str(folder / "job.json"),
-                   str(folder / f"windows{rank}.json")]  # fmt: skip
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "overlap_worker.py"),
+            str(folder / "job.json"),
+            str(folder / f"windows{rank}.json"),
+        ]
         log = (folder / f"log{rank}.txt").open("w")
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        )
     codes = [process.wait() for process in processes]  # all of them, also after one that failed
     if any(codes):
         lines = (folder / "log0.txt").read_text().strip().splitlines()
@@ -107,7 +133,9 @@ def step_ms(rounds: list[list[dict[str, Any]]], steps: int) -> float:
     return statistics.median(spans) / steps * 1e3
 
 
-def write_pictures(row: str, rounds: list[list[dict[str, Any]]], predicted: Replay, folder: Path) -> None:
+def write_pictures(
+    row: str, rounds: list[list[dict[str, Any]]], predicted: Replay, folder: Path
+) -> None:
     """Traces and a picture of the last round."""
     name = re.sub(r"\W+", "_", row)
     for rank, window in enumerate(rounds[-1]):
@@ -122,7 +150,11 @@ def show(row: str, delay: Delay, figures: Iterable[tuple[float, float]]) -> None
 
 
 def head(title: str) -> None:
-    print(f"\n{title}\n{'ms per step':34s} {'link':22s} {'overlap off: predicted, measured':26s}  | on", flush=True)
+    print(
+        f"\n{title}\n{'ms per step':34s} {'link':22s} {'overlap off: predicted, measured':26s}  | "
+        "on",
+        flush=True,
+    )
 
 
 def slowed(delays: Iterable[Delay], slower: float) -> list[Delay]:
@@ -131,7 +163,10 @@ def slowed(delays: Iterable[Delay], slower: float) -> list[Delay]:
 
 def pipelines(quick: bool, slower: float, folder: Path) -> None:
     forward_ms = SECONDS[Op.FORWARD] * slower * 1e3
-    head(f"Pipelines of sleeping stages ({forward_ms:g} ms forward, twice that backward; messages of 0.1 MB)")
+    head(
+        f"Pipelines of sleeping stages ({forward_ms:g} ms forward, twice that backward; messages "
+        "of 0.1 MB)"
+    )
     rounds = 1 if quick else 3
     delays = slowed(DELAYS["pp"][:3] if quick else DELAYS["pp"], slower)
     for size in (2, 4):
@@ -141,10 +176,17 @@ def pipelines(quick: bool, slower: float, folder: Path) -> None:
             found: dict[bool, Windows] = {}
             for ahead in (False, True):
                 job = dict(
-                    kind="sleeps", delays=delays, rounds=rounds, steps=1, schedule=name, chunks=chunks, numel=NUMEL,
-                    micro_batches=micro_batches, late=None if ahead else late,
+                    kind="sleeps",
+                    delays=delays,
+                    rounds=rounds,
+                    steps=1,
+                    schedule=name,
+                    chunks=chunks,
+                    numel=NUMEL,
+                    micro_batches=micro_batches,
+                    late=None if ahead else late,
                     seconds={op.letters: seconds * slower for op, seconds in SECONDS.items()},
-                )  # fmt: skip
+                )
                 found[ahead] = run_job(job, size, folder)
             for delay in delays:
                 figures = []
@@ -170,7 +212,9 @@ def pass_seconds(rounds: list[list[dict[str, Any]]]) -> dict[Op, float]:
     return {op: statistics.median(found) if found else SECONDS[op] for op, found in spans.items()}
 
 
-def predict_pipeline(schedule: Schedule, seconds: dict[Op, float], delay: Delay, late: str | None) -> Replay:
+def predict_pipeline(
+    schedule: Schedule, seconds: dict[Op, float], delay: Delay, late: str | None
+) -> Replay:
     """The schedule over links with this delay; `late` as in overlap_worker.sleeps."""
     if late == "other order":
         schedule = in_nominal_sequence(schedule)
@@ -184,7 +228,9 @@ def in_nominal_sequence(schedule: Schedule) -> Schedule:
 
     with mock.patch.object(lists, "planned_latency", lambda chunks: 0.0):
         build_schedule.cache_clear()
-        other = build_schedule(schedule.name, schedule.pipeline_size, schedule.chunks, schedule.micro_batches)
+        other = build_schedule(
+            schedule.name, schedule.pipeline_size, schedule.chunks, schedule.micro_batches
+        )
     build_schedule.cache_clear()
     return other
 
@@ -196,11 +242,18 @@ def programs(kind: str, quick: bool, real: bool, slower: float, folder: Path) ->
     rounds, steps = 2 if quick else 5, 2 if quick else 4
     found: dict[bool, Windows] = {}
     for on in (False, True):
-        flags = f"{PARALLEL[kind]} {SIZES[real]} --zero-reduce-bucket-size {BUCKETS[real]} {FLAGS[kind][on]}"
+        flags = (
+            f"{PARALLEL[kind]} {SIZES[real]} --zero-reduce-bucket-size {BUCKETS[real]} "
+            f"{FLAGS[kind][on]}"
+        )
         job = dict(
-            kind="program", delays=delays, rounds=rounds, steps=steps, arguments=PROGRAM + flags.split(),
+            kind="program",
+            delays=delays,
+            rounds=rounds,
+            steps=steps,
+            arguments=PROGRAM + flags.split(),
             gflops_per_s=None if real else GFLOPS_PER_S[kind] / slower,
-        )  # fmt: skip
+        )
         try:
             found[on] = run_job(job, 2, folder)
         except Failed as error:
@@ -210,7 +263,10 @@ def programs(kind: str, quick: bool, real: bool, slower: float, folder: Path) ->
         figures = []
         for on in (False, True):
             base, seen = of_delay(found[on], delays[0]), of_delay(found[on], delay)
-            replays = [replay([overlap_replay.actions_of_window(w, *delay) for w in ranks]) for ranks in base]
+            replays = [
+                replay([overlap_replay.actions_of_window(w, *delay) for w in ranks])
+                for ranks in base
+            ]
             predicted = statistics.median(r.makespan for r in replays) / steps * 1e3
             figures.append((predicted, step_ms(seen, steps)))
             if delay == delays[-1]:
@@ -219,13 +275,20 @@ def programs(kind: str, quick: bool, real: bool, slower: float, folder: Path) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=("pp", "dp", "tp"), default=["pp", "dp", "tp"])
     parser.add_argument("--quick", action="store_true", help="fewer delays and repetitions")
-    parser.add_argument("--real", action="store_true", help="dp and tp with real products: for a machine at rest")
     parser.add_argument(
-        "--slower", type=float, default=1.0,
-        help="stretch sleeps, products and delays by this, for a busy machine, where other work takes longer too",
+        "--real", action="store_true", help="dp and tp with real products: for a machine at rest"
+    )
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        help="stretch sleeps, products and delays by this, for a busy machine, where other work "
+        "takes longer too",
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     arguments = parser.parse_args()

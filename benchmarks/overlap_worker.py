@@ -1,11 +1,14 @@
-"""One process of benchmarks/overlap.py: runs steps under delays and writes down when it computed, posted and waited.
+"""One process of benchmarks/overlap.py: runs steps under delays and writes down when it computed,
+posted and waited.
 
     RANK=0 WORLD_SIZE=2 ... python benchmarks/overlap_worker.py JOB.json RESULT.json
 
-The job is a dictionary with "kind" ("sleeps" or "program"), "delays" as [latency in seconds, gigabytes per second or
-null] pairs, "rounds", and what the kind needs. A window is recorded for each delay in each round, one delay after the
-other, so that what disturbs the machine disturbs all of them.
+The job is a dictionary with "kind" ("sleeps" or "program"), "delays" as [latency in seconds,
+gigabytes per second or null] pairs, "rounds", and what the kind needs. A window is recorded for
+each delay in each round, one delay after the other, so that what disturbs the machine disturbs all
+of them.
 """
+
 from __future__ import annotations
 
 import json
@@ -36,25 +39,46 @@ from megatron.pipeline.executor import Executor  # noqa: E402
 from megatron.pipeline.instructions import Instruction  # noqa: E402
 
 
-def record(job: dict[str, Any], step: Callable[[], None], computed: list[Any]) -> list[dict[str, Any]]:
-    """Run every window of the job; `step` is one training step, `computed` is where it leaves its spans."""
+def record(
+    job: dict[str, Any], step: Callable[[], None], computed: list[Any]
+) -> list[dict[str, Any]]:
+    """Run every window of the job; `step` is one training step, `computed` is where it leaves its
+    spans.
+    """
     windows = []
     for latency_s, gigabytes_per_s in job["delays"] * job["rounds"]:
         dist.barrier()
         computed.clear()
-        links = delayed_links.install(latency_s, math.inf if gigabytes_per_s is None else gigabytes_per_s)
+        links = delayed_links.install(
+            latency_s, math.inf if gigabytes_per_s is None else gigabytes_per_s
+        )
         started = time.monotonic()
         for _ in range(job["steps"]):
             step()
         ended = time.monotonic()
         links.uninstall()
         known = [message for message in links.messages if message.known.wait(60)]
-        windows.append({
-            "delay": [latency_s, gigabytes_per_s], "started": started, "ended": ended, "computed": list(computed),
-            "messages": [
-                [m.kind, m.link, m.size_bytes, m.posted, m.begun, m.departs, m.arrives, m.waited] for m in known
-            ],
-        })  # fmt: skip
+        windows.append(
+            {
+                "delay": [latency_s, gigabytes_per_s],
+                "started": started,
+                "ended": ended,
+                "computed": list(computed),
+                "messages": [
+                    [
+                        m.kind,
+                        m.link,
+                        m.size_bytes,
+                        m.posted,
+                        m.begun,
+                        m.departs,
+                        m.arrives,
+                        m.waited,
+                    ]
+                    for m in known
+                ],
+            }
+        )
     return windows
 
 
@@ -62,7 +86,9 @@ class Sleeper(torch.autograd.Function):
     """A layer whose passes take their time and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, pipeline: SleepingPipeline, index: int, stage: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, pipeline: SleepingPipeline, index: int, stage: int
+    ) -> torch.Tensor:
         ctx.of = pipeline, index, stage
         pipeline.compute("F", index, stage)
         return hidden.clone()
@@ -90,7 +116,13 @@ class SleepingPipeline:
         self._last = size * job["chunks"] - 1
         stages = {c * size + rank: self.stage(c * size + rank) for c in range(job["chunks"])}
         self.executor = Executor(
-            topology, stages, job["schedule"], job["chunks"], (job["numel"],), torch.float32, self.queue
+            topology,
+            stages,
+            job["schedule"],
+            job["chunks"],
+            (job["numel"],),
+            torch.float32,
+            self.queue,
         )
         self._micro_batches = list(range(job["micro_batches"]))
 
@@ -102,7 +134,9 @@ class SleepingPipeline:
 
     def stage(self, stage: int) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
         def run(index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            output: torch.Tensor = Sleeper.apply(self._first if hidden is None else hidden, self, index, stage)
+            output: torch.Tensor = Sleeper.apply(
+                self._first if hidden is None else hidden, self, index, stage
+            )
             return output.sum() if stage == self._last else output
 
         return run
@@ -128,10 +162,14 @@ class PostedAtNeed(Exchange):
 
 
 def sleeps(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """A pipeline of sleeping stages; without "ahead" messages are posted late, the way that `late` of the job says."""
+    """A pipeline of sleeping stages; without "ahead" messages are posted late, the way that `late`
+    of the job says.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     topology = Topology.create(1, dist.get_world_size())
-    with mock.patch.object(executor_module, "Exchange", PostedAtNeed if job["late"] == "at need" else Exchange):
+    with mock.patch.object(
+        executor_module, "Exchange", PostedAtNeed if job["late"] == "at need" else Exchange
+    ):
         if job["late"] == "other order":
             with mock.patch.object(lists, "planned_latency", nominal):
                 return run_sleeps(job, topology)
@@ -150,7 +188,9 @@ def run_sleeps(job: dict[str, Any], topology: Topology) -> list[dict[str, Any]]:
 
 
 class Paced(TorchDispatchMode):
-    """Matrix products take the time of a machine with this many GFLOP/s, by sleeping: no core is kept busy by them."""
+    """Matrix products take the time of a machine with this many GFLOP/s, by sleeping: no core is
+    kept busy by them.
+    """
 
     def __init__(self, gflops_per_s: float) -> None:
         super().__init__()
@@ -170,7 +210,9 @@ PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 
 
 def program(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """pretrain_gpt.py's own run with the job's arguments, step by step; its products paced if the job says so."""
+    """pretrain_gpt.py's own run with the job's arguments, step by step; its products paced if the
+    job says so.
+    """
     from megatron.config import parse_args
     from megatron.parallel.launch import detect_launch
     from megatron.parallel.rendezvous import connect

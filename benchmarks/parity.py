@@ -1,12 +1,14 @@
-"""A tiny training on this machine's devices beside the same in fp32 on one process of the CPU: losses, gradient norms.
+"""A tiny training on this machine's devices beside the same in fp32 on one process of the CPU:
+losses, gradient norms.
 
     python benchmarks/parity.py [--device cpu|cuda] [--ranks 1|2] [--output FOLDER]
 
-One process in fp32 and bf16, and two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL where there are two
-devices. On a single one, which RCCL and NCCL refuse to two ranks, gloo carries what tensor parallelism and ZeRO-1 send;
-a pipeline's messages it does not take from a device. On a CPU a part of that, to see that it runs. Exit code 1 where a
-run fails or leaves the CPU's.
+One process in fp32 and bf16, and two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL
+where there are two devices. On a single one, which RCCL and NCCL refuse to two ranks, gloo carries
+what tensor parallelism and ZeRO-1 send; a pipeline's messages it does not take from a device. On a
+CPU a part of that, to see that it runs. Exit code 1 where a run fails or leaves the CPU's.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -79,34 +81,60 @@ def cases(device: str, devices: int) -> list[Case]:
     through = "gloo, one device" if shared else "RCCL/NCCL"
     two = [
         Case(f"{name}, {through}", precision, 2, (*flags,), shared)
-        for name, flags in LAYOUTS.items() if not (shared and name == "PP 2") for precision in ("fp32", "bf16")
-    ]  # fmt: skip
+        for name, flags in LAYOUTS.items()
+        if not (shared and name == "PP 2")
+        for precision in ("fp32", "bf16")
+    ]
     return [*(Case("one process", precision) for precision in ("fp32", "bf16")), *two]
 
 
 def launch(
-    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
-    before: Sequence[str] = (), limit_s: float = START_S, waits_for: Sequence[int] | None = None,
+    metrics: Path,
+    arguments: Sequence[str],
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
+    limit_s: float = START_S,
+    waits_for: Sequence[int] | None = None,
 ) -> tuple[list[int], list[Path]]:
-    """Run pretrain_gpt.py in processes of their own, with `before` between python and it, as `-c` and a program that
-    runs it in turn; exit codes of the ranks (or of those that it `waits_for`) and all logs, beside the metrics.
+    """Run pretrain_gpt.py in processes of their own, with `before` between python and it, as `-c`
+    and a program that runs it in turn; exit codes of the ranks (or of those that it `waits_for`)
+    and all logs, beside the metrics.
 
     Raises subprocess.TimeoutExpired.
     """
     logs = [metrics.with_suffix(f".{rank}.log") for rank in range(ranks)]
-    command = [sys.executable, *before, str(ROOT / "pretrain_gpt.py"), *arguments, "--metrics-file", str(metrics)]
+    command = [
+        sys.executable,
+        *before,
+        str(ROOT / "pretrain_gpt.py"),
+        *arguments,
+        "--metrics-file",
+        str(metrics),
+    ]
     processes: list[subprocess.Popen[bytes]] = []
     metrics.unlink(missing_ok=True)
     with reserve_port() as held:
         try:
             for rank, log in enumerate(logs):
-                variables = environment(os.environ, rank, ranks, str(held.getsockname()[1])) | dict(env or {})
+                variables = environment(os.environ, rank, ranks, str(held.getsockname()[1])) | dict(
+                    env or {}
+                )
                 with log.open("wb") as out:
-                    processes.append(subprocess.Popen(
-                        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=out,
-                        stderr=subprocess.STDOUT,
-                    ))  # fmt: skip
-            end, listed = time.monotonic() + limit_s, range(ranks) if waits_for is None else waits_for
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=ROOT,
+                            env=variables,
+                            stdin=subprocess.DEVNULL,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            end, listed = (
+                time.monotonic() + limit_s,
+                range(ranks) if waits_for is None else waits_for,
+            )
             return [processes[rank].wait(max(1.0, end - time.monotonic())) for rank in listed], logs
         finally:
             for process in processes:
@@ -114,29 +142,47 @@ def launch(
 
 
 def train(
-    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
-    before: Sequence[str] = (), limit_s: float = START_S,
+    metrics: Path,
+    arguments: Sequence[str],
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
+    limit_s: float = START_S,
 ) -> dict[int, Record]:
-    """Launch a training; its iteration records by number. Raises RuntimeError with the last lines of a rank that
-    fails."""
+    """Launch a training; its iteration records by number. Raises RuntimeError with the last lines
+    of a rank that fails."""
     codes, logs = launch(metrics, arguments, ranks, env, before, limit_s)
     if any(codes):
         log = next(log for log, code in zip(logs, codes, strict=True) if code)
-        raise RuntimeError(f"exit codes {codes}, {log}: {log.read_text(errors='replace').strip()[-3000:]}")
-    return {record["iteration"]: record for record in read_records(metrics) if record["event"] == "iteration"}
+        raise RuntimeError(
+            f"exit codes {codes}, {log}: {log.read_text(errors='replace').strip()[-3000:]}"
+        )
+    return {
+        record["iteration"]: record
+        for record in read_records(metrics)
+        if record["event"] == "iteration"
+    }
 
 
 def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) -> float:
-    """The largest relative difference of any step; infinite where steps are missing or were skipped."""
+    """The largest relative difference of any step; infinite where steps are missing or were
+    skipped.
+    """
     if found.keys() != expected.keys() or any(record["skipped"] for record in found.values()):
         return float("inf")
     return max(abs(record[key] / expected[i][key] - 1) for i, record in found.items())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), help="trainings of so many processes; default: of both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
+    )
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), help="trainings of so many processes; default: of both"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
     options = parser.parse_args()
     if options.output:
@@ -145,20 +191,40 @@ def main() -> int:
     on_cpu, variables = ON_CPU
     expected = train(folder / "cpu.jsonl", [*TINY, *NO_DROPOUT, *on_cpu], env=variables)
     here, env = (on_cpu, variables) if options.device == "cpu" else ([], None)
-    print("| run | type | loss, off by | allowed | gradient norm, off by | allowed | |\n" + "|---" * 7 + "|")
+    print(
+        "| run | type | loss, off by | allowed | gradient norm, off by | allowed | |\n"
+        + "|---" * 7
+        + "|"
+    )
     failed, listed = 0, cases(options.device, gpus_here())
     listed = [case for case in listed if options.ranks in (None, case.ranks)]
     for number, case in enumerate(listed):
-        arguments, kind = [*TINY, *NO_DROPOUT, *PRECISION[case.precision], *case.flags, *here], case.precision
+        arguments, kind = (
+            [*TINY, *NO_DROPOUT, *PRECISION[case.precision], *case.flags, *here],
+            case.precision,
+        )
         try:
-            found = train(folder / f"{number}.jsonl", arguments, case.ranks, env, SHARED if case.shared else ())
+            found = train(
+                folder / f"{number}.jsonl",
+                arguments,
+                case.ranks,
+                env,
+                SHARED if case.shared else (),
+            )
             off = furthest(found, expected, "lm_loss"), furthest(found, expected, "grad_norm")
             good, why = off[0] <= LOSS[kind] and off[1] <= NORM[kind], ""
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            off, good, why = (float("inf"), float("inf")), False, str(error).splitlines()[-1].replace("|", "/")[:200]
+            off, good, why = (
+                (float("inf"), float("inf")),
+                False,
+                str(error).splitlines()[-1].replace("|", "/")[:200],
+            )
         failed += not good
         cells = f"{off[0]:.1e} | {LOSS[kind]:.0e} | {off[1]:.1e} | {NORM[kind]:.0e}"
-        print(f"| {case.name} | {kind} | {cells} | {'follows' if good else f'DIFFERS {why}'} |", flush=True)
+        print(
+            f"| {case.name} | {kind} | {cells} | {'follows' if good else f'DIFFERS {why}'} |",
+            flush=True,
+        )
     print(f"{REASON}\n{len(listed) - failed} of {len(listed)} trainings follow the CPU's in fp32")
     return 1 if failed else 0
 

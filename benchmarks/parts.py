@@ -1,11 +1,14 @@
-"""Rows of `make bench` beside the training steps: start-up, optimizer step, cross entropy, save, data loading.
+"""Rows of `make bench` beside the training steps: start-up, optimizer step, cross entropy, save,
+data loading.
 
-Start-up, kernels and data loading come from the benchmarks of their own beside this file, with fewer repeats. The
-optimizer step and saving are those of GPT-2 124M in bf16 by pretrain_gpt.py, beside torch's AdamW with clipping and
-torch.save of the same state to the same disk, by the plain loop.
+Start-up, kernels and data loading come from the benchmarks of their own beside this file, with
+fewer repeats. The optimizer step and saving are those of GPT-2 124M in bf16 by pretrain_gpt.py,
+beside torch's AdamW with clipping and torch.save of the same state to the same disk, by the plain
+loop.
 
     python benchmarks/parts.py loading [--quick]     prints tokens/s of the loader as JSON, for a process of its own
 """
+
 from __future__ import annotations
 
 import json
@@ -25,11 +28,25 @@ REPEAT = 3
 
 
 def part(
-    name: str, side: str, values: list[float], unit: str, *, floor: float = FLOOR, less: bool = True, note: str = ""
+    name: str,
+    side: str,
+    values: list[float],
+    unit: str,
+    *,
+    floor: float = FLOOR,
+    less: bool = True,
+    note: str = "",
 ) -> Record:
     """One row; `less`: whether less is better; `floor` of its spread, see results.py."""
     value = figure(values, floor)
-    return {"name": name, "side": side, "value": value, "unit": unit, "less_is_better": less, "note": note}
+    return {
+        "name": name,
+        "side": side,
+        "value": value,
+        "unit": unit,
+        "less_is_better": less,
+        "note": note,
+    }
 
 
 def failed(name: str, reason: str) -> Record:
@@ -37,12 +54,16 @@ def failed(name: str, reason: str) -> Record:
 
 
 def start_up(repeat: int) -> Iterator[Record]:
-    """Seconds from launch to the first step of a small model on 2 processes, beside `import torch` in 2 processes."""
+    """Seconds from launch to the first step of a small model on 2 processes, beside `import torch`
+    in 2 processes.
+    """
     from startup import MODEL, pair
 
     python = [sys.executable, "-c", "import torch"]
     seconds = [pair(python) for _ in range(repeat)]
-    yield part("start-up", "import torch, 2 processes", seconds, "s", floor=START_FLOOR, note="no less")
+    yield part(
+        "start-up", "import torch, 2 processes", seconds, "s", floor=START_FLOOR, note="no less"
+    )
     ours = [sys.executable, "pretrain_gpt.py", *MODEL]
     seconds = [pair(ours, " iteration ") for _ in range(repeat)]
     yield part("start-up", "ours, to the first step", seconds, "s", floor=START_FLOOR)
@@ -51,7 +72,9 @@ def start_up(repeat: int) -> Iterator[Record]:
 def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Record]:
     """The optimizer's part of a step and a checkpoint, ours and the plain loop's."""
     for side in (OURS, EAGER):
-        outcome = run(case, side, warm_up=1, steps=REPEAT, threads=threads, folder=folder, save=True)
+        outcome = run(
+            case, side, warm_up=1, steps=REPEAT, threads=threads, folder=folder, save=True
+        )
         if outcome.reason:
             yield failed("optimizer step", f"{side.name}: {outcome.reason}")
             continue
@@ -61,21 +84,42 @@ def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Recor
         if outcome.save:
             size = outcome.save["files_bytes"]
             rate = f"{size / 2**30:.2f} GiB, {size / outcome.save['seconds'] / 1e9:.2f} GB/s"
-            yield part("save", side.name, [outcome.save["seconds"]], "s", floor=DISK_FLOOR, note=rate)
+            yield part(
+                "save", side.name, [outcome.save["seconds"]], "s", floor=DISK_FLOOR, note=rate
+            )
 
 
 def kernels(threads: int, folder: Path) -> Iterator[Record]:
     """Cross entropy and AdamW, our kernels and torch's operators, by benchmarks/kernels.py."""
     command = [
-        sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--quick", "--op", "cross_entropy", "adamw", "--dtype",
-        "float32", "bfloat16", "--output", str(folder / "kernels"),
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "benchmarks" / "kernels.py"),
+        "--quick",
+        "--op",
+        "cross_entropy",
+        "adamw",
+        "--dtype",
+        "float32",
+        "bfloat16",
+        "--output",
+        str(folder / "kernels"),
+    ]
     answer(command, environment(threads, folder), folder)
     for row in json.loads((folder / "kernels" / "kernels.json").read_text())["rows"]:
-        name = f"{row['operator'].replace('_', ' ')} {row['dtype']}, {' x '.join(map(str, row['shape']))}"
+        name = (
+            f"{row['operator'].replace('_', ' ')} {row['dtype']}, "
+            f"{' x '.join(map(str, row['shape']))}"
+        )
         for side, label in (("ours", "ours"), ("torch", "torch's operators")):
             milliseconds = [1e3 * sum(row["seconds"][side].values())]
-            yield part(name, f"kernel alone, {label}", milliseconds, "ms", floor=SHORT_FLOOR, note="all passes")
+            yield part(
+                name,
+                f"kernel alone, {label}",
+                milliseconds,
+                "ms",
+                floor=SHORT_FLOOR,
+                note="all passes",
+            )
 
 
 def data_loading(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
@@ -83,14 +127,21 @@ def data_loading(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
     command = [sys.executable, __file__, "loading", *(["--quick"] if quick else [])]
     for name, rates in json.loads(answer(command, environment(threads, folder), folder)).items():
         what = "documents of 20 tokens on average"
-        yield part("data loading", name, rates, "tokens/s", floor=START_FLOOR, less=False, note=what)
+        yield part(
+            "data loading", name, rates, "tokens/s", floor=START_FLOOR, less=False, note=what
+        )
 
 
 def answer(command: list[str], env: dict[str, str], folder: Path) -> str:
     """Standard output of a command; RuntimeError with its last line when it fails."""
-    result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
     if result.returncode:
-        raise RuntimeError((result.stderr or result.stdout).strip().splitlines()[-1:] or f"code {result.returncode}")
+        raise RuntimeError(
+            (result.stderr or result.stdout).strip().splitlines()[-1:]
+            or f"code {result.returncode}"
+        )
     return result.stdout
 
 
@@ -106,7 +157,8 @@ def measure(case: Case, *, quick: bool, threads: int, folder: Path) -> list[Reco
     for name, make in makers:
         try:
             rows += make()
-        except (Exception, SystemExit) as error:  # another benchmark's failure of any kind is a row here
+        # another benchmark's failure of any kind is a row here
+        except (Exception, SystemExit) as error:
             rows.append(failed(name, f"failed: {error}"))
     return rows
 
@@ -119,7 +171,9 @@ def loading(quick: bool) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         prefix = write(Path(folder), "short", tokens)
         for name, workers in (("when asked", 0), ("2 threads ahead", 2)):
-            rates[name] = [loader_rate(prefix, True, workers, samples, False) for _ in range(REPEAT)]
+            rates[name] = [
+                loader_rate(prefix, True, workers, samples, False) for _ in range(REPEAT)
+            ]
     return rates
 
 

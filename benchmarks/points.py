@@ -2,12 +2,15 @@
 
     python benchmarks/points.py [--device cpu|cuda] [--part trainings|operators] [--output FOLDER]
 
-trainings   settings of pretrain_gpt.py and its environment: both sides take turns, a ratio is that of medians
-operators   what replaced plain torch, beside that torch, which is written down here; results are held to float64
+trainings   settings of pretrain_gpt.py and its environment: both sides take turns, a ratio is that
+            of medians
+operators   what replaced plain torch, beside that torch, which is written down here; results are
+            held to float64
 
-A row that fails does not end the others; one that needs another machine says what. On a CPU all is small, to see that
-it runs. Exit code 1 where a row failed.
+A row that fails does not end the others; one that needs another machine says what. On a CPU all is
+small, to see that it runs. Exit code 1 where a row failed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -61,7 +64,7 @@ class Place:
         return self.device == "cpu"
 
 
-# ---- trainings -------------------------------------------------------------------------------------------------------
+# ---- trainings -----------------------------------------------------------------------------------
 
 Setting = tuple[Mapping[str, str], tuple[str, ...]]  # variables and flags
 
@@ -74,7 +77,9 @@ def medians(case: Case, before: Setting, after: Setting, place: Place) -> Pair:
         variables, flags = (before, after)[index]
         side = replace(OURS, name=f"ours {index}", flags=flags)
         with mock.patch.dict(os.environ, variables):
-            outcome = run(case, side, warm_up=WARM_UP, steps=STEPS, threads=threads, folder=place.folder)
+            outcome = run(
+                case, side, warm_up=WARM_UP, steps=STEPS, threads=threads, folder=place.folder
+            )
         if outcome.reason:
             raise RuntimeError(outcome.reason)
         found[index] += outcome.step_s
@@ -92,7 +97,9 @@ def reserved(place: Place) -> Pair:
         raise Cannot("needs a GPU")
     found, arguments = [], our_arguments(cuda_cases(place.memory_bytes)[0], OURS, WARM_UP + STEPS)
     for on in (False, True):
-        variables = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), f"expandable_segments:{on}")
+        variables = dict.fromkeys(
+            ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), f"expandable_segments:{on}"
+        )
         records = train(place.folder / f"reserved-{on}.jsonl", arguments, 1, variables)
         found.append(max(record["reserved_bytes"] for record in records.values()) / GIB)
     return found[0], found[1], "GiB reserved"
@@ -114,7 +121,7 @@ def of_two(variable: str, before: str, after: str, *, tensor: bool) -> Callable[
     return measure
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def timed(call: Callable[[], object], place: Place) -> float:
@@ -123,7 +130,9 @@ def timed(call: Callable[[], object], place: Place) -> float:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, off: float) -> None:
-    """Raise ValueError where `found` is further from the float64 `expected` than `off`, relative to its norm."""
+    """Raise ValueError where `found` is further from the float64 `expected` than `off`, relative to
+    its norm.
+    """
     error = float((found.double() - expected).norm() / expected.norm())
     if not error <= off:
         raise ValueError(f"the result is off by {error:.1e} of its norm, {off:.0e} is allowed")
@@ -132,10 +141,15 @@ def close(found: torch.Tensor, expected: torch.Tensor, off: float) -> None:
 def weight_gradient(place: Place, in_fp32: bool) -> Pair:
     """Rows of 256 beside what GradientSink does, with or without torch.addmm(out_dtype=)."""
     rows, columns, tokens = (768, 256, 512) if place.small else (12288, 4096, 8192)
-    dy, x = (torch.randn(tokens, n, device=place.device, dtype=torch.bfloat16) for n in (rows, columns))
+    dy, x = (
+        torch.randn(tokens, n, device=place.device, dtype=torch.bfloat16) for n in (rows, columns)
+    )
     if in_fp32 and not sink._adds_in_fp32(dy.device, dy.dtype):
         raise Cannot("torch.addmm has no out_dtype here")
-    ours = GradientSink(torch.nn.Parameter(x.new_empty(rows, columns)), x.new_empty(rows, columns, dtype=torch.float32))
+    ours = GradientSink(
+        torch.nn.Parameter(x.new_empty(rows, columns)),
+        x.new_empty(rows, columns, dtype=torch.float32),
+    )
     total, product = torch.zeros_like(ours.total), x.new_empty(256, columns)
 
     def before() -> None:
@@ -155,7 +169,9 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
 
 
 def embedding_gradient(place: Place) -> Pair:
-    """index_put_(accumulate=True) beside the backward pass of look_up, with tokens as frequent as words (Zipf)."""
+    """index_put_(accumulate=True) beside the backward pass of look_up, with tokens as frequent as
+    words (Zipf).
+    """
     rows, columns, tokens = (512, 64, 256) if place.small else (50304, 4096, 8192)
     frequency = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
     ids = torch.multinomial(frequency, tokens, replacement=True).to(place.device)
@@ -181,7 +197,9 @@ def embedding_gradient(place: Place) -> Pair:
 
 
 def host_copy(place: Place, of_bytes: bool) -> Pair:
-    """The first copy of a state that is no power of two: pinned memory of torch's beside a Snapshot."""
+    """The first copy of a state that is no power of two: pinned memory of torch's beside a
+    Snapshot.
+    """
     size = 2**26 + 2**22 if place.small else 2**32 + 2**28
     state = torch.zeros(size // 4, device=place.device)
     kept: list[Any] = []
@@ -210,20 +228,31 @@ def available_bytes() -> int:
 
 
 def model_of(place: Place, **fields: Any) -> tuple[Config, Topology]:
-    sizes = dict(hidden_size=64, num_attention_heads=4, seq_length=128, vocab_size=512) if place.small else (
-        dict(hidden_size=1024, num_attention_heads=16, seq_length=2048, vocab_size=50304)
-    )  # fmt: skip
+    sizes = (
+        dict(hidden_size=64, num_attention_heads=4, seq_length=128, vocab_size=512)
+        if place.small
+        else (dict(hidden_size=1024, num_attention_heads=16, seq_length=2048, vocab_size=50304))
+    )
     config = Config.create(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **fields})
     device = torch.device(place.device, 0) if place.device == "cuda" else torch.device("cpu")
     return config, Topology.from_layout(Layout(), 0, device=device)
 
 
 def alibi(place: Place) -> Pair:
-    """MiB that ALiBi adds to a training pass, with 1 layer and with 8: of one bias [heads, s, s], or of 8."""
+    """MiB that ALiBi adds to a training pass, with 1 layer and with 8: of one bias [heads, s, s],
+    or of 8.
+    """
 
     def extra(layers: int) -> float:
         held = [
-            peak_bytes(*model_of(place, num_layers=layers, position_embedding_type=kind, attention_backend="fused"))
+            peak_bytes(
+                *model_of(
+                    place,
+                    num_layers=layers,
+                    position_embedding_type=kind,
+                    attention_backend="fused",
+                )
+            )
             for kind in ("learned_absolute", "alibi")
         ]
         return (held[1] - held[0]) / 2**20
@@ -232,9 +261,13 @@ def alibi(place: Place) -> Pair:
 
 
 def peak_bytes(config: Config, topology: Topology) -> float:
-    """Memory of a training pass above the weights: the allocator's; on a CPU what is saved for the backward pass."""
+    """Memory of a training pass above the weights: the allocator's; on a CPU what is saved for the
+    backward pass.
+    """
     model = build_chunks(config, topology)["0"]
-    batch = make_micro_batch(np.zeros((1, config.model.seq_length + 1), np.int64), device=topology.device)
+    batch = make_micro_batch(
+        np.zeros((1, config.model.seq_length + 1), np.int64), device=topology.device
+    )
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +294,11 @@ def drawing(place: Place) -> Pair:
         for shape in shapes:
             whole = torch.zeros(shape)
             for block in whole.split(64):
-                block.copy_(torch.empty(block.shape).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1)))
+                block.copy_(
+                    torch.empty(block.shape).normal_(
+                        0.0, 0.02, generator=torch.Generator().manual_seed(1)
+                    )
+                )
             whole.to(topology.device)
 
     return seconds_of(before, place.device), after, "s"
@@ -271,15 +308,38 @@ Row = tuple[str, str, str, Callable[[Place], Pair]]  # point, before, after, mea
 TRAININGS: list[Row] = [
     ("10 meter of the watchdog, G1", "--hang-timeout 0", "default", meter),
     ("11 peak reserved, G1", "expandable_segments:False", "True", reserved),
-    ("3 hardware queues, DP 2", "GPU_MAX_HW_QUEUES=4", "8", of_two("GPU_MAX_HW_QUEUES", "4", "8", tensor=False)),
-    ("3 priority of messages, DP 2", "TORCH_NCCL_HIGH_PRIORITY=0", "1",
-     of_two("TORCH_NCCL_HIGH_PRIORITY", "0", "1", tensor=False)),
-    ("4 connections, TP 2", "CUDA_DEVICE_MAX_CONNECTIONS=8", "1",
-     of_two("CUDA_DEVICE_MAX_CONNECTIONS", "8", "1", tensor=True)),
-]  # fmt: skip
+    (
+        "3 hardware queues, DP 2",
+        "GPU_MAX_HW_QUEUES=4",
+        "8",
+        of_two("GPU_MAX_HW_QUEUES", "4", "8", tensor=False),
+    ),
+    (
+        "3 priority of messages, DP 2",
+        "TORCH_NCCL_HIGH_PRIORITY=0",
+        "1",
+        of_two("TORCH_NCCL_HIGH_PRIORITY", "0", "1", tensor=False),
+    ),
+    (
+        "4 connections, TP 2",
+        "CUDA_DEVICE_MAX_CONNECTIONS=8",
+        "1",
+        of_two("CUDA_DEVICE_MAX_CONNECTIONS", "8", "1", tensor=True),
+    ),
+]
 OPERATORS: list[Row] = [
-    ("2 weight gradient by rows", "256 rows", "as it is", lambda place: weight_gradient(place, False)),
-    ("2 weight gradient in fp32", "256 rows", "addmm(out_dtype=)", lambda place: weight_gradient(place, True)),
+    (
+        "2 weight gradient by rows",
+        "256 rows",
+        "as it is",
+        lambda place: weight_gradient(place, False),
+    ),
+    (
+        "2 weight gradient in fp32",
+        "256 rows",
+        "addmm(out_dtype=)",
+        lambda place: weight_gradient(place, True),
+    ),
     ("13 embedding gradient", "index_put_", "as it is", embedding_gradient),
     ("5 bias of ALiBi", "1 layer", "8 layers", alibi),
     ("6 host memory for a copy", "pin_memory", "Snapshot", lambda place: host_copy(place, False)),
@@ -289,10 +349,16 @@ OPERATORS: list[Row] = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
+    )
     parser.add_argument("--part", choices=("trainings", "operators"), help="default: both")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "points", metavar="FOLDER", help="for logs")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "points", metavar="FOLDER", help="for logs"
+    )
     options = parser.parse_args()
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,9 +367,14 @@ def main() -> int:
     if place.small:
         torch.set_num_threads(1)
     # Trainings first: while they run this process holds no device.
-    rows = [*(TRAININGS if options.part != "operators" else []), *(OPERATORS if options.part != "trainings" else [])]
+    rows = [
+        *(TRAININGS if options.part != "operators" else []),
+        *(OPERATORS if options.part != "trainings" else []),
+    ]
     failed = measured = 0
-    print("| point | before | after | before | after | unit | after / before |\n" + "|---" * 7 + "|")
+    print(
+        "| point | before | after | before | after | unit | after / before |\n" + "|---" * 7 + "|"
+    )
     for point, old, new, measure in rows:
         try:
             before, after, unit = measure(place)

@@ -1,18 +1,22 @@
-"""Calibrate this machine, predict the step time of layouts that calibration has not seen, run them, compare.
+"""Calibrate this machine, predict the step time of layouts that calibration has not seen, run them,
+compare.
 
     python benchmarks/predict.py [--folder runs/predict] [--minutes 0.5] [--only 3 7] [--keep calibration runs]
     python benchmarks/predict.py --set gpu
 
-One calibration for each number of processes (tools/calibrate.py: products, kernels, messages, host; no layout is run in
-it), over the shapes of a model that is none of those predicted. Then each layout of predict_layouts.py: the estimate is
-made before pretrain_gpt.py runs it, and the median of its steady steps is compared. About twelve minutes on two quiet
-cores. Reported: the median and the worst error, and how well the ranking is met (Spearman), over all layouts and among
-those of one model with one batch, where it says which layout is best.
+One calibration for each number of processes (tools/calibrate.py: products, kernels, messages, host;
+no layout is run in it), over the shapes of a model that is none of those predicted. Then each
+layout of predict_layouts.py: the estimate is made before pretrain_gpt.py runs it, and the median of
+its steady steps is compared. About twelve minutes on two quiet cores. Reported: the median and the
+worst error, and how well the ranking is met (Spearman), over all layouts and among those of one
+model with one batch, where it says which layout is best.
 
-A virtual machine's cores are not always equally fast: its host may be busy. So a product of fixed size is timed before
-and after each calibration and each run, and there is a second column of errors, in which a prediction is multiplied by
-how much slower the machine was than at its calibration. Nothing of a run's own times goes into it.
+A virtual machine's cores are not always equally fast: its host may be busy. So a product of fixed
+size is timed before and after each calibration and each run, and there is a second column of
+errors, in which a prediction is multiplied by how much slower the machine was than at its
+calibration. Nothing of a run's own times goes into it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -42,12 +46,18 @@ from megatron.planner.timing import estimate  # noqa: E402
 WARM_UP, STEPS = 3, 7
 """The first step overlaps nothing and makes memory; the next ones find it."""
 LIMIT_S = 300.0
-SETS = {"cpu": (CALIBRATED, LAYOUTS), "gpu": (GPU_CALIBRATED, GPU_LAYOUTS), "tiny": (CALIBRATED, TINY)}
+SETS = {
+    "cpu": (CALIBRATED, LAYOUTS),
+    "gpu": (GPU_CALIBRATED, GPU_LAYOUTS),
+    "tiny": (CALIBRATED, TINY),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a step. slower: how much longer a fixed product took at the run than at the calibration."""
+    """Seconds of a step. slower: how much longer a fixed product took at the run than at the
+    calibration.
+    """
 
     layout: Layout
     predicted: float
@@ -68,8 +78,17 @@ class Row:
 
 def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATED) -> None:
     """Measure this machine with so many processes, over the shapes of `model`."""
-    command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), "-o", str(path), "--processes", str(processes),
-               "--minutes", str(minutes), *model.split()]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "calibrate.py"),
+        "-o",
+        str(path),
+        "--processes",
+        str(processes),
+        "--minutes",
+        str(minutes),
+        *model.split(),
+    ]
     env = environment(os.environ, 0, 1, "0")
     subprocess.run(command, cwd=ROOT, env=env, check=True)
 
@@ -84,7 +103,12 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
 def run(layout: Layout, folder: Path) -> None:
     """Train for some steps; the metrics file in the folder tells of them."""
     steps = ["--train-iters", str(WARM_UP + STEPS), "--timing-log-level", "1"]
-    train(folder / f"{layout.slug}.jsonl", [*layout.arguments, *steps], layout.processes, limit_s=LIMIT_S)
+    train(
+        folder / f"{layout.slug}.jsonl",
+        [*layout.arguments, *steps],
+        layout.processes,
+        limit_s=LIMIT_S,
+    )
 
 
 def steps_of(metrics: Path) -> list[float]:
@@ -105,11 +129,13 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: one row for each layout."""
     lines = [
-        "| model | processes | layout | predicted ms | measured ms | error | machine slower | error at its speed |",
+        "| model | processes | layout | predicted ms | measured ms | error | machine slower | "
+        "error at its speed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row.layout.model} | {row.layout.processes} | {row.layout.name} | {1e3 * row.predicted:.0f} "
+        f"| {row.layout.model} | {row.layout.processes} | {row.layout.name} | "
+        f"{1e3 * row.predicted:.0f} "
         f"| {1e3 * row.measured:.0f} | {100 * row.error:+.1f} % | {row.slower:.2f} "
         f"| {100 * row.error_at_speed:+.1f} % |"
         for row in rows
@@ -120,12 +146,17 @@ def table(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """Median and worst error, and the ranking."""
     lines = [f"{len(rows)} layouts"]
-    for name, error in (("as predicted", Row.error.fget), ("at the machine's speed", Row.error_at_speed.fget)):
+    for name, error in (
+        ("as predicted", Row.error.fget),
+        ("at the machine's speed", Row.error_at_speed.fget),
+    ):
         assert error is not None
         worst = max(rows, key=lambda row: abs(error(row)))
         median = statistics.median(abs(error(row)) for row in rows)
         where = f"({worst.layout.model}, {worst.layout.name})"
-        lines.append(f"{name}: median error {100 * median:.1f} %, worst {100 * error(worst):+.1f} % {where}")
+        lines.append(
+            f"{name}: median error {100 * median:.1f} %, worst {100 * error(worst):+.1f} % {where}"
+        )
     for kind in ("all", *dict.fromkeys(row.layout.model for row in rows)):
         same = [row for row in rows if kind in ("all", row.layout.model)]
         if len(same) > 2:
@@ -133,14 +164,17 @@ def summary(rows: Sequence[Row]) -> str:
             plain = spearman([row.predicted for row in same], measured)
             at_speed = spearman([row.predicted * row.slower for row in same], measured)
             lines.append(
-                f"Spearman among the {len(same)} of {kind}: {plain:.3f}, at the machine's speed {at_speed:.3f} "
+                f"Spearman among the {len(same)} of {kind}: {plain:.3f}, at the machine's speed "
+                f"{at_speed:.3f} "
                 f"(slowest {max(measured) / min(measured):.2f} times the fastest)"
             )
     return "\n".join(lines)
 
 
 def probe(seconds: float = 0.6, device: str = "cpu") -> float:
-    """Seconds of a product of fixed size on all cores or on a GPU, as the machine is now: the mean over some time."""
+    """Seconds of a product of fixed size on all cores or on a GPU, as the machine is now: the mean
+    over some time.
+    """
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -155,18 +189,32 @@ def probe(seconds: float = 0.6, device: str = "cpu") -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "predict")
-    parser.add_argument("--minutes", type=float, default=0.5, help="of measuring, for each number of processes")
-    parser.add_argument("--only", nargs="+", type=int, metavar="I", help="layouts by their place in the list")
     parser.add_argument(
-        "--set", choices=SETS, default="cpu", help="the list; gpu: as many as are here; tiny: to see that it runs"
+        "--minutes", type=float, default=0.5, help="of measuring, for each number of processes"
     )
     parser.add_argument(
-        "--keep", nargs="+", choices=("calibration", "runs"), default=[],
+        "--only", nargs="+", type=int, metavar="I", help="layouts by their place in the list"
+    )
+    parser.add_argument(
+        "--set",
+        choices=SETS,
+        default="cpu",
+        help="the list; gpu: as many as are here; tiny: to see that it runs",
+    )
+    parser.add_argument(
+        "--keep",
+        nargs="+",
+        choices=("calibration", "runs"),
+        default=[],
         help="take these from the folder, as an earlier call left them",
     )
-    parser.add_argument("--fastest", action="store_true", help="compare with the fastest step: for a busy machine")
+    parser.add_argument(
+        "--fastest", action="store_true", help="compare with the fastest step: for a busy machine"
+    )
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,10 +249,15 @@ def main() -> None:
 
 def _as_json(row: Row) -> dict[str, Any]:
     return {
-        "model": row.layout.model, "layout": row.layout.name, "processes": row.layout.processes,
-        "predicted_s": row.predicted, "measured_s": row.measured, "slower": row.slower,
-        "steps_s": row.steps, "parts_s": row.parts,
-    }  # fmt: skip
+        "model": row.layout.model,
+        "layout": row.layout.name,
+        "processes": row.layout.processes,
+        "predicted_s": row.predicted,
+        "measured_s": row.measured,
+        "slower": row.slower,
+        "steps_s": row.steps,
+        "parts_s": row.parts,
+    }
 
 
 if __name__ == "__main__":

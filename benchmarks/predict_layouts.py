@@ -1,34 +1,47 @@
-"""The layouts of benchmarks/predict.py: small models, each in many layouts with the same number of tokens a step."""
+"""The layouts of benchmarks/predict.py: small models, each in many layouts with the same number of
+tokens a step.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 COMMON = (
-    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 --lr 1e-4 "
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 "
+    "--lr 1e-4 "
     "--clip-grad 1 --attention-dropout 0 --hidden-dropout 0"
-)  # fmt: skip
+)
 CALIBRATED = (
-    "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 384 --vocab-size 6143 --micro-batch-size 1"
+    "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 384 "
+    "--vocab-size 6143 --micro-batch-size 1"
 )
 """The model whose shapes calibration measures: none of those that are predicted."""
 MODELS = {
-    "wide": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8191 "
-            "--global-batch-size 4",
-    "deep": "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --vocab-size 4095 "
-            "--global-batch-size 8",
-    "gated": "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --seq-length 1024 "
-             "--ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm --disable-bias-linear "
-             "--position-embedding-type rope --untie-embeddings-and-output-weights --global-batch-size 4",
-    "124M": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50303 --bf16 "
-            "--global-batch-size 32",
-    "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 511 "
-            "--global-batch-size 2",
-}  # fmt: skip
+    "wide": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 "
+    "--vocab-size 8191 "
+    "--global-batch-size 4",
+    "deep": "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
+    "--vocab-size 4095 "
+    "--global-batch-size 8",
+    "gated": "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 "
+    "--seq-length 1024 "
+    "--ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm "
+    "--disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --global-batch-size 4",
+    "124M": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+    "--vocab-size 50303 --bf16 "
+    "--global-batch-size 32",
+    "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size "
+    "511 "
+    "--global-batch-size 2",
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One command line of pretrain_gpt.py: a model of MODELS on so many processes with these flags."""
+    """One command line of pretrain_gpt.py: a model of MODELS on so many processes with these
+    flags.
+    """
 
     name: str
     model: str
@@ -38,7 +51,9 @@ class Layout:
     @property
     def slug(self) -> str:
         """For file names."""
-        return "".join(c if c.isalnum() else "-" for c in f"{self.model}-{self.processes}-{self.name}")
+        return "".join(
+            c if c.isalnum() else "-" for c in f"{self.model}-{self.processes}-{self.name}"
+        )
 
     @property
     def arguments(self) -> list[str]:
@@ -47,7 +62,11 @@ class Layout:
 
 
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_SP, _ZB, _CHUNKS = "--sequence-parallel", "--enable-zbh1-pipeline", "--num-layers-per-virtual-pipeline-stage"
+_SP, _ZB, _CHUNKS = (
+    "--sequence-parallel",
+    "--enable-zbh1-pipeline",
+    "--num-layers-per-virtual-pipeline-stage",
+)
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp_act"
 _MBS = "--micro-batch-size"
@@ -84,7 +103,8 @@ LAYOUTS = [
 ]
 
 GPU_CALIBRATED = (
-    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32767 "
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size "
+    "32767 "
     "--micro-batch-size 4 --bf16"
 )
 GPU_LAYOUTS = [

@@ -1,24 +1,29 @@
-"""MB/s of text to token files: the bare tokenizer libraries, our tool, and a stand-in for per-document tools; memory.
+"""MB/s of text to token files: the bare tokenizer libraries, our tool, and a stand-in for
+per-document tools; memory.
 
     python benchmarks/preprocessing.py [--megabytes 48] [--repeat 3] [--tokenizers gpt2 hf sentencepiece tiktoken]
 
-Every row is measured in this run, on the same text in the same batches; the sides take turns, the table has medians.
+Every row is measured in this run, on the same text in the same batches; the sides take turns, the
+table has medians.
 
-- bare: the library's own batch call on texts that are in memory already (tokenizers: encode_batch_fast; tiktoken:
-  encode_to_numpy; SentencePiece: encode_as_numpy where it is, else encode), its results thrown away. With two cores
-  both as two threads of one process and as two processes.
-- ours: `preprocess`, from JSON lines on disk to .bin/.idx on disk. "all" is the whole call with the start of its
-  workers; "steady" is the rate between the first and the last block, what a long run has.
-  "per second of a core" counts the seconds that the process worked, not those it waited: the figure to look at where
-  other programs use the machine.
-- stand-in: what Megatron's tool does, written anew and not that program: a multiprocessing pool maps lines to lists of
-  ids, one tokenizer call per document (of the same Rust library, where Megatron's GPT2BPETokenizer is Python), in
-  chunks of 32; the parent turns each list into an array and writes it.
+- bare: the library's own batch call on texts that are in memory already (tokenizers:
+  encode_batch_fast; tiktoken: encode_to_numpy; SentencePiece: encode_as_numpy where it is, else
+  encode), its results thrown away. With two cores both as two threads of one process and as two
+  processes.
+- ours: `preprocess`, from JSON lines on disk to .bin/.idx on disk. "all" is the whole call with the
+  start of its workers; "steady" is the rate between the first and the last block, what a long run
+  has. "per second of a core" counts the seconds that the process worked, not those it waited: the
+  figure to look at where other programs use the machine.
+- stand-in: what Megatron's tool does, written anew and not that program: a multiprocessing pool
+  maps lines to lists of ids, one tokenizer call per document (of the same Rust library, where
+  Megatron's GPT2BPETokenizer is Python), in chunks of 32; the parent turns each list into an array
+  and writes it.
 
-Expected: ours/bare >= 0.85 steady, with as many processes as cores. Reading and parsing cost about 2 ms per MB of text,
-passing blocks on and writing another 2 to 3, turning ids into arrays 1 to 15, the tokenizers themselves 50 to 270. The
-start, about 0.7 s, shows in "all" at these sizes. Peak memory is the same for 8 times the input.
-Needs gpt2-vocab.json and gpt2-merges.txt in $MEGATRON_TEST_DATA (default ../shared/data).
+Expected: ours/bare >= 0.85 steady, with as many processes as cores. Reading and parsing cost about
+2 ms per MB of text, passing blocks on and writing another 2 to 3, turning ids into arrays 1 to 15,
+the tokenizers themselves 50 to 270. The start, about 0.7 s, shows in "all" at these sizes. Peak
+memory is the same for 8 times the input. Needs gpt2-vocab.json and gpt2-merges.txt in
+$MEGATRON_TEST_DATA (default ../shared/data).
 """
 
 from __future__ import annotations
@@ -58,7 +63,11 @@ Batch = Callable[[list[str]], Any]
 def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     """Arguments of build_tokenizer for each name, with the files they need made in `folder`."""
     vocab, merges = DATA / "gpt2-vocab.json", DATA / "gpt2-merges.txt"
-    gpt2: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
+    gpt2: dict[str, Any] = {
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": str(vocab),
+        "merge_file": str(merges),
+    }
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         path = folder / f"{name}.model"
@@ -71,11 +80,21 @@ def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dic
             found[name] = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
         elif name == "sentencepiece":
             train_vocabulary([corpus], path, vocab_size=4096)
-            found[name] = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(path)}
+            found[name] = {
+                "tokenizer_type": "GPTSentencePieceTokenizer",
+                "tokenizer_model": str(path),
+            }
         else:
             letters = byte_letters()
-            ranks = {piece: i for piece, i in json.loads(vocab.read_text()).items() if piece != "<|endoftext|>"}
-            lines = (f"{base64.b64encode(bytes(letters[c] for c in p)).decode()} {i}\n" for p, i in ranks.items())
+            ranks = {
+                piece: i
+                for piece, i in json.loads(vocab.read_text()).items()
+                if piece != "<|endoftext|>"
+            }
+            lines = (
+                f"{base64.b64encode(bytes(letters[c] for c in p)).decode()} {i}\n"
+                for p, i in ranks.items()
+            )
             path.write_text("".join(lines))
             found[name] = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(path)}
     return found
@@ -113,27 +132,39 @@ def time_batches(encode: Batch, batches: list[list[str]]) -> tuple[float, float,
     return started, time.perf_counter(), time.process_time() - worked
 
 
-def bare_process(arguments: dict[str, Any], corpus: str, part: int, parts: int, barrier: Any, results: Any) -> None:
+def bare_process(
+    arguments: dict[str, Any], corpus: str, part: int, parts: int, barrier: Any, results: Any
+) -> None:
     encode, batches = bare_batch(arguments, 1), batches_of(Path(corpus))[part::parts]
     barrier.wait()
     results.put(time_batches(encode, batches))
 
 
-def bare_threads_process(arguments: dict[str, Any], corpus: str, threads: int, results: Any) -> None:
+def bare_threads_process(
+    arguments: dict[str, Any], corpus: str, threads: int, results: Any
+) -> None:
     results.put(time_batches(bare_batch(arguments, threads), batches_of(Path(corpus))))
 
 
-def bare_rate(arguments: dict[str, Any], corpus: Path, megabytes: float, processes: int, threads: int) -> list[float]:
-    """MB/s of the bare library, and MB per second of a core. In fresh processes: a library keeps the threads it started
-    with."""
+def bare_rate(
+    arguments: dict[str, Any], corpus: Path, megabytes: float, processes: int, threads: int
+) -> list[float]:
+    """MB/s of the bare library, and MB per second of a core. In fresh processes: a library keeps
+    the threads it started with."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     if threads > 1:
-        workers = [context.Process(target=bare_threads_process, args=(arguments, str(corpus), threads, results))]
+        workers = [
+            context.Process(
+                target=bare_threads_process, args=(arguments, str(corpus), threads, results)
+            )
+        ]
     else:
         barrier = context.Barrier(processes)
         workers = [
-            context.Process(target=bare_process, args=(arguments, str(corpus), i, processes, barrier, results))
+            context.Process(
+                target=bare_process, args=(arguments, str(corpus), i, processes, barrier, results)
+            )
             for i in range(processes)
         ]
     for worker in workers:
@@ -145,8 +176,12 @@ def bare_rate(arguments: dict[str, Any], corpus: Path, megabytes: float, process
     return [megabytes / seconds, megabytes / sum(worked for _, _, worked in times)]
 
 
-def our_rates(arguments: dict[str, Any], corpus: Path, megabytes: float, workers: int) -> list[float]:
-    """MB/s of text of the whole call, between the first and the last block, and there per second of this core."""
+def our_rates(
+    arguments: dict[str, Any], corpus: Path, megabytes: float, workers: int
+) -> list[float]:
+    """MB/s of text of the whole call, between the first and the last block, and there per second of
+    this core.
+    """
     seen: list[tuple[float, int, float]] = []
 
     def note(totals: Totals) -> None:
@@ -155,10 +190,13 @@ def our_rates(arguments: dict[str, Any], corpus: Path, megabytes: float, workers
     with tempfile.TemporaryDirectory(dir=corpus.parent) as folder:
         options = PreprocessOptions(tokenizer=arguments, append_eod=True)
         started = time.perf_counter()
-        preprocess([corpus], f"{folder}/o", options, workers=workers, listeners=Listeners(on_progress=note))
+        preprocess(
+            [corpus], f"{folder}/o", options, workers=workers, listeners=Listeners(on_progress=note)
+        )
         seconds = time.perf_counter() - started
     text = megabytes * 1e6 / seen[-1][1]  # text per byte of JSON
-    # With several workers the first blocks come almost together: the steady part begins after one of each.
+    # With several workers the first blocks come almost together: the steady part begins after one
+    # of each.
     first, last = seen[workers - 1], seen[-1]
     steady = (last[1] - first[1]) * text / 1e6
     return [megabytes / seconds, steady / (last[0] - first[0]), steady / (last[2] - first[2])]
@@ -203,8 +241,16 @@ def stand_in_rate(arguments: dict[str, Any], corpus: Path, megabytes: float, wor
 
 def peaks(arguments: dict[str, Any], corpus: Path, workers: int) -> tuple[float, float]:
     """Peak resident MB of the tool's process and of the largest of its workers."""
-    flags = [word for key, value in arguments.items() for word in (f"--{key.replace('_', '-')}", value)]
-    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", str(corpus), *flags]
+    flags = [
+        word for key, value in arguments.items() for word in (f"--{key.replace('_', '-')}", value)
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/preprocess_data.py"),
+        "--input",
+        str(corpus),
+        *flags,
+    ]
     command += ["--workers", str(workers), "--output-prefix", str(corpus.parent / "memory")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     highest: dict[int, float] = {}
@@ -243,7 +289,9 @@ def make_corpus(folder: Path, megabytes: float) -> tuple[Path, float]:
     return corpus, times * size / 1e6
 
 
-def compare(name: str, arguments: dict[str, Any], corpus: Path, megabytes: float, repeat: int) -> None:
+def compare(
+    name: str, arguments: dict[str, Any], corpus: Path, megabytes: float, repeat: int
+) -> None:
     rows: dict[str, list[float]] = {}
     for _ in range(repeat):
         for processes, threads, labels in (
@@ -254,11 +302,17 @@ def compare(name: str, arguments: dict[str, Any], corpus: Path, megabytes: float
             rates = bare_rate(arguments, corpus, megabytes, processes, threads)
             for label, rate in zip(labels, rates, strict=False):
                 rows.setdefault(label, []).append(rate)
-        rows.setdefault("stand-in, 2 processes", []).append(stand_in_rate(arguments, corpus, megabytes, 2))
+        rows.setdefault("stand-in, 2 processes", []).append(
+            stand_in_rate(arguments, corpus, megabytes, 2)
+        )
         for workers in (1, 2):
-            labels = [f"ours, {workers} worker(s), {what}" for what in ("all", "steady", "per second of a core")]
+            labels = [
+                f"ours, {workers} worker(s), {what}"
+                for what in ("all", "steady", "per second of a core")
+            ]
             rates = our_rates(arguments, corpus, megabytes, workers)
-            for label, rate in zip(labels[: 4 - workers], rates, strict=False):  # workers' cores are not ours
+            # workers' cores are not ours
+            for label, rate in zip(labels[: 4 - workers], rates, strict=False):
                 rows.setdefault(label, []).append(rate)
     medians = {label: statistics.median(rates) for label, rates in rows.items()}
     print(f"{name}: {arguments['tokenizer_type']}")
@@ -277,17 +331,29 @@ def compare(name: str, arguments: dict[str, Any], corpus: Path, megabytes: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=48, help="MB of text for the rates (default 48)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=48, help="MB of text for the rates (default 48)"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs per row (default 3)")
     names = ("gpt2", "hf", "sentencepiece", "tiktoken")
     parser.add_argument("--tokenizers", nargs="*", default=list(names), choices=names)
-    parser.add_argument("--memory-megabytes", type=float, default=16, help="the smaller input for memory; 0: leave out")
+    parser.add_argument(
+        "--memory-megabytes",
+        type=float,
+        default=16,
+        help="the smaller input for memory; 0: leave out",
+    )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="preprocessing-"))
     try:
         corpus, megabytes = make_corpus(folder, args.megabytes)
-        print(f"{megabytes:.1f} MB of text, {corpus.stat().st_size / 1e6:.1f} MB of JSON lines", flush=True)
+        print(
+            f"{megabytes:.1f} MB of text, {corpus.stat().st_size / 1e6:.1f} MB of JSON lines",
+            flush=True,
+        )
         arguments = tokenizers_of(args.tokenizers, folder, folder / "once.jsonl")
         for name in args.tokenizers:
             compare(name, arguments[name], corpus, megabytes, args.repeat)
@@ -298,7 +364,11 @@ def main() -> None:
                 corpus, megabytes = make_corpus(folder, times * args.memory_megabytes)
                 for workers in (1, 2):
                     parent, worker = peaks(arguments[name], corpus, workers)
-                    print(f"  {megabytes:6.1f} MB of text, {workers} worker(s): {parent:.0f}, {worker:.0f}", flush=True)
+                    print(
+                        f"  {megabytes:6.1f} MB of text, {workers} worker(s): {parent:.0f}, "
+                        f"{worker:.0f}",
+                        flush=True,
+                    )
     finally:
         shutil.rmtree(folder)
 

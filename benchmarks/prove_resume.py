@@ -1,17 +1,22 @@
-"""Proof that a run which was killed and resumed is the run that was never killed; `make prove ONLY=kills` calls this.
+"""Proof that a run which was killed and resumed is the run that was never killed;
+`make prove ONLY=kills` calls this.
 
     python benchmarks/prove_resume.py [--folder DIR] [--iterations 24] [--seed N]
 
-A small GPT learns real text with dropout, validation and asynchronous saves in between. For each layout and precision
-it is trained twice: once undisturbed, and once killed with SIGKILL, all ranks after the same step, which is chosen by a
-seed. From a copy of what the kill left, the run is then resumed on the same layout and on others.
+A small GPT learns real text with dropout, validation and asynchronous saves in between. For each
+layout and precision it is trained twice: once undisturbed, and once killed with SIGKILL, all ranks
+after the same step, which is chosen by a seed. From a copy of what the kill left, the run is then
+resumed on the same layout and on others.
 
-same layout    every loss, gradient norm, validation loss, weight, master weight and moment, to the bit
-other layout   the same samples by the ledger; losses and tensors within the rounding of another order of sums, whose
-               bounds are below, beside their argument; where the sums are those of the first layout, to the bit
+same layout    every loss, gradient norm, validation loss, weight, master weight and moment, to the
+               bit
+other layout   the same samples by the ledger; losses and tensors within the rounding of another
+               order of sums, whose bounds are below, beside their argument; where the sums are
+               those of the first layout, to the bit
 
 Prints a row for each resumption and a line of figures; the exit code is 1 when any of them differs.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,13 +36,15 @@ from benchmarks.faults.corpus import make_corpus  # noqa: E402
 from benchmarks.faults.job import TINY, run_job, run_well  # noqa: E402
 from tests.helpers.fault_points import strike  # noqa: E402
 
-# Another layout sums the same terms in another order. fp32: an ulp is 6e-8, and Adam with an epsilon of 1e-3 passes on
-# relative differences without magnifying them, so some dozens of steps stay some ulps apart; a wrong sample, mask or
-# moment moves a loss by 1e-3 and more. bf16: activations and working weights are rounded to 2^-9 = 2e-3 relative; a
-# sum of another order may fall to the neighbour, in a few places of many, which average out in the loss.
+# Another layout sums the same terms in another order. fp32: an ulp is 6e-8, and Adam with an
+# epsilon of 1e-3 passes on relative differences without magnifying them, so some dozens of steps
+# stay some ulps apart; a wrong sample, mask or moment moves a loss by 1e-3 and more. bf16:
+# activations and working weights are rounded to 2^-9 = 2e-3 relative; a sum of another order may
+# fall to the neighbour, in a few places of many, which average out in the loss.
 LOSS = {"fp32": 2e-6, "bf16": 2e-3}
-# Norm of a tensor's difference over its norm. A moment is a mean of gradients, each a sum of terms of both signs that
-# is some 10 to 100 times smaller than they are, so its rounding is that much larger than that of a loss.
+# Norm of a tensor's difference over its norm. A moment is a mean of gradients, each a sum of terms
+# of both signs that is some 10 to 100 times smaller than they are, so its rounding is that much
+# larger than that of a loss.
 TENSOR = {"fp32": 1e-4, "bf16": 5e-2}
 SAVE_INTERVAL, EVAL_INTERVAL = 4, 5
 
@@ -56,9 +63,13 @@ DATA = Layout("DP2", 2)
 TENSOR2 = Layout("TP2", 2, ("--tensor-model-parallel-size", "2"))
 PIPELINE = Layout("PP2", 2, ("--pipeline-model-parallel-size", "2"))
 INTERLEAVED = Layout(
-    "PP2 interleaved", 2, ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+    "PP2 interleaved",
+    2,
+    ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
 )
-ZERO_BUBBLE = Layout("PP2 zero-bubble", 2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline"))
+ZERO_BUBBLE = Layout(
+    "PP2 zero-bubble", 2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline")
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,8 @@ class Case:
     resumed: tuple[Layout, ...]
     asynchronous: bool = False
     flags: tuple[str, ...] = ()
-    alike: tuple[Layout, ...] = ()  # those of `resumed` that add up what `killed` does in the same order
+    # those of `resumed` that add up what `killed` does in the same order
+    alike: tuple[Layout, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
@@ -88,7 +100,8 @@ class Case:
         return f"{self.dtype}, {'asynchronous' if self.asynchronous else 'synchronous'} saves"
 
 
-# A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only the other masks.
+# A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only
+# the other masks.
 NO_HEAD_MASKS = ("--attention-dropout", "0")
 CASES = (
     Case("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
@@ -97,6 +110,8 @@ CASES = (
     Case("bf16", ONE, (ONE, DATA), asynchronous=True),
     Case("bf16", TENSOR2, (TENSOR2, PIPELINE), flags=NO_HEAD_MASKS),
 )
+
+
 @dataclass(frozen=True)
 class Row:
     """One resumption: what was compared and whether it held."""
@@ -112,23 +127,48 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         same = self.resumed in self.case.exact
         return (
-            self.case.name, self.case.killed.name, str(self.killed_in), self.resumed.name, str(self.resumed_from),
+            self.case.name,
+            self.case.killed.name,
+            str(self.killed_in),
+            self.resumed.name,
+            str(self.resumed_from),
             "bit-identical" if same and not self.faults else f"{self.loss_difference:.1e}",
             "bit-identical" if same and not self.faults else f"{self.tensor_difference:.1e}",
             "; ".join(self.faults) or "ok",
-        )  # fmt: skip
+        )
 
 
-HEAD = ("run", "killed on", "after step", "resumed on", "from", "losses differ by", "tensors differ by", "result")
+HEAD = (
+    "run",
+    "killed on",
+    "after step",
+    "resumed on",
+    "from",
+    "losses differ by",
+    "tensors differ by",
+    "result",
+)
 
 
 def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int) -> Iterator[Row]:
     """Train undisturbed, kill after `step`, resume and compare."""
     whole, killed = folder / "whole", folder / "killed"
     common = [
-        *case.arguments, *data, "--train-iters", str(iterations), "--lr-decay-style", "cosine", "--min-lr", "1e-3",
-        "--save-interval", str(SAVE_INTERVAL), "--eval-interval", str(EVAL_INTERVAL), "--eval-iters", "1",
-    ]  # fmt: skip
+        *case.arguments,
+        *data,
+        "--train-iters",
+        str(iterations),
+        "--lr-decay-style",
+        "cosine",
+        "--min-lr",
+        "1e-3",
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--eval-interval",
+        str(EVAL_INTERVAL),
+        "--eval-iters",
+        "1",
+    ]
     ranks, there = case.killed.ranks, [*common, *case.killed.flags]
     run_well(ranks, [*there, "--save", str(whole)], folder / "logs_whole")
     arms = {rank: [(strike, "megatron.run.step", step, "kill")] for rank in range(ranks)}
@@ -143,12 +183,18 @@ def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int)
 
 
 def steps_to_kill(case: Case, iterations: int) -> range:
-    """After each of these there is a checkpoint: one in the background is complete when the next one is due."""
+    """After each of these there is a checkpoint: one in the background is complete when the next
+    one is due.
+    """
     return range(SAVE_INTERVAL * (2 if case.asynchronous else 1) + 1, iterations - 1)
 
 
-def compare(case: Case, layout: Layout, whole: Path, resumed: Path, killed_in: int, iterations: int) -> Row:
-    """The undisturbed run against the one that was killed after `killed_in` finished steps and resumed."""
+def compare(
+    case: Case, layout: Layout, whole: Path, resumed: Path, killed_in: int, iterations: int
+) -> Row:
+    """The undisturbed run against the one that was killed after `killed_in` finished steps and
+    resumed.
+    """
     reference, found = dict(history.steps(whole)), history.steps(resumed)
     # The second record of "start" is that of the resumption.
     resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]
@@ -182,37 +228,61 @@ def compare(case: Case, layout: Layout, whole: Path, resumed: Path, killed_in: i
             faults.append("the counters differ")
     elif max(losses, evaluations) > LOSS[case.dtype] or tensors > TENSOR[case.dtype]:
         faults.append(f"beyond rounding ({LOSS[case.dtype]:.0e}, {TENSOR[case.dtype]:.0e})")
-    return Row(case, layout, killed_in, resumed_from, max(losses, evaluations), tensors, tuple(faults))
+    return Row(
+        case, layout, killed_in, resumed_from, max(losses, evaluations), tensors, tuple(faults)
+    )
 
 
 def validations(folder: Path) -> list[tuple[int, history.Step]]:
     """The validation losses inside the loop, as steps."""
     found = history.records(folder, "validation")
-    return [(r["iteration"], (r["lm_loss"], None, r["samples"])) for r in found if r["dataset"] == "valid"]
+    return [
+        (r["iteration"], (r["lm_loss"], None, r["samples"]))
+        for r in found
+        if r["dataset"] == "valid"
+    ]
 
 
 def show(rows: list[tuple[str, ...]]) -> str:
     """Columns of text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary one otherwise")
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are kept; a temporary one otherwise"
+    )
     parser.add_argument("--iterations", type=int, default=24, help="steps of each run")
-    parser.add_argument("--seed", type=int, default=None, help="of the steps that are killed; printed, default: random")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the steps that are killed; printed, default: random",
+    )
     options = parser.parse_args()
     if options.iterations < 2 * SAVE_INTERVAL + 3:
-        parser.error(f"--iterations {options.iterations}: at least {2 * SAVE_INTERVAL + 3}, so that a save comes first")
+        parser.error(
+            f"--iterations {options.iterations}: at least {2 * SAVE_INTERVAL + 3}, so that a save "
+            "comes first"
+        )
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    print(f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True)
+    print(
+        f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True
+    )
     chance, rows = random.Random(seed), list[Row]()
     with tempfile.TemporaryDirectory(prefix="prove_resume_") as temporary:
         folder = options.folder or Path(temporary)
         data = make_corpus(folder / "data")
         for number, case in enumerate(CASES):
-            place, step = folder / f"case_{number}", chance.choice(steps_to_kill(case, options.iterations))
+            place, step = (
+                folder / f"case_{number}",
+                chance.choice(steps_to_kill(case, options.iterations)),
+            )
             shutil.rmtree(place, ignore_errors=True)
             for row in prove(case, place, data, options.iterations, step):
                 print("  ".join(row.cells()), flush=True)

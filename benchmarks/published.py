@@ -2,11 +2,12 @@
 
     python benchmarks/published.py [--markdown] [--effects] [--update docs/planning.md]
 
-Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published layouts, by the figures
-of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was chosen by these results. Bounds have every
-figure at its slow or its fast end at once; "+-" takes them as independent. docs/planning.md discusses the tables;
---update writes them there anew.
+Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
+layouts, by the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
+chosen by these results. Bounds have every figure at its slow or its fast end at once; "+-" takes
+them as independent. docs/planning.md discusses the tables; --update writes them there anew.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,18 +24,25 @@ from megatron.planner.table import Table, print_table
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Predictions of the time model beside published results on MI250X and on DGX H100."
+        description="Predictions of the time model beside published results on MI250X and on DGX "
+        "H100."
     )
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
-    parser.add_argument("--effects", action="store_true", help="for each prediction, which figures move it")
-    parser.add_argument("--update", metavar="FILE", type=Path, help="write the tables into this document instead")
+    parser.add_argument(
+        "--effects", action="store_true", help="for each prediction, which figures move it"
+    )
+    parser.add_argument(
+        "--update", metavar="FILE", type=Path, help="write the tables into this document instead"
+    )
     args = parser.parse_args(argv)
     frontier, lumi, h100 = (load_cluster(name) for name in ("frontier", "lumi", "dgx-h100"))
     on_frontier = published.rows(published.frontier_comparisons(), frontier)
     on_lumi = published.rows(published.mi250x_comparisons(), lumi)
     on_h100 = published.rows(published.h100_comparisons(), h100)
     tables = {
-        "frontier": published.comparison_table("Frontier: Dash et al., arXiv 2312.12705", on_frontier),
+        "frontier": published.comparison_table(
+            "Frontier: Dash et al., arXiv 2312.12705", on_frontier
+        ),
         "frontier-effects": published.effect_table(on_frontier[1]),
         "asked": published.implied_table(frontier),
         "changes": published.change_table(frontier),
@@ -47,7 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.update:
         args.update.write_text(updated(args.update.read_text(), tables))
         return 0
-    more = [published.effect_table(row) for row in (*on_frontier, *on_lumi, *on_h100)] if args.effects else []
+    more = (
+        [published.effect_table(row) for row in (*on_frontier, *on_lumi, *on_h100)]
+        if args.effects
+        else []
+    )
     for table in (*tables.values(), *more):
         if args.markdown:
             print(f"{table.title}\n\n{table.markdown()}\n")

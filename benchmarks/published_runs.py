@@ -1,9 +1,11 @@
-"""Published runs of other codes on DGX H100 and MI250X nodes, with their whole layouts: a check that no figure was
-chosen for.
+"""Published runs of other codes on DGX H100 and MI250X nodes, with their whole layouts: a check
+that no figure was chosen for.
 
-Each is written as flags of pretrain_gpt.py, so that the time model reads it as it reads any other run. What cannot be
-said by flags, because this code does not do it or the source does not tell, is in `unlike`.
+Each is written as flags of pretrain_gpt.py, so that the time model reads it as it reads any other
+run. What cannot be said by flags, because this code does not do it or the source does not tell, is
+in `unlike`.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,33 +17,45 @@ _LLAMA = "arXiv 2407.21783, section 3.3.2 and table 4"
 
 _COMMON = "--bf16 --use-flash-attn --sequence-parallel --zero-stage 1"
 _GPT3_175B = (
-    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
-    "--vocab-size 51200 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 "
+    "--vocab-size 51200 --micro-batch-size 1 --tensor-model-parallel-size 4 "
+    "--pipeline-model-parallel-size 8 "
     f"--num-layers-per-virtual-pipeline-stage 1 --tp-comm-overlap {_COMMON}"
 )
 _NEMOTRON_4 = (
-    "--group-query-attention --num-query-groups 8 --squared-relu --disable-bias-linear --apply-layernorm-1p "
-    "--position-embedding-type rope --rotary-percent 0.5 --untie-embeddings-and-output-weights --attention-dropout 0 "
-    f"--hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 256000 {_COMMON}"
+    "--group-query-attention --num-query-groups 8 --squared-relu --disable-bias-linear "
+    "--apply-layernorm-1p "
+    "--position-embedding-type rope --rotary-percent 0.5 --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 "
+    "--hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 256000 "
+    f"{_COMMON}"
 )
 _NEMOTRON_15B = (
-    "--num-layers 32 --hidden-size 6144 --num-attention-heads 48 --micro-batch-size 4 --tensor-model-parallel-size 4 "
+    "--num-layers 32 --hidden-size 6144 --num-attention-heads 48 --micro-batch-size 4 "
+    "--tensor-model-parallel-size 4 "
     f"--tp-comm-overlap {_NEMOTRON_4}"
 )
 _NEMOTRON_340B = (
-    "--num-layers 96 --hidden-size 18432 --num-attention-heads 96 --micro-batch-size 1 --tensor-model-parallel-size 8 "
+    "--num-layers 96 --hidden-size 18432 --num-attention-heads 96 --micro-batch-size 1 "
+    "--tensor-model-parallel-size 8 "
     "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 1 --tp-comm-overlap "
     f"--recompute-granularity selective {_NEMOTRON_4}"
 )
 _LLAMA_405B = (
-    "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --group-query-attention --num-query-groups 8 "
-    "--ffn-hidden-size 53248 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --seq-length 8192 "
-    "--max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 --tensor-model-parallel-size 8 "
+    "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --group-query-attention "
+    "--num-query-groups 8 "
+    "--ffn-hidden-size 53248 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --seq-length "
+    "8192 "
+    "--max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 "
+    "--tensor-model-parallel-size 8 "
     f"--pipeline-model-parallel-size 16 {_COMMON}"
 )
-# They interleave chunks of one layer, with nothing but the embedding in the first and the output layer in the last: 8
-# chunks on a rank. Here each chunk has a layer or more: 4 chunks of two, with one layer in the first and in the last.
+# They interleave chunks of one layer, with nothing but the embedding in the first and the output
+# layer in the last: 8 chunks on a rank. Here each chunk has a layer or more: 4 chunks of two, with
+# one layer in the first and in the last.
 _LLAMA_CHUNKS = "--pipeline-layout 1," + "2," * 62 + "1"
 _LLAMA_PARAMETERS = 405e9
 _LLAMA_TOKENS = 2048 * 8192
@@ -49,7 +63,9 @@ _LLAMA_TOKENS = 2048 * 8192
 
 @dataclass(frozen=True)
 class Run:
-    """seconds of a step, in the layout that `flags` say; `source` has it, `unlike` what of the run they do not say."""
+    """seconds of a step, in the layout that `flags` say; `source` has it, `unlike` what of the run
+    they do not say.
+    """
 
     name: str
     devices: int
@@ -64,18 +80,28 @@ class Run:
 
 
 def _llama(devices: int, tflops: float) -> Run:
-    """They publish TFLOP/s: turned into seconds by 6 FLOPs per parameter and token, attention's scores not counted."""
+    """They publish TFLOP/s: turned into seconds by 6 FLOPs per parameter and token, attention's
+    scores not counted.
+    """
     seconds = 6 * _LLAMA_PARAMETERS * _LLAMA_TOKENS / (devices * tflops * 1e12)
     return Run(
-        "Llama 3 405B", devices, f"{_LLAMA_405B} {_LLAMA_CHUNKS} --global-batch-size 2048", seconds, _LLAMA,
+        "Llama 3 405B",
+        devices,
+        f"{_LLAMA_405B} {_LLAMA_CHUNKS} --global-batch-size 2048",
+        seconds,
+        _LLAMA,
         "8 chunks, FSDP instead of ZeRO-1, RoCE of another machine",
     )
 
 
 def _nemotron(size: str, devices: int, batch: int, seconds: float, flags: str, unlike: str) -> Run:
     return Run(
-        f"Nemotron-4 {size}", devices, f"{flags} --global-batch-size {batch}", seconds,
-        _NEMOTRON.format(size.lower(), size.lower()), unlike,
+        f"Nemotron-4 {size}",
+        devices,
+        f"{flags} --global-batch-size {batch}",
+        seconds,
+        _NEMOTRON.format(size.lower(), size.lower()),
+        unlike,
     )
 
 
@@ -94,12 +120,13 @@ RUNS: tuple[Run, ...] = (
     _llama(16384, 400),
 )
 
-# -- MI250X, all on LUMI -----------------------------------------------------------------------------------------------
+# -- MI250X, all on LUMI ---------------------------------------------------------------------------
 
 _TURKU = "github.com/spyysalo/lumi-llm-scaling, 2023"
 PLAIN_ORDER = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 _UNFUSED = (
-    f"{PLAIN_ORDER} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 --attention-backend unfused "
+    f"{PLAIN_ORDER} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 "
+    "--attention-backend unfused "
     "--recompute-granularity full"
 )
 _ALIBI = f"--micro-batch-size 2 --bf16 --zero-stage 0 --position-embedding-type alibi {_UNFUSED}"
@@ -108,7 +135,13 @@ _BLOCKING = "embedding norm; messages between stages that block"
 
 
 def _turku(
-    name: str, folder: str, devices: int, batch: int, seconds: float, flags: str, unlike: str = _BLOCKING
+    name: str,
+    folder: str,
+    devices: int,
+    batch: int,
+    seconds: float,
+    flags: str,
+    unlike: str = _BLOCKING,
 ) -> Run:
     flags = f"{flags} --global-batch-size {batch}"
     return Run(name, devices, flags, seconds, f"{_TURKU}: {folder}", unlike)
@@ -116,7 +149,8 @@ def _turku(
 
 def _175b(nodes: int, seconds: float) -> Run:
     flags = (
-        "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --tensor-model-parallel-size 8 "
+        "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 "
+        "--tensor-model-parallel-size 8 "
         f"--pipeline-model-parallel-size 8 {_ALIBI}"
     )
     folder = f"meg-ds/experiments/175B-scaling-comms/{nodes}-node.out"
@@ -126,36 +160,91 @@ def _175b(nodes: int, seconds: float) -> Run:
 def _llama_2(devices: int, tokens_per_s: float) -> Run:
     """The speed that a regression test of the machine expects, in tokens a second of a GCD."""
     flags = (
-        f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --vocab-size 32000 "
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+        "--vocab-size 32000 "
         f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
-        f"--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 2 "
-        f"--tensor-model-parallel-size 2 --sequence-parallel --no-async-tensor-model-parallel-allreduce "
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 "
+        "--micro-batch-size 2 "
+        "--tensor-model-parallel-size 2 --sequence-parallel "
+        "--no-async-tensor-model-parallel-allreduce "
         f"--no-gradient-accumulation-fusion --zero-stage 1 {PLAIN_ORDER} --seq-length 4096 "
         f"--max-position-embeddings 4096 --global-batch-size 256"
     )
     source = "github.com/Lumi-supercomputer/lumi-reframe-tests, checks/apps/megatron-lm, 2025"
-    return Run("Llama 2 7B, 2025, ROCm 6.2", devices, flags, 256 * 4096 / (devices * tokens_per_s), source,
-               "products tuned at the start")  # fmt: skip
+    return Run(
+        "Llama 2 7B, 2025, ROCm 6.2",
+        devices,
+        flags,
+        256 * 4096 / (devices * tokens_per_s),
+        source,
+        "products tuned at the start",
+    )
 
 
 MI250X_RUNS: tuple[Run, ...] = (
-    _llama_2(16, 1950), _llama_2(64, 1880), _llama_2(128, 1820),
-    _turku("7B, 2023, ROCm 5.2", "meg-ds/README.md", 32, 2048, 2048 / 19.4,
-           f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 2 {_ALIBI}"),
-    _turku("33B, 2023, ROCm 5.2", "meg-ds/README.md", 64, 1024, 1024 / 8.4,
-           f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}"),
-    _turku("33B, 2023, ROCm 5.5", "meg-ds-sing/README.md", 64, 1024, 1024 / 7.5,
-           f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}"),
-    _turku("65B, 2023, ROCm 5.2", "meg-ds/README.md", 64, 1024, 1024 / 4.0,
-           "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size 2 "
-           f"--pipeline-model-parallel-size 8 {_ALIBI}"),
-    _175b(16, 346.67), _175b(64, 97.50), _175b(256, 36.07),
-    _turku("6.7B, GPT-NeoX, 2023, ROCm 5.2", "gpt-neox/README.md, 6-7B.yml", 8, 128, 128 / 4.6,
-           "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --fp16 --micro-batch-size 4 --zero-stage 1 "
-           "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
-           f"--attention-dropout 0 --no-bias-gelu-fusion {_UNFUSED}", "activations divided over ranks"),
-    _turku("33B, Megatron-LM, 2023", "bc-meg-lm/README.md", 64, 1024, 1024 * 2048 / (64 * 182.8),
-           f"{_33B} --group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4 --bf16 "
-           "--pipeline-model-parallel-size 4 --sequence-parallel --micro-batch-size 2 --zero-stage 0 "
-           f"--no-gradient-accumulation-fusion {_UNFUSED}", "one head of keys for all ranks"),
-)  # fmt: skip
+    _llama_2(16, 1950),
+    _llama_2(64, 1880),
+    _llama_2(128, 1820),
+    _turku(
+        "7B, 2023, ROCm 5.2",
+        "meg-ds/README.md",
+        32,
+        2048,
+        2048 / 19.4,
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+        f"--pipeline-model-parallel-size 2 {_ALIBI}",
+    ),
+    _turku(
+        "33B, 2023, ROCm 5.2",
+        "meg-ds/README.md",
+        64,
+        1024,
+        1024 / 8.4,
+        f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}",
+    ),
+    _turku(
+        "33B, 2023, ROCm 5.5",
+        "meg-ds-sing/README.md",
+        64,
+        1024,
+        1024 / 7.5,
+        f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}",
+    ),
+    _turku(
+        "65B, 2023, ROCm 5.2",
+        "meg-ds/README.md",
+        64,
+        1024,
+        1024 / 4.0,
+        "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size "
+        "2 "
+        f"--pipeline-model-parallel-size 8 {_ALIBI}",
+    ),
+    _175b(16, 346.67),
+    _175b(64, 97.50),
+    _175b(256, 36.07),
+    _turku(
+        "6.7B, GPT-NeoX, 2023, ROCm 5.2",
+        "gpt-neox/README.md, 6-7B.yml",
+        8,
+        128,
+        128 / 4.6,
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --fp16 --micro-batch-size 4 "
+        "--zero-stage 1 "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+        f"--attention-dropout 0 --no-bias-gelu-fusion {_UNFUSED}",
+        "activations divided over ranks",
+    ),
+    _turku(
+        "33B, Megatron-LM, 2023",
+        "bc-meg-lm/README.md",
+        64,
+        1024,
+        1024 * 2048 / (64 * 182.8),
+        f"{_33B} --group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4 "
+        "--bf16 "
+        "--pipeline-model-parallel-size 4 --sequence-parallel --micro-batch-size 2 --zero-stage 0 "
+        f"--no-gradient-accumulation-fusion {_UNFUSED}",
+        "one head of keys for all ranks",
+    ),
+)

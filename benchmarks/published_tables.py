@@ -1,8 +1,11 @@
-"""Predictions beside published results, one row for each: Frontier (Dash et al.), DGX H100 and MI250X (others' codes).
+"""Predictions beside published results, one row for each: Frontier (Dash et al.), DGX H100 and
+MI250X (others' codes).
 
-The time model predicts this code on the published layout. No figure of a machine's file is chosen by these results;
-each value has the bounds that follow from the ranges of the figures it rests on (`error_bars.py`).
+The time model predicts this code on the published layout. No figure of a machine's file is chosen
+by these results; each value has the bounds that follow from the ranges of the figures it rests on
+(`error_bars.py`).
 """
+
 from __future__ import annotations
 
 import functools
@@ -30,7 +33,9 @@ STRONG_MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published value; the command lines whose steps are predicted for it, and how it follows from their seconds."""
+    """A published value; the command lines whose steps are predicted for it, and how it follows
+    from their seconds.
+    """
 
     result: str
     layout: str
@@ -54,7 +59,9 @@ class Row:
 
 
 def estimated_seconds(argv: Sequence[str], cluster: Cluster) -> float:
-    """By the time model, on the placement that the flags give or that is chosen for the machine as described."""
+    """By the time model, on the placement that the flags give or that is chosen for the machine as
+    described.
+    """
     config, placement = _placed(tuple(argv), cluster.name)
     return estimate(config, cluster, placement).seconds
 
@@ -66,7 +73,9 @@ def _placed(argv: tuple[str, ...], cluster_name: str) -> tuple[Config, Placement
     return config, choose_placement(config, load_cluster(cluster_name))
 
 
-def rows(comparisons: Sequence[Comparison], cluster: Cluster, seconds: Seconds = estimated_seconds) -> list[Row]:
+def rows(
+    comparisons: Sequence[Comparison], cluster: Cluster, seconds: Seconds = estimated_seconds
+) -> list[Row]:
     """Each comparison with its prediction on this machine."""
 
     def value_of(each: Comparison) -> Callable[[Cluster], float]:
@@ -78,16 +87,18 @@ def rows(comparisons: Sequence[Comparison], cluster: Cluster, seconds: Seconds =
 def argv_of(
     model: Published, gcds: int, sequences: int, micro_batch: int = 1, *, placed: bool = False
 ) -> tuple[str, ...]:
-    """Their layout for pretrain_gpt.py: fp16, 51,200 vocabulary entries, ranks and devices in plain order, or where
-    the machine's links are best where they are `placed`."""
+    """Their layout for pretrain_gpt.py: fp16, 51,200 vocabulary entries, ranks and devices in plain
+    order, or where the machine's links are best where they are `placed`."""
     return tuple(
-        f"--preset gpt-{model.name} --fp16 --make-vocab-size-divisible-by {1024 // model.tensor_size} "
-        f"{'' if placed else PLAIN_ORDER} --micro-batch-size {micro_batch} --global-batch-size {sequences} "
+        f"--preset gpt-{model.name} --fp16 --make-vocab-size-divisible-by "
+        f"{1024 // model.tensor_size} "
+        f"{'' if placed else PLAIN_ORDER} --micro-batch-size {micro_batch} --global-batch-size "
+        f"{sequences} "
         f"--world-size {gcds}".split()
     )
 
 
-# -- Frontier ----------------------------------------------------------------------------------------------------------
+# -- Frontier --------------------------------------------------------------------------------------
 
 
 def frontier_comparisons() -> list[Comparison]:
@@ -101,7 +112,8 @@ def frontier_comparisons() -> list[Comparison]:
 
 def _layout(model: Published, gcds: int, micro_batch: int, sequences: int) -> str:
     return (
-        f"TP {model.tensor_size} x PP {model.pipeline_size}, {gcds} GCDs, micro-batch {micro_batch}, "
+        f"TP {model.tensor_size} x PP {model.pipeline_size}, {gcds} GCDs, micro-batch "
+        f"{micro_batch}, "
         f"{sequences:,} sequences"
     )
 
@@ -111,17 +123,25 @@ def _throughput(model: Published) -> Comparison:
     gcds, sequences = model.replica_gcds, model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(
-        f"{model.name.upper()}: throughput", _layout(model, gcds, 1, sequences), model.tflops, "TFLOP/s per GCD",
-        (argv_of(model, gcds, sequences),), lambda times: flops / (gcds * times[0] * 1e12),
+        f"{model.name.upper()}: throughput",
+        _layout(model, gcds, 1, sequences),
+        model.tflops,
+        "TFLOP/s per GCD",
+        (argv_of(model, gcds, sequences),),
+        lambda times: flops / (gcds * times[0] * 1e12),
     )
 
 
 def _weak(model: Published, gcds: int, efficiency: float) -> Comparison:
     sequences = model.per_replica * gcds // model.replica_gcds
     return Comparison(
-        f"{model.name.upper()}: weak scaling", _layout(model, gcds, 1, sequences), 100 * efficiency, "%",
+        f"{model.name.upper()}: weak scaling",
+        _layout(model, gcds, 1, sequences),
+        100 * efficiency,
+        "%",
         (argv_of(model, model.replica_gcds, model.per_replica), argv_of(model, gcds, sequences)),
-        lambda times: 100 * times[0] / times[1], note="of one replica's throughput",
+        lambda times: 100 * times[0] / times[1],
+        note="of one replica's throughput",
     )
 
 
@@ -130,22 +150,37 @@ def _strong(model: Published, gcds: int, efficiency: float) -> Iterator[Comparis
     replicas = gcds // model.replica_gcds
     for micro_batch in STRONG_MICRO_BATCHES:
         yield Comparison(
-            f"{model.name.upper()}: strong scaling", _layout(model, gcds, micro_batch, total), 100 * efficiency, "%",
-            (argv_of(model, model.replica_gcds, total, micro_batch), argv_of(model, gcds, total, micro_batch)),
-            lambda times: 100 * times[0] / (replicas * times[1]), note="of one replica's throughput",
+            f"{model.name.upper()}: strong scaling",
+            _layout(model, gcds, micro_batch, total),
+            100 * efficiency,
+            "%",
+            (
+                argv_of(model, model.replica_gcds, total, micro_batch),
+                argv_of(model, gcds, total, micro_batch),
+            ),
+            lambda times: 100 * times[0] / (replicas * times[1]),
+            note="of one replica's throughput",
         )
 
 
-# -- others' codes -----------------------------------------------------------------------------------------------------
+# -- others' codes ---------------------------------------------------------------------------------
 
 
 def h100_comparisons() -> list[Comparison]:
     """Steps of published runs on DGX H100 nodes."""
     return [
-        Comparison(run.name, _sizes(run, "GPUs"), run.seconds, "s", (tuple(run.argv()),), lambda times: times[0],
-                   "bfloat16", run.unlike)
+        Comparison(
+            run.name,
+            _sizes(run, "GPUs"),
+            run.seconds,
+            "s",
+            (tuple(run.argv()),),
+            lambda times: times[0],
+            "bfloat16",
+            run.unlike,
+        )
         for run in RUNS
-    ]  # fmt: skip
+    ]
 
 
 def mi250x_comparisons() -> list[Comparison]:
@@ -157,8 +192,14 @@ def _throughput_of(run: Run) -> Comparison:
     config = parse_plan(run.argv())
     tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
     return Comparison(
-        run.name, _sizes(run, "GCDs"), tokens / run.seconds, "tokens/s per GCD", (tuple(run.argv()),),
-        lambda times: tokens / times[0], config.precision.dtype_name, run.unlike,
+        run.name,
+        _sizes(run, "GCDs"),
+        tokens / run.seconds,
+        "tokens/s per GCD",
+        (tuple(run.argv()),),
+        lambda times: tokens / times[0],
+        config.precision.dtype_name,
+        run.unlike,
     )
 
 
@@ -168,29 +209,39 @@ def _sizes(run: Run, devices: str) -> str:
     return f"TP {tensor} x PP {pipeline}, {run.devices:,} {devices}"
 
 
-# -- what the published results say by arithmetic alone: no model of this code, no assumed figure ----------------------
-# p pipeline size, R replicas, T sequences of a step, b micro-batch size, m = T / (R b) micro-batches. A pipeline of
-# equal stages needs m + p - 1 turns for m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2).
+# -- what the published results say by arithmetic alone: no model of this code, no assumed figure
+# ---------- p pipeline size, R replicas, T sequences of a step, b micro-batch size, m = T / (R b)
+# micro-batches. A pipeline of equal stages needs m + p - 1 turns for m micro-batches (Narayanan et
+# al., arXiv 2104.04473, section 2.2).
 
 
 def efficiency_by_bubble(
-    pipeline_size: int, sequences: int, replicas: int, micro_batch_size: float, base_replicas: int = 1
+    pipeline_size: int,
+    sequences: int,
+    replicas: int,
+    micro_batch_size: float,
+    base_replicas: int = 1,
 ) -> float:
-    """Strong-scaling efficiency if nothing but the bubble grew with the replicas: (1 + (p-1)/m0) / (1 + (p-1)/m).
+    """Strong-scaling efficiency if nothing but the bubble grew with the replicas: (1 + (p-1)/m0) /
+    (1 + (p-1)/m).
 
     m0 are the micro-batches of a replica where `base_replicas` share the sequences.
 
     >>> round(efficiency_by_bubble(16, 8000, 16, 4), 4)
     0.8996
     """
+
     def turns(of: int) -> float:
         return 1 + (pipeline_size - 1) * of * micro_batch_size / sequences
 
     return turns(base_replicas) / turns(replicas)
 
 
-def micro_batch_by_bubble(pipeline_size: int, sequences: int, replicas: int, efficiency: float) -> float:
-    """The micro-batch size at which the bubble alone makes this efficiency: b = (1-E) T / ((p-1) (E R - 1)).
+def micro_batch_by_bubble(
+    pipeline_size: int, sequences: int, replicas: int, efficiency: float
+) -> float:
+    """The micro-batch size at which the bubble alone makes this efficiency: b = (1-E) T / ((p-1) (E
+    R - 1)).
 
     >>> round(micro_batch_by_bubble(16, 8000, 16, 0.8993), 2)
     4.01
@@ -200,7 +251,8 @@ def micro_batch_by_bubble(pipeline_size: int, sequences: int, replicas: int, eff
 
 @dataclass(frozen=True)
 class Implied:
-    """What a published TFLOP/s means for a GCD in one turn: forward, again and backward of a micro-batch on a stage.
+    """What a published TFLOP/s means for a GCD in one turn: forward, again and backward of a
+    micro-batch on a stage.
 
     step_s         seconds of a step
     turn_s         step_s / (m + p - 1)
@@ -223,67 +275,115 @@ class Implied:
 
     @property
     def overlapped_tflops(self) -> float:
-        """Rate of all else in the turn (products, attention, norms, activations), messages between stages hidden."""
+        """Rate of all else in the turn (products, attention, norms, activations), messages between
+        stages hidden.
+        """
         return self.last / (self.turn_s - self.reduces_s) / 1e12
 
     @property
     def blocking_tflops(self) -> float:
         """The same if they are not: of the stage that needs the higher rate to be done in time."""
         rest = self.turn_s - self.reduces_s
-        return max(self.last / (rest - self.last_sends_s), self.other / (rest - self.other_sends_s)) / 1e12
+        return (
+            max(self.last / (rest - self.last_sends_s), self.other / (rest - self.other_sends_s))
+            / 1e12
+        )
 
 
 def implied(
-    model: Published, collective_gb_per_s: Mapping[tuple[int, int], float], replicas: int = 1,
-    last_sends_s: float = 0.0, other_sends_s: float = 0.0,
+    model: Published,
+    collective_gb_per_s: Mapping[tuple[int, int], float],
+    replicas: int = 1,
+    last_sends_s: float = 0.0,
+    other_sends_s: float = 0.0,
 ) -> Implied:
-    """From the TFLOP/s of `model`, with its sequences divided over so many replicas of its layout, micro-batch 1."""
+    """From the TFLOP/s of `model`, with its sequences divided over so many replicas of its layout,
+    micro-batch 1.
+    """
     h, s, tp, p = model.hidden_size, SEQ_LENGTH, model.tensor_size, model.pipeline_size
     gcds, m = replicas * model.replica_gcds, model.per_replica // replicas
     total = paper_flops(1, s, model.num_layers, h, VOCABULARY)
     step = total * model.per_replica / (gcds * model.tflops * 1e12)
     head = 6.0 * s * h * VOCABULARY
     other = (total - head) / model.replica_gcds
-    # Forward, again and backward have two all-reduces of [s, h] each; a ring's rank sends 2 (n-1)/n of the tensor.
+    # Forward, again and backward have two all-reduces of [s, h] each; a ring's rank sends 2 (n-1)/n
+    # of the tensor.
     per_rank = 6 * model.num_layers // p * 2 * (tp - 1) / tp * s * h * 2  # fp16
     reduces = per_rank / (collective_gb_per_s[1, tp] * 1e9) if tp > 1 else 0.0
     return Implied(
-        model.name, gcds, m, step, step / (m + p - 1), other + head / tp, other, reduces, last_sends_s, other_sends_s
+        model.name,
+        gcds,
+        m,
+        step,
+        step / (m + p - 1),
+        other + head / tp,
+        other,
+        reduces,
+        last_sends_s,
+        other_sends_s,
     )
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def comparison_table(title: str, found: Sequence[Row]) -> Table:
-    columns = ("result", "layout", "published", "predicted", "bounds", "+-", "predicted / published")
-    return Table(title, columns, [
-        (
-            row.comparison.result, row.comparison.layout, _text(row.comparison.published, row.comparison.unit),
-            _text(row.spread.value, row.comparison.unit),
-            f"{_number(row.spread.low, row.comparison.unit)} to {_number(row.spread.high, row.comparison.unit)}",
-            _number(row.spread.likely, row.comparison.unit), f"{row.ratio:.2f}",
-        )
-        for row in found
-    ])
+    columns = (
+        "result",
+        "layout",
+        "published",
+        "predicted",
+        "bounds",
+        "+-",
+        "predicted / published",
+    )
+    return Table(
+        title,
+        columns,
+        [
+            (
+                row.comparison.result,
+                row.comparison.layout,
+                _text(row.comparison.published, row.comparison.unit),
+                _text(row.spread.value, row.comparison.unit),
+                f"{_number(row.spread.low, row.comparison.unit)} to "
+                f"{_number(row.spread.high, row.comparison.unit)}",
+                _number(row.spread.likely, row.comparison.unit),
+                f"{row.ratio:.2f}",
+            )
+            for row in found
+        ],
+    )
 
 
 def effect_table(row: Row, at_most: int = 8) -> Table:
     """What moves one prediction, the strongest figure first."""
     unit = row.comparison.unit
     title = f"what moves '{row.comparison.result}' ({_text(row.spread.value, unit)})"
-    return Table(title, ("figure", "basis", "factors", f"{unit} at them"), [
-        (
-            effect.figure, effect.basis, f"{effect.factors[0]:g}, {effect.factors[1]:g}",
-            f"{_number(effect.slow, unit)}, {_number(effect.fast, unit)}",
-        )
-        for effect in row.spread.effects[:at_most]
-    ])
+    return Table(
+        title,
+        ("figure", "basis", "factors", f"{unit} at them"),
+        [
+            (
+                effect.figure,
+                effect.basis,
+                f"{effect.factors[0]:g}, {effect.factors[1]:g}",
+                f"{_number(effect.slow, unit)}, {_number(effect.fast, unit)}",
+            )
+            for effect in row.spread.effects[:at_most]
+        ],
+    )
 
 
 def micro_batch_table() -> Table:
     """Strong scaling if nothing but the bubble grew, and the micro-batch that it would take."""
-    columns = ("model", "replicas", "published", *(f"micro-batch {b}" for b in (1, 2, 4, 8)), "published if")
+    columns = (
+        "model",
+        "replicas",
+        "published",
+        *(f"micro-batch {b}" for b in (1, 2, 4, 8)),
+        "published if",
+    )
     found = []
     for model in MODELS:
         if model.strong is None or model.total is None:
@@ -292,35 +392,60 @@ def micro_batch_table() -> Table:
         p, replicas = model.pipeline_size, gcds // model.replica_gcds
         by_bubble = (efficiency_by_bubble(p, model.total, replicas, b) for b in (1, 2, 4, 8))
         wanted = micro_batch_by_bubble(p, model.total, replicas, efficiency)
-        found.append((
-            model.name.upper(), str(replicas), f"{100 * efficiency:.2f} %", *(f"{100 * e:.2f} %" for e in by_bubble),
-            f"{wanted:.2f}",
-        ))
+        found.append(
+            (
+                model.name.upper(),
+                str(replicas),
+                f"{100 * efficiency:.2f} %",
+                *(f"{100 * e:.2f} %" for e in by_bubble),
+                f"{wanted:.2f}",
+            )
+        )
     return Table("strong scaling by the bubble alone", columns, found)
 
 
 def implied_table(cluster: Cluster) -> Table:
     """What the published TFLOP/s ask of a device, with messages between stages hidden and not."""
     columns = (
-        "model", "GCDs", "micro-batches", "step, s", "turn, ms", "TFLOP of the last stage", "all-reduces, ms",
-        "messages, ms", "TFLOP/s per GCD, messages hidden", "TFLOP/s per GCD, messages not hidden",
-    )  # fmt: skip
+        "model",
+        "GCDs",
+        "micro-batches",
+        "step, s",
+        "turn, ms",
+        "TFLOP of the last stage",
+        "all-reduces, ms",
+        "messages, ms",
+        "TFLOP/s per GCD, messages hidden",
+        "TFLOP/s per GCD, messages not hidden",
+    )
     found = []
     for model in MODELS:
         readings = [1, *([model.weak[0] // model.replica_gcds] if model.weak else [])]
         for replicas in (r for r in readings if model.per_replica % r == 0):
-            each = implied(model, cluster.collective_gb_per_s, replicas, *_stage_messages(model, cluster))
-            found.append((
-                model.name.upper(), str(each.gcds), str(each.micro_batches), f"{each.step_s:.1f}",
-                f"{1e3 * each.turn_s:.0f}", f"{each.last / 1e12:.1f}", f"{1e3 * each.reduces_s:.0f}",
-                f"{1e3 * each.last_sends_s:.0f} to {1e3 * each.other_sends_s:.0f}", f"{each.overlapped_tflops:.1f}",
-                f"{each.blocking_tflops:.1f}",
-            ))
+            each = implied(
+                model, cluster.collective_gb_per_s, replicas, *_stage_messages(model, cluster)
+            )
+            found.append(
+                (
+                    model.name.upper(),
+                    str(each.gcds),
+                    str(each.micro_batches),
+                    f"{each.step_s:.1f}",
+                    f"{1e3 * each.turn_s:.0f}",
+                    f"{each.last / 1e12:.1f}",
+                    f"{1e3 * each.reduces_s:.0f}",
+                    f"{1e3 * each.last_sends_s:.0f} to {1e3 * each.other_sends_s:.0f}",
+                    f"{each.overlapped_tflops:.1f}",
+                    f"{each.blocking_tflops:.1f}",
+                )
+            )
     return Table("what the published throughput asks of a device", columns, found)
 
 
 def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the two messages of the last stage, and of the four of the stage that has most, in their layout."""
+    """Seconds of the two messages of the last stage, and of the four of the stage that has most, in
+    their layout.
+    """
     config, placement = _placed(argv_of(model, model.replica_gcds, model.per_replica), cluster.name)
     channels, size = Channels(config, cluster, placement), SEQ_LENGTH * model.hidden_size * 2
     edges = [
@@ -330,10 +455,14 @@ def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
     return edges[-1], max(before + after for before, after in itertools.pairwise(edges))
 
 
-# What this code does otherwise than those that ran, as flags that undo it; each beside the published layout.
+# What this code does otherwise than those that ran, as flags that undo it; each beside the
+# published layout.
 _CHANGES: tuple[tuple[str, str], ...] = (
-    ("kernels apart: norms, GELU, dropout, cross entropy", "--no-persist-layer-norm --no-bias-gelu-fusion "
-     "--no-bias-dropout-fusion --no-cross-entropy-loss-fusion"),
+    (
+        "kernels apart: norms, GELU, dropout, cross entropy",
+        "--no-persist-layer-norm --no-bias-gelu-fusion "
+        "--no-bias-dropout-fusion --no-cross-entropy-loss-fusion",
+    ),
     ("weight gradients not added by their product", "--no-gradient-accumulation-fusion"),
     ("all-reduces hidden by nothing", "--no-async-tensor-model-parallel-allreduce"),
     ("attention that stores its scores", "--attention-backend unfused"),
@@ -341,22 +470,32 @@ _CHANGES: tuple[tuple[str, str], ...] = (
 
 
 def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:
-    """By how much choices of the published runs make a step of this code longer or shorter, on one replica."""
+    """By how much choices of the published runs make a step of this code longer or shorter, on one
+    replica.
+    """
     plain = [argv_of(model, model.replica_gcds, model.per_replica) for model in MODELS]
-    placed = [argv_of(model, model.replica_gcds, model.per_replica, placed=True) for model in MODELS]
+    placed = [
+        argv_of(model, model.replica_gcds, model.per_replica, placed=True) for model in MODELS
+    ]
     steps = [seconds(argv, cluster) for argv in plain]
 
     def row(
         title: str, flags: str = "", runs: Sequence[Sequence[str]] = plain, on: Cluster = cluster
     ) -> tuple[str, ...]:
-        changed = (seconds((*argv, *flags.split()), on) / step for argv, step in zip(runs, steps, strict=True))
+        changed = (
+            seconds((*argv, *flags.split()), on) / step
+            for argv, step in zip(runs, steps, strict=True)
+        )
         return (title, *(f"{100 * (each - 1):+.1f} %".replace("-0.0", "+0.0") for each in changed))
 
     found = [
         ("a step as published, s", *(f"{step:.1f}" for step in steps)),
         *(row(*change) for change in _CHANGES),
         row("the first three together", " ".join(flags for _, flags in _CHANGES[:3])),
-        row("products at 0.9 of their published rate", on=with_factors(cluster, {"products.float16": 0.9})),
+        row(
+            "products at 0.9 of their published rate",
+            on=with_factors(cluster, {"products.float16": 0.9}),
+        ),
         row("ranks placed by the links", runs=placed),
         row("no layer recomputed", "--recompute-granularity none"),
     ]
@@ -364,37 +503,64 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
 
 
 def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:
-    """What they found without giving numbers, and what the time model says of it: sweeps over one choice each.
+    """What they found without giving numbers, and what the time model says of it: sweeps over one
+    choice each.
 
-    TFLOP/s of a GCD, as they count them, on one replica with micro-batch 1; whether it fits is not asked."""
+    TFLOP/s of a GCD, as they count them, on one replica with micro-batch 1; whether it fits is not
+    asked."""
 
     def rate(model: str, tp: int, pp: int, sequences: int, more: str = "") -> float:
         argv = (
-            f"--preset gpt-{model} --fp16 --make-vocab-size-divisible-by {1024 // tp} {PLAIN_ORDER} "
+            f"--preset gpt-{model} --fp16 --make-vocab-size-divisible-by {1024 // tp} "
+            f"{PLAIN_ORDER} "
             f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
             f"--micro-batch-size 1 --global-batch-size {sequences} --world-size {tp * pp} {more}"
         ).split()
         config = parse_plan(argv).model
-        flops = paper_flops(sequences, SEQ_LENGTH, config.num_layers, config.hidden_size, VOCABULARY)
+        flops = paper_flops(
+            sequences, SEQ_LENGTH, config.num_layers, config.hidden_size, VOCABULARY
+        )
         return flops / (tp * pp * seconds(argv, cluster) * 1e12)
 
     def sweep(values: Iterable[tuple[str, float]]) -> str:
         return ", ".join(f"{name}: {value:.1f}" for name, value in values)
 
     stages = (8, 16, 32, 48)
-    return Table("findings without numbers", ("published", "varied", "predicted TFLOP/s per GCD"), [
-        ("tensor parallelism belongs inside a node", "175B, PP 16, 640 sequences, TP",
-         sweep((str(tp), rate("175b", tp, 16, 640)) for tp in (2, 4, 8, 16, 32))),
-        ("more micro-batches raise throughput", "175B, TP 4 x PP 16, micro-batches",
-         sweep((str(m), rate("175b", 4, 16, m)) for m in (40, 80, 160, 320, 640))),
-        ("with a fixed batch throughput falls with the stages", "175B, TP 4, 128 sequences, PP",
-         sweep((str(pp), rate("175b", 4, pp, 128)) for pp in stages)),
-        ("with the batch scaled along it stays flat", "175B, TP 4, 8 sequences for each stage, PP",
-         sweep((str(pp), rate("175b", 4, pp, 8 * pp)) for pp in stages)),
-        ("FlashAttention 2 gives up to about 30 %", "1.4B, 640 sequences on a GCD, and 22B, PP 8: with, without",
-         sweep((f"{name}{' without' if more else ''}", rate(name.lower(), 1, pp, 640, more))
-               for name, pp in (("1.4B", 1), ("22B", 8)) for more in ("", "--attention-backend unfused"))),
-    ])
+    return Table(
+        "findings without numbers",
+        ("published", "varied", "predicted TFLOP/s per GCD"),
+        [
+            (
+                "tensor parallelism belongs inside a node",
+                "175B, PP 16, 640 sequences, TP",
+                sweep((str(tp), rate("175b", tp, 16, 640)) for tp in (2, 4, 8, 16, 32)),
+            ),
+            (
+                "more micro-batches raise throughput",
+                "175B, TP 4 x PP 16, micro-batches",
+                sweep((str(m), rate("175b", 4, 16, m)) for m in (40, 80, 160, 320, 640)),
+            ),
+            (
+                "with a fixed batch throughput falls with the stages",
+                "175B, TP 4, 128 sequences, PP",
+                sweep((str(pp), rate("175b", 4, pp, 128)) for pp in stages),
+            ),
+            (
+                "with the batch scaled along it stays flat",
+                "175B, TP 4, 8 sequences for each stage, PP",
+                sweep((str(pp), rate("175b", 4, pp, 8 * pp)) for pp in stages),
+            ),
+            (
+                "FlashAttention 2 gives up to about 30 %",
+                "1.4B, 640 sequences on a GCD, and 22B, PP 8: with, without",
+                sweep(
+                    (f"{name}{' without' if more else ''}", rate(name.lower(), 1, pp, 640, more))
+                    for name, pp in (("1.4B", 1), ("22B", 8))
+                    for more in ("", "--attention-backend unfused")
+                ),
+            ),
+        ],
+    )
 
 
 def _text(value: float, unit: str) -> str:

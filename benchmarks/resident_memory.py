@@ -1,11 +1,14 @@
 """Peak resident memory of every process of a small training run on this machine's CPU.
 
-The processes are pretrain_gpt.py's own, with the environment of a launcher; the peak is what the system has counted for
-each when it ends (ru_maxrss). It holds the interpreter and the libraries too, so that two runs are to be compared.
+The processes are pretrain_gpt.py's own, with the environment of a launcher; the peak is what the
+system has counted for each when it ends (ru_maxrss). It holds the interpreter and the libraries
+too, so that two runs are to be compared.
 
-A process begins with the peak of the one that started it, as far as that shared its memory until then: of a large one,
-as pytest's is after some thousand tests, nothing else would be seen. So a small one starts each and reports.
+A process begins with the peak of the one that started it, as far as that shared its memory until
+then: of a large one, as pytest's is after some thousand tests, nothing else would be seen. So a
+small one starts each and reports.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,12 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 BARE = {
-    "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
-    "MALLOC_MMAP_MAX_": str(1 << 20), "THP_MEM_ALLOC_ENABLE": "0",
-}  # fmt: skip
-"""With these every tensor of 64 KiB and more is a mapping of its own, which goes back to the system when it is freed:
-resident memory is that of the tensors. As a run sets malloc up for speed, it keeps freed blocks, and holes between
-them. One thread: what each further one brings for itself is not what is to be compared."""
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+    "MALLOC_MMAP_MAX_": str(1 << 20),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
+"""With these every tensor of 64 KiB and more is a mapping of its own, which goes back to the system
+when it is freed: resident memory is that of the tensors. As a run sets malloc up for speed, it
+keeps freed blocks, and holes between them. One thread: what each further one brings for itself is
+not what is to be compared."""
 
 
 _WATCH = """
@@ -45,7 +52,9 @@ class RunFailed(RuntimeError):
 
 
 def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -> list[int]:
-    """The peak of each rank of `pretrain_gpt.py FLAGS`, in the order of the ranks. Raises RunFailed."""
+    """The peak of each rank of `pretrain_gpt.py FLAGS`, in the order of the ranks. Raises
+    RunFailed.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,18 +68,36 @@ def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -
         return [int(log.with_suffix(".peak").read_text()) * 1024 for log in logs]  # KiB on Linux
 
 
-def _start(flags: Sequence[str], rank: int, processes: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+def _start(
+    flags: Sequence[str], rank: int, processes: int, port: int, log: Path
+) -> subprocess.Popen[bytes]:
     launcher = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     environment = {**os.environ, **BARE, **{name: str(value) for name, value in launcher.items()}}
     with open(log, "wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-S", "-c", _WATCH, str(log.with_suffix(".peak")), sys.executable,
-             str(ROOT / "pretrain_gpt.py"), *flags],
-            cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                _WATCH,
+                str(log.with_suffix(".peak")),
+                sys.executable,
+                str(ROOT / "pretrain_gpt.py"),
+                *flags,
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[int]:

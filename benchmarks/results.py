@@ -1,12 +1,15 @@
-"""Figures of `make bench`: medians with their spread, the JSON of a run, comparison with an earlier one, tables.
+"""Figures of `make bench`: medians with their spread, the JSON of a run, comparison with an earlier
+one, tables.
 
-A figure is {"median", "min", "max", "count", "spread"}. `spread` is the part of the median within which nineteen of
-twenty figures of another run on the same machine should lie: half the range of the values, or the floor of its kind
-where that is more. Values of a few minutes do not show what differs between days (pages, temperature, neighbours on
-the same host); the floors stand for it. They are the largest differences that three runs of one machine, hours apart,
-had in figures of the kind, rounded up: 9.4 % of a step, 9.6 % of a ratio, 7.3 % of a rate of matrix products, 23 % of a
+A figure is {"median", "min", "max", "count", "spread"}. `spread` is the part of the median within
+which nineteen of twenty figures of another run on the same machine should lie: half the range of
+the values, or the floor of its kind where that is more. Values of a few minutes do not show what
+differs between days (pages, temperature, neighbours on the same host); the floors stand for it.
+They are the largest differences that three runs of one machine, hours apart, had in figures of the
+kind, rounded up: 9.4 % of a step, 9.6 % of a ratio, 7.3 % of a rate of matrix products, 23 % of a
 start, 51 and 73 % of operations of a few milliseconds that memory limits, 57 % of a file's writing.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,11 +22,14 @@ FLOOR = 0.10  # of steps, ratios, memory and rates of matrix products
 START_FLOOR = 0.25  # seconds to the first step: imports from the page cache or from the disk
 SHORT_FLOOR, DISK_FLOOR = 0.75, 0.60
 _FLOORS = {"start_s": START_FLOOR}
-# Key of a row, its unit, and whether less is better. A peer's ratio is its time over ours: more is better for us.
+# Key of a row, its unit, and whether less is better. A peer's ratio is its time over ours: more is
+# better for us.
 _COMPARED = (
-    ("step_s", "s/step", True), ("ratio", "step / ours", False), ("memory_bytes", "peak bytes", True),
+    ("step_s", "s/step", True),
+    ("ratio", "step / ours", False),
+    ("memory_bytes", "peak bytes", True),
     ("start_s", "s to the first step", True),
-)  # fmt: skip
+)
 Figure = dict[str, float]
 Record = dict[str, Any]
 Table = list[list[str]]
@@ -38,56 +44,88 @@ def figure(values: Sequence[float], floor: float = FLOOR) -> Figure:
     """
     middle, low, high = statistics.median(values), min(values), max(values)
     spread = (high - low) / 2 / middle if middle else 0.0
-    return {"median": middle, "min": low, "max": high, "count": len(values), "spread": max(floor, spread)}
+    return {
+        "median": middle,
+        "min": low,
+        "max": high,
+        "count": len(values),
+        "spread": max(floor, spread),
+    }
 
 
-def row_of(case: Any, side: Any, rounds: Sequence[Any], reference: Sequence[Any], ceiling: float | None) -> Record:
-    """The row of a side: `rounds` are its outcomes, `reference` those of the case's first side in the same rounds,
-    `ceiling` the FLOP/s of matrix products on all that the case uses.
+def row_of(
+    case: Any, side: Any, rounds: Sequence[Any], reference: Sequence[Any], ceiling: float | None
+) -> Record:
+    """The row of a side: `rounds` are its outcomes, `reference` those of the case's first side in
+    the same rounds, `ceiling` the FLOP/s of matrix products on all that the case uses.
 
-    ratio: seconds of a step over those of the reference in the same round, so that above 1 the reference is faster.
+    ratio: seconds of a step over those of the reference in the same round, so that above 1 the
+    reference is faster.
     """
     row: Record = {
-        "workload": case.workload, "case": case.name, "side": side.name, "dtype": case.dtype, "less": side.less,
-        "sequence": case.sequence, "processes": case.processes, "tokens": case.tokens, "flops": case.flops,
-        "parameters": case.parameters, "reason": next((o.reason for o in rounds if o.reason), ""),
+        "workload": case.workload,
+        "case": case.name,
+        "side": side.name,
+        "dtype": case.dtype,
+        "less": side.less,
+        "sequence": case.sequence,
+        "processes": case.processes,
+        "tokens": case.tokens,
+        "flops": case.flops,
+        "parameters": case.parameters,
+        "reason": next((o.reason for o in rounds if o.reason), ""),
         "wall_s": sum(o.wall_s for o in rounds),
-    }  # fmt: skip
+    }
     good = [(o, r) for o, r in zip(rounds, reference, strict=True) if o.step_s]
     if not good:
         return row
     step = figure([s for o, _ in good for s in o.step_s])
-    row |= {"step_s": step, "tokens_per_s": case.tokens / step["median"], "flops_per_s": case.flops / step["median"]}
+    row |= {
+        "step_s": step,
+        "tokens_per_s": case.tokens / step["median"],
+        "flops_per_s": case.flops / step["median"],
+    }
     if ceiling:
         row["share_of_ceiling"] = row["flops_per_s"] / ceiling
-    ratios = [statistics.median(o.step_s) / statistics.median(r.step_s) for o, r in good if r.step_s]
+    ratios = [
+        statistics.median(o.step_s) / statistics.median(r.step_s) for o, r in good if r.step_s
+    ]
     if ratios:
         row["ratio"] = figure(ratios)
     for name in ("start_s", "memory_bytes", "first_loss"):
         values = [getattr(o, name) for o, _ in good if getattr(o, name) is not None]
         if values:
-            row[name] = values[0] if name == "first_loss" else figure(values, _FLOORS.get(name, FLOOR))
+            row[name] = (
+                values[0] if name == "first_loss" else figure(values, _FLOORS.get(name, FLOOR))
+            )
     optimizer = [s for o, _ in good for s in o.optimizer_s]
     if optimizer:
         row["optimizer_s"] = figure(optimizer, SHORT_FLOOR)
     return row
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def write(record: Record, folder: Path) -> Path:
     """Store a run under the time it began."""
-    path = folder / f"{record['date'].replace(':', '').replace('-', '')}{'-quick' if record['quick'] else ''}.json"
+    path = (
+        folder
+        / f"{record['date'].replace(':', '').replace('-', '')}{'-quick' if record['quick'] else ''}.json"
+    )
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
 
 def last_of(folder: Path, record: Record) -> Record | None:
-    """The newest run in the folder on the same machine (processor, threads, memory) that has a figure in common."""
+    """The newest run in the folder on the same machine (processor, threads, memory) that has a
+    figure in common.
+    """
 
     def kind(r: Record) -> tuple[Any, ...]:
-        of_machine = [r.get("machine", {}).get(key) for key in ("processor", "threads", "memory_gib", "gpu")]
+        of_machine = [
+            r.get("machine", {}).get(key) for key in ("processor", "threads", "memory_gib", "gpu")
+        ]
         return (r.get("quick"), r.get("device"), r.get("threads"), *of_machine)
 
     found = []
@@ -99,32 +137,43 @@ def last_of(folder: Path, record: Record) -> Record | None:
         if not isinstance(earlier, dict):
             continue
         older = earlier.get("date", "") < record["date"]
-        if older and kind(earlier) == kind(record) and figures_of(earlier).keys() & figures_of(record).keys():
+        if (
+            older
+            and kind(earlier) == kind(record)
+            and figures_of(earlier).keys() & figures_of(record).keys()
+        ):
             found.append(earlier)
     return max(found, key=lambda r: r["date"], default=None)
 
 
 def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
-    """{name: (figure, whether less is better)} of everything in a run that another run can be compared with."""
+    """{name: (figure, whether less is better)} of everything in a run that another run can be
+    compared with.
+    """
     found: dict[str, tuple[Figure, bool]] = {}
     for name, value in record.get("ceiling", {}).items():
         found[f"ceiling, {name}, GFLOP/s"] = (value, False)
     for row in record.get("rows", []):
         name = f"{row['workload']} {row['case']}, {row['side']}"
         for key, unit, less_is_better in _COMPARED:
-            if key in row and not (key == "ratio" and row[key]["median"] == 1.0):  # ours beside itself
+            # ours beside itself
+            if key in row and not (key == "ratio" and row[key]["median"] == 1.0):
                 found[f"{name}, {unit}"] = (row[key], less_is_better)
     for part in record.get("parts", []):
         if "value" in part:
-            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (part["value"], part["less_is_better"])
+            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (
+                part["value"],
+                part["less_is_better"],
+            )
     return found
 
 
 def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, str]]:
     """(name, old median, new median, change, verdict) of every figure that both runs have.
 
-    The change is new / old - 1. It is "within spread" up to the larger of the two stated spreads; beyond, "better" or
-    "worse". A machine whose ceiling moved beyond its spread is another machine that day: read the rest by that.
+    The change is new / old - 1. It is "within spread" up to the larger of the two stated spreads;
+    beyond, "better" or "worse". A machine whose ceiling moved beyond its spread is another machine
+    that day: read the rest by that.
     """
     before, lines = figures_of(old), []
     for name, (figure_now, less_is_better) in figures_of(new).items():
@@ -139,15 +188,28 @@ def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, st
     return lines
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def rate_table(rows: Iterable[Record]) -> Table:
     """One line for each side of each case."""
     rows = list(rows)
     used = ["MFU"] if any("mfu" in row for row in rows) else []
-    table = [["case", "side", "ms/step", "±", "tokens/s", *used, "of ceiling", "step / ours", "of W0",
-              "peak GiB", "to 1st step"]]  # fmt: skip
+    table = [
+        [
+            "case",
+            "side",
+            "ms/step",
+            "±",
+            "tokens/s",
+            *used,
+            "of ceiling",
+            "step / ours",
+            "of W0",
+            "peak GiB",
+            "to 1st step",
+        ]
+    ]
     for row in rows:
         head = [f"{row['workload']} {row['case']}", row["side"]]
         if "step_s" not in row:
@@ -155,13 +217,20 @@ def rate_table(rows: Iterable[Record]) -> Table:
             continue
         step, share = row["step_s"], row.get("share_of_ceiling")
         memory, start = row.get("memory_bytes"), row.get("start_s")
-        table.append([
-            *head, f"{1e3 * step['median']:,.0f}", f"{100 * step['spread']:.0f} %", f"{row['tokens_per_s']:,.0f}",
-            *[f"{100 * row['mfu']:.1f} %" if "mfu" in row else "" for _ in used],
-            f"{100 * share:.1f} %" if share else "", f"{row['ratio']['median']:.2f}" if "ratio" in row else "",
-            f"{row['of_one_process']:.2f}" if "of_one_process" in row else "",
-            f"{memory['median'] / GIB:.2f}" if memory else "", f"{start['median']:.1f} s" if start else "",
-        ])  # fmt: skip
+        table.append(
+            [
+                *head,
+                f"{1e3 * step['median']:,.0f}",
+                f"{100 * step['spread']:.0f} %",
+                f"{row['tokens_per_s']:,.0f}",
+                *[f"{100 * row['mfu']:.1f} %" if "mfu" in row else "" for _ in used],
+                f"{100 * share:.1f} %" if share else "",
+                f"{row['ratio']['median']:.2f}" if "ratio" in row else "",
+                f"{row['of_one_process']:.2f}" if "of_one_process" in row else "",
+                f"{memory['median'] / GIB:.2f}" if memory else "",
+                f"{start['median']:.1f} s" if start else "",
+            ]
+        )
     return table
 
 
@@ -185,7 +254,9 @@ def ceiling_table(ceiling: dict[str, Figure]) -> Table:
     return table
 
 
-def comparison_table(lines: Iterable[tuple[str, float, float, float, str]], *, every: bool = False) -> Table:
+def comparison_table(
+    lines: Iterable[tuple[str, float, float, float, str]], *, every: bool = False
+) -> Table:
     """Lines of `compare`, those beyond the spread unless `every`."""
     table = [["figure", "then", "now", "change", ""]]
     for name, then, now, change, verdict in lines:
@@ -200,8 +271,10 @@ def heading(record: Record) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpu = f", {machine['gpu']}" if machine.get("gpu") else ""
     return [
-        f"{record['date']}, revision {git['revision'][:12]}{' with changes' if git['changed'] else ''}, "
-        f"{record['seconds'] / 60:.1f} minutes, {record['rounds']} round(s) of {record['steps']} steps after "
+        f"{record['date']}, revision "
+        f"{git['revision'][:12]}{' with changes' if git['changed'] else ''}, "
+        f"{record['seconds'] / 60:.1f} minutes, {record['rounds']} round(s) of {record['steps']} "
+        "steps after "
         f"{record['warm_up']} that do not count",
         f"{machine['processor']}{gpu}, {record['threads']} thread(s), {machine['memory_gib']} GiB, "
         f"{machine['system']}, {machine['libc']}, load {machine['load']} at the start",
@@ -210,12 +283,19 @@ def heading(record: Record) -> list[str]:
 
 
 def notes(record: Record) -> list[str]:
-    """What a side does less than the others, which figures come from fewer rounds, and what was left out."""
-    lines = [f"{r['workload']} {r['case']}, {r['side']}: {r['less']}" for r in record["rows"] if r["less"]]
+    """What a side does less than the others, which figures come from fewer rounds, and what was
+    left out.
+    """
+    lines = [
+        f"{r['workload']} {r['case']}, {r['side']}: {r['less']}"
+        for r in record["rows"]
+        if r["less"]
+    ]
     lines += [
         f"{r['workload']} {r['case']}, {r['side']}: failed in a later round: {r['reason']}"
-        for r in record["rows"] if r["reason"] and "step_s" in r
-    ]  # fmt: skip
+        for r in record["rows"]
+        if r["reason"] and "step_s" in r
+    ]
     return lines + [f"not run: {name}: {why}" for name, why in record.get("left_out", {}).items()]
 
 

@@ -1,13 +1,17 @@
-"""What start-up, a step and a checkpoint cost in Python when a job has thousands of ranks, without those ranks.
+"""What start-up, a step and a checkpoint cost in Python when a job has thousands of ranks, without
+those ranks.
 
     python benchmarks/scale.py [--only schedule] [--repeat 3] [--json FILE]
 
-One process stands for one rank of a large job (or, where the table says so, for the rank that has the most to do).
-Process groups are torch's fake ones, which do nothing: network time is not in these figures, only what every rank, or
-rank 0, computes and holds. The job is the 1T-parameter model (128 layers of 25,600) with tensor 8 and pipeline 64: at
-data 6 it has 3072 ranks, at data 147 the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a process of
-its own, which reports seconds (the least of its repeats) and the memory that it added, in MB: what stays, and the peak.
+One process stands for one rank of a large job (or, where the table says so, for the rank that has
+the most to do). Process groups are torch's fake ones, which do nothing: network time is not in
+these figures, only what every rank, or rank 0, computes and holds. The job is the 1T-parameter
+model (128 layers of 25,600) with tensor 8 and pipeline 64: at data 6 it has 3072 ranks, at data 147
+the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a process of its own, which
+reports seconds (the least of its repeats) and the memory that it added, in MB: what stays, and the
+peak.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +90,19 @@ def schedule(data: int, repeat: int) -> list[Row]:
             name, PIPELINE, chunks, MICRO_BATCHES, PIPELINE // 2
         )
         rows.append(measured(f"{name}, {MICRO_BATCHES} micro-batches", build, repeat)[0])
-    evaluation = lambda: build_rank_schedule("1f1b", PIPELINE, 1, MICRO_BATCHES, PIPELINE // 2, True)  # noqa: E731
+    evaluation = partial(
+        build_rank_schedule, "1f1b", PIPELINE, 1, MICRO_BATCHES, PIPELINE // 2, True
+    )
     rows.append(measured("evaluation", evaluation, repeat)[0])
-    everything = lambda: build_schedule("1f1b", PIPELINE, 1, MICRO_BATCHES)  # noqa: E731
+    everything = partial(build_schedule, "1f1b", PIPELINE, 1, MICRO_BATCHES)
     rows.append(measured("1f1b for all ranks (simulator)", everything)[0])
     return rows
 
 
 def executor(data: int, repeat: int) -> list[Row]:
-    """A step's Python between the computations: chunks of one product of 4 numbers, messages that go nowhere."""
+    """A step's Python between the computations: chunks of one product of 4 numbers, messages that
+    go nowhere.
+    """
     import torch
 
     from megatron.parallel.topology import Topology
@@ -105,7 +114,9 @@ def executor(data: int, repeat: int) -> list[Row]:
     stage = made.pipeline.rank
     run = Executor(made, {stage: lambda _, hidden: hidden * weight}, "1f1b", 1, (4,), torch.float32)
     micro_batches = list(range(MICRO_BATCHES))
-    first, _ = measured(f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches))
+    first, _ = measured(
+        f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches)
+    )
     later, _ = measured("a later step", lambda: run.train(micro_batches), repeat)
     autograd = measured("of which autograd alone", lambda: _products(weight), repeat)[0]
     return [first, later, autograd]
@@ -120,7 +131,9 @@ def _products(weight: Any) -> None:
 
 
 def engine(data: int, repeat: int) -> list[Row]:
-    """Engine and optimizer of a stage of 2 small layers, over fake groups: what they cost apart from the numbers."""
+    """Engine and optimizer of a stage of 2 small layers, over fake groups: what they cost apart
+    from the numbers.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -132,11 +145,20 @@ def engine(data: int, repeat: int) -> list[Row]:
     fake_groups(data)
     made = Topology.create(TENSOR, PIPELINE)
     config = Config.create(
-        num_layers=LAYERS, hidden_size=64, num_attention_heads=8, seq_length=16, max_position_embeddings=16,
-        vocab_size=512, micro_batch_size=1, global_batch_size=MICRO_BATCHES * data, lr=1e-4,
-        tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE, world_size=made.world.size,
+        num_layers=LAYERS,
+        hidden_size=64,
+        num_attention_heads=8,
+        seq_length=16,
+        max_position_embeddings=16,
+        vocab_size=512,
+        micro_batch_size=1,
+        global_batch_size=MICRO_BATCHES * data,
+        lr=1e-4,
+        tensor_model_parallel_size=TENSOR,
+        pipeline_model_parallel_size=PIPELINE,
+        world_size=made.world.size,
         train_iters=1,
-    )  # fmt: skip
+    )
     chunks = build_chunks(config, made)
     first, of_stage = measured("making the engine", lambda: Engine(config, made, chunks))
 
@@ -162,7 +184,9 @@ def order(data: int, repeat: int) -> list[Row]:
     rows = []
     for kind in ("single", "cyclic"):
         made = sample_order(kind, samples)
-        rows.append(measured(f"one step's samples, {kind}", lambda made=made: made.indices(mine), repeat)[0])
+        rows.append(
+            measured(f"one step's samples, {kind}", lambda made=made: made.indices(mine), repeat)[0]
+        )
     return rows
 
 
@@ -181,9 +205,17 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     first._store = dist.PrefixStore("job", store)
     for rank in range(world):
-        told = {"node": f"frontier{rank // 8:05d}", "pid": 1, "device": "cuda:0", "identity": str(rank % 8),
-                "backend": "gloo", "alike": {"settings": "a", "files": "b"}, "number": None, "address": (),
-                "near": ()}  # fmt: skip
+        told = {
+            "node": f"frontier{rank // 8:05d}",
+            "pid": 1,
+            "device": "cuda:0",
+            "identity": str(rank % 8),
+            "backend": "gloo",
+            "alike": {"settings": "a", "files": "b"},
+            "number": None,
+            "address": (),
+            "near": (),
+        }
         first._store.set(f"participant/{rank}", json.dumps(told))
     judge = lambda: first._judge(time.monotonic() + 60)  # noqa: E731
     row, verdict = measured("rank 0 compares all ranks", judge, repeat)
@@ -191,34 +223,54 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     return [row]
 
 
-def stage_parameters(tensor: int, stage: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
-    """(name, global shape, local shape, cut dimension, whether weight decay applies) of a stage of the 1T model."""
+def stage_parameters(
+    tensor: int, stage: int
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
+    """(name, global shape, local shape, cut dimension, whether weight decay applies) of a stage of
+    the 1T model.
+    """
     h = HIDDEN
     layer: list[tuple[str, tuple[int, ...], int | None, bool]] = [
-        ("input_norm.weight", (h,), None, False), ("input_norm.bias", (h,), None, False),
+        ("input_norm.weight", (h,), None, False),
+        ("input_norm.bias", (h,), None, False),
         ("attention.query_key_value.weight", (3 * h, h), 0, True),
         ("attention.query_key_value.bias", (3 * h,), 0, False),
-        ("attention.projection.weight", (h, h), 1, True), ("attention.projection.bias", (h,), None, False),
-        ("mlp_norm.weight", (h,), None, False), ("mlp_norm.bias", (h,), None, False),
-        ("mlp.up.weight", (4 * h, h), 0, True), ("mlp.up.bias", (4 * h,), 0, False),
-        ("mlp.down.weight", (h, 4 * h), 1, True), ("mlp.down.bias", (h,), None, False),
-    ]  # fmt: skip
+        ("attention.projection.weight", (h, h), 1, True),
+        ("attention.projection.bias", (h,), None, False),
+        ("mlp_norm.weight", (h,), None, False),
+        ("mlp_norm.bias", (h,), None, False),
+        ("mlp.up.weight", (4 * h, h), 0, True),
+        ("mlp.up.bias", (4 * h,), 0, False),
+        ("mlp.down.weight", (h, 4 * h), 1, True),
+        ("mlp.down.bias", (h,), None, False),
+    ]
     per_stage = LAYERS // PIPELINE
     found = []
     if stage == 0:
-        found += [("word_embeddings", (VOCABULARY, h), 0, True), ("position_embeddings", (SEQUENCE, h), None, True)]
+        found += [
+            ("word_embeddings", (VOCABULARY, h), 0, True),
+            ("position_embeddings", (SEQUENCE, h), None, True),
+        ]
     for number in range(stage * per_stage, (stage + 1) * per_stage):
         found += [(f"layers.{number}.{name}", *rest) for name, *rest in layer]
     if stage == PIPELINE - 1:
         found += [("final_norm.weight", (h,), None, False), ("final_norm.bias", (h,), None, False)]
     return [
-        (name, shape, tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape)), dim, decay)
+        (
+            name,
+            shape,
+            tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape)),
+            dim,
+            decay,
+        )
         for name, shape, dim, decay in found
     ]
 
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
-    """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into equal stretches."""
+    """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into
+    equal stretches.
+    """
     from megatron.checkpoint.shards import Shard
     from megatron.engine.fragments import boxes
 
@@ -241,7 +293,11 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
                 for offset, sizes in held:
                     place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
                     length = 4 * math.prod(sizes) + 1200
-                    rows.append(Shard(place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
+                    rows.append(
+                        Shard(
+                            place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"
+                        )
+                    )
                     at_byte += length
                 found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
     return found
@@ -255,7 +311,8 @@ def _all_written(data: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def checkpoint(data: int, repeat: int) -> list[Row]:
-    """Who holds and writes what of the boxes: a rank, the first of a data group, rank 0, and a rank that loads.
+    """Who holds and writes what of the boxes: a rank, the first of a data group, rank 0, and a rank
+    that loads.
 
     The times of what goes over the network are those of pickling it.
     """
@@ -268,22 +325,39 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
     world = TENSOR * PIPELINE * data
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [measured("save: a rank's own list", lambda: written(3, 31, data // 2, data), repeat)[0]]
+        rows = [
+            measured("save: a rank's own list", lambda: written(3, 31, data // 2, data), repeat)[0]
+        ]
         wire = [pickle.dumps(part) for part in next(_all_written(data))]
-        row, _ = measured("save: first of a data group, all it does",
-                          lambda: _lead(folder, [pickle.loads(p) for p in wire]), repeat)  # fmt: skip
+        row, _ = measured(
+            "save: first of a data group, all it does",
+            lambda: _lead(folder, [pickle.loads(p) for p in wire]),
+            repeat,
+        )
         rows.append(row)
         pieces, parts_of_all = world > WHOLE_UP_TO, []
         for number, parts in enumerate(_all_written(data)):
             stored = shards.merged(parts)
             named = shards.write_piece(folder, number, stored)
-            parts_of_all.append(pickle.dumps((named, shards.totals(stored), {} if pieces else stored)))
-        rows.append(measured("save: rank 0, all it does", lambda: _finish(folder, parts_of_all, pieces), repeat)[0])
+            parts_of_all.append(
+                pickle.dumps((named, shards.totals(stored), {} if pieces else stored))
+            )
+        rows.append(
+            measured(
+                "save: rank 0, all it does", lambda: _finish(folder, parts_of_all, pieces), repeat
+            )[0]
+        )
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
         rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
-        names = [f"{kind}.{p[0]}" for kind in ("master", "exp_avg", "exp_avg_sq") for p in stage_parameters(3, 31)]
-        row, _ = measured("load: a rank reads where its boxes are",
-                          lambda: shards.read_stored(read_manifest(folder), names))  # fmt: skip
+        names = [
+            f"{kind}.{p[0]}"
+            for kind in ("master", "exp_avg", "exp_avg_sq")
+            for p in stage_parameters(3, 31)
+        ]
+        row, _ = measured(
+            "load: a rank reads where its boxes are",
+            lambda: shards.read_stored(read_manifest(folder), names),
+        )
         rows.append(row)
     return rows
 
@@ -311,12 +385,23 @@ def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 
-ITEMS = {f.__name__: f for f in (topology, schedule, executor, engine, order, rendezvous, checkpoint)}
+ITEMS = {
+    f.__name__: f for f in (topology, schedule, executor, engine, order, rendezvous, checkpoint)
+}
 
 
 def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
     """The rows of an item, or one that says why there are none."""
-    command = [sys.executable, __file__, "--item", item, "--data", str(data), "--repeat", str(repeat)]
+    command = [
+        sys.executable,
+        __file__,
+        "--item",
+        item,
+        "--data",
+        str(data),
+        "--repeat",
+        str(repeat),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
@@ -327,9 +412,18 @@ def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(ITEMS), default=list(ITEMS), help="items (default: all)")
-    parser.add_argument("--repeat", type=int, default=3, help="calls per row, of which the fastest counts (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ITEMS), default=list(ITEMS), help="items (default: all)"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        help="calls per row, of which the fastest counts (default 3)",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--item", choices=list(ITEMS), help=argparse.SUPPRESS)
     parser.add_argument("--data", type=int, help=argparse.SUPPRESS)

@@ -1,9 +1,12 @@
-"""Starting one side of a case and measuring it: seconds of each step, memory, time to the first step.
+"""Starting one side of a case and measuring it: seconds of each step, memory, time to the first
+step.
 
-pretrain_gpt.py is started as a user starts it, as one process or as a launcher would start several, and its own metrics
-file tells the steps. The peers (benchmarks/peers) write the same figures. Every side has the same environment: threads,
-and memory that glibc keeps instead of returning it, which is worth a factor of up to two to all of them.
+pretrain_gpt.py is started as a user starts it, as one process or as a launcher would start several,
+and its own metrics file tells the steps. The peers (benchmarks/peers) write the same figures. Every
+side has the same environment: threads, and memory that glibc keeps instead of returning it, which
+is worth a factor of up to two to all of them.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -25,20 +28,29 @@ ALLOCATOR = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
     "glibc.malloc.top_pad=268435456"
 )
-PEERS = Path(sys.prefix) / "peers"  # packages that must not lie beside ours: megatron-core has our package's name
+# packages that must not lie beside ours: megatron-core has our package's name
+PEERS = Path(sys.prefix) / "peers"
 LIMIT_S = 420.0  # of one start: a compiler on a slow machine, and a deadlock is told from it
 LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "TORCHELASTIC_", "FLUX_")
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+LAUNCHED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 
 
 @dataclass
 class Outcome:
     """What one start gave. `reason` says why there are no figures.
 
-    step_s holds the measured steps (the warm-up left out), start_s the time from launch to the end of the first step,
-    optimizer_s clipping and optimizer (of ours with `save`), memory_bytes the sum of the processes' peaks: resident
-    memory on CPUs, so that the pages of libraries count in each process, for all sides alike; allocated on a GPU, of
-    which every case has one.
+    step_s holds the measured steps (the warm-up left out), start_s the time from launch to the end
+    of the first step, optimizer_s clipping and optimizer (of ours with `save`), memory_bytes the
+    sum of the processes' peaks: resident memory on CPUs, so that the pages of libraries count in
+    each process, for all sides alike; allocated on a GPU, of which every case has one.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -56,21 +68,32 @@ KINDS_OF_SETTINGS = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 """What a shell may have set that changes speed; no side gets it."""
 
 
-def environment(threads: int, cache: Path, *, untouched: bool = False, peers: bool = False) -> dict[str, str]:
-    """The environment of a side: this one without any launcher's variables, with threads and allocator unless
-    `untouched`, with the peers' packages first for a peer, whose compiled code is kept in `cache` for the next run. Of
-    PYTHONPATH, where packages may lie that cannot be installed, a peer does not get our own root."""
+def environment(
+    threads: int, cache: Path, *, untouched: bool = False, peers: bool = False
+) -> dict[str, str]:
+    """The environment of a side: this one without any launcher's variables, with threads and
+    allocator unless `untouched`, with the peers' packages first for a peer, whose compiled code is
+    kept in `cache` for the next run. Of PYTHONPATH, where packages may lie that cannot be
+    installed, a peer does not get our own root."""
     env = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if name not in LAUNCHED and not name.startswith(LAUNCHERS)
-    }  # fmt: skip
+    }
     for name in [name for name in env if name in SETTINGS or name.startswith(KINDS_OF_SETTINGS)]:
         del env[name]
     if not untouched:
         env |= {"GLIBC_TUNABLES": ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
     if peers:
-        others = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
-        env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(PEERS), *others])}
+        others = [
+            path
+            for path in env.get("PYTHONPATH", "").split(os.pathsep)
+            if path and Path(path).resolve() != ROOT
+        ]
+        env |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "PYTHONPATH": os.pathsep.join([str(PEERS), *others]),
+        }
     return env
 
 
@@ -81,8 +104,13 @@ def absent(side: Side) -> str:
     if side.program == "megatron_core.py" and not (PEERS / "megatron" / "core").is_dir():
         missing.append("megatron-core")
     if missing:
-        return f"not installed: {', '.join(missing)} (requirements/bench.txt; `make bench` installs it)"
-    if side.compiled and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
+        return (
+            f"not installed: {', '.join(missing)} (requirements/bench.txt; `make bench` "
+            "installs it)"
+        )
+    if side.compiled and not any(
+        shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")
+    ):
         return "torch.compile needs a C++ compiler: there is none"
     return ""
 
@@ -90,13 +118,26 @@ def absent(side: Side) -> str:
 def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
     """The command line of pretrain_gpt.py."""
     settings = {
-        "num-layers": case.layers, "hidden-size": case.hidden, "num-attention-heads": case.heads,
-        "seq-length": case.sequence, "max-position-embeddings": case.sequence, "vocab-size": case.vocabulary,
-        "micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch, "train-iters": steps,
-        "tensor-model-parallel-size": case.tensor, "pipeline-model-parallel-size": case.pipeline, "zero-stage": 1,
-        "attention-dropout": 0.0, "hidden-dropout": 0.0, "lr": 1e-4, "weight-decay": 0.1, "clip-grad": 1.0,
-        "eval-iters": 0, "log-interval": 1,
-    }  # fmt: skip
+        "num-layers": case.layers,
+        "hidden-size": case.hidden,
+        "num-attention-heads": case.heads,
+        "seq-length": case.sequence,
+        "max-position-embeddings": case.sequence,
+        "vocab-size": case.vocabulary,
+        "micro-batch-size": case.micro_batch,
+        "global-batch-size": case.global_batch,
+        "train-iters": steps,
+        "tensor-model-parallel-size": case.tensor,
+        "pipeline-model-parallel-size": case.pipeline,
+        "zero-stage": 1,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "lr": 1e-4,
+        "weight-decay": 0.1,
+        "clip-grad": 1.0,
+        "eval-iters": 0,
+        "log-interval": 1,
+    }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return [*words, "--mock-data", *(["--bf16"] if case.dtype == "bf16" else []), *side.flags]
 
@@ -104,20 +145,40 @@ def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
 def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, object]:
     """The first argument of a peer, fields of benchmarks/peers/common.Task."""
     return dict(
-        layers=case.layers, hidden=case.hidden, heads=case.heads, vocabulary=case.vocabulary, sequence=case.sequence,
-        micro_batch=case.micro_batch, accumulation=case.micro_batches, dtype=case.dtype, steps=steps,
-        output=str(output), tensor=case.tensor, pipeline=case.pipeline, chunks=side.chunks, device=case.device,
-        compiled=side.compiled, defaults=side.defaults,
+        layers=case.layers,
+        hidden=case.hidden,
+        heads=case.heads,
+        vocabulary=case.vocabulary,
+        sequence=case.sequence,
+        micro_batch=case.micro_batch,
+        accumulation=case.micro_batches,
+        dtype=case.dtype,
+        steps=steps,
+        output=str(output),
+        tensor=case.tensor,
+        pipeline=case.pipeline,
+        chunks=side.chunks,
+        device=case.device,
+        compiled=side.compiled,
+        defaults=side.defaults,
     )
 
 
 def run(
-    case: Case, side: Side, *, warm_up: int, steps: int, threads: int, folder: Path, save: bool = False
+    case: Case,
+    side: Side,
+    *,
+    warm_up: int,
+    steps: int,
+    threads: int,
+    folder: Path,
+    save: bool = False,
 ) -> Outcome:
-    """One start of a side: `warm_up` steps that do not count and `steps` that do, on `threads` threads in all.
+    """One start of a side: `warm_up` steps that do not count and `steps` that do, on `threads`
+    threads in all.
 
-    With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a step's parts).
-    Files and logs go to `folder`.
+    With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a
+    step's parts). Files and logs go to `folder`.
     """
     ours, key = side.program == "pretrain_gpt.py", slug(f"{case.workload} {case.name} {side.name}")
     reason = absent(side)
@@ -127,14 +188,30 @@ def run(
     for path in (output, log):
         path.unlink(missing_ok=True)
     if ours:
-        more = ["--save", str(kept), "--save-interval", str(warm_up + steps), "--timing-log-level", "1"] if save else []
+        more = (
+            [
+                "--save",
+                str(kept),
+                "--save-interval",
+                str(warm_up + steps),
+                "--timing-log-level",
+                "1",
+            ]
+            if save
+            else []
+        )
         command = [str(ROOT / side.program), *our_arguments(case, side, warm_up + steps), *more]
         command += ["--metrics-file", str(output)]
     else:
-        task = peer_task(case, side, warm_up + steps, output) | ({"save": str(kept)} if save else {})
+        task = peer_task(case, side, warm_up + steps, output) | (
+            {"save": str(kept)} if save else {}
+        )
         command = [str(ROOT / "benchmarks" / "peers" / side.program), json.dumps(task)]
     env = environment(
-        max(1, threads // case.processes), folder.parent / "compiled", untouched=side.untouched, peers=not ours
+        max(1, threads // case.processes),
+        folder.parent / "compiled",
+        untouched=side.untouched,
+        peers=not ours,
     )
     began_at, began = time.time(), time.perf_counter()
     try:
@@ -155,11 +232,17 @@ def run(
 
 
 def launch(
-    command: Sequence[str], env: Mapping[str, str], processes: int, log: Path, limit_s: float = LIMIT_S
+    command: Sequence[str],
+    env: Mapping[str, str],
+    processes: int,
+    log: Path,
+    limit_s: float = LIMIT_S,
 ) -> tuple[list[int], int]:
-    """Run `processes` copies as ranks of one job; returns their exit codes and the sum of their peak resident bytes.
+    """Run `processes` copies as ranks of one job; returns their exit codes and the sum of their
+    peak resident bytes.
 
-    Copies that have not ended after `limit_s` seconds, or 10 seconds after another one failed, are killed (code -9).
+    Copies that have not ended after `limit_s` seconds, or 10 seconds after another one failed, are
+    killed (code -9).
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -169,15 +252,27 @@ def launch(
     deadline = time.monotonic() + limit_s
     try:
         for rank in range(processes):
-            ranks = {} if processes == 1 else {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
+            ranks = (
+                {}
+                if processes == 1
+                else {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": processes,
+                    "LOCAL_WORLD_SIZE": processes,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+            )
             with open(log, "ab") as out:
                 child = subprocess.Popen(
-                    list(command), env={**env, **{name: str(value) for name, value in ranks.items()}},
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=log.parent,
-                )  # fmt: skip
+                    list(command),
+                    env={**env, **{name: str(value) for name, value in ranks.items()}},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    cwd=log.parent,
+                )
             living[child.pid] = rank
             child.returncode = 0  # it is waited for below
         while living and time.monotonic() < deadline:
@@ -206,7 +301,9 @@ def peak_bytes(pid: int) -> int:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM:")), 0)
+    return next(
+        (1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM:")), 0
+    )
 
 
 def read(output: Path, ours: bool, warm_up: int, began_at: float) -> Outcome:
@@ -222,8 +319,12 @@ def read(output: Path, ours: bool, warm_up: int, began_at: float) -> Outcome:
     outcome.first_loss = steps[0]["lm_loss" if ours else "loss"]
     outcome.memory_bytes = steps[-1].get("memory_bytes" if ours else "device_bytes")
     outcome.optimizer_s = [step["optimizer_s"] for step in measured if "optimizer_s" in step]
-    outcome.optimizer_s += [step["times_ms"]["optimizer"]["max"] / 1e3 for step in measured if "times_ms" in step]
-    saved = next((r for r in records if (r.get("event") == "checkpoint" if ours else "save_s" in r)), None)
+    outcome.optimizer_s += [
+        step["times_ms"]["optimizer"]["max"] / 1e3 for step in measured if "times_ms" in step
+    ]
+    saved = next(
+        (r for r in records if (r.get("event") == "checkpoint" if ours else "save_s" in r)), None
+    )
     if saved:
         outcome.save = {"seconds": saved["elapsed_s" if ours else "save_s"]}
     return outcome

@@ -1,10 +1,13 @@
-"""Measure what joining costs where a name server takes long to tell the name of an address, and count its questions.
+"""Measure what joining costs where a name server takes long to tell the name of an address, and
+count its questions.
 
     python benchmarks/slow_names.py [--ms 50] [--processes 64]
 
-Needs root: it runs in a network of its own, with a name server that answers so late. As many addresses as there are
---processes connect to a store such as rank 0 serves, once each, as a rank does when it joins.
+Needs root: it runs in a network of its own, with a name server that answers so late. As many
+addresses as there are --processes connect to a store such as rank 0 serves, once each, as a rank
+does when it joins.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,7 +43,9 @@ def join(processes: int, without: bool) -> float:
     from megatron.parallel.store import without_dns
 
     limit = timedelta(minutes=30)
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, None, is_master=True, timeout=limit, wait_for_workers=False
+    )
     with without_dns() if without else nullcontext():
         start, kept = time.perf_counter(), []
         for number in range(processes):
@@ -48,7 +53,9 @@ def join(processes: int, without: bool) -> float:
             client.bind((f"127.1.{number // 250}.{1 + number % 250}", 0))
             client.connect(("127.0.0.1", store.port))
             kept.append(client)
-        last = dist.TCPStore("127.0.0.1", store.port, None, is_master=False, timeout=limit, wait_for_workers=False)
+        last = dist.TCPStore(
+            "127.0.0.1", store.port, None, is_master=False, timeout=limit, wait_for_workers=False
+        )
         last.check(["anything"])
         return time.perf_counter() - start
 
@@ -65,15 +72,22 @@ def main() -> None:
             file.flush()
             os.chmod(file.name, 0o644)
             alone = ["unshare", "--mount", "--net", "sh", "-c", _ALONE, file.name]
-            raise SystemExit(subprocess.run([*alone, sys.executable, *sys.argv, "--alone"], check=False).returncode)
+            raise SystemExit(
+                subprocess.run(
+                    [*alone, sys.executable, *sys.argv, "--alone"], check=False
+                ).returncode
+            )
     asked: list[bytes] = []
     threading.Thread(target=serve_names, args=(args.ms / 1000, asked), daemon=True).start()
     for without in (False, True):
         asked.clear()
         seconds = join(args.processes, without)
         said = "no names asked for" if without else f"names after {args.ms:g} ms"
-        print(f"{said}: {args.processes} processes in {seconds:.2f} s, {len(asked)} questions; at this rate {FULL} "
-              f"in {seconds / args.processes * FULL:.0f} s")  # fmt: skip
+        print(
+            f"{said}: {args.processes} processes in {seconds:.2f} s, {len(asked)} questions; at "
+            f"this rate {FULL} "
+            f"in {seconds / args.processes * FULL:.0f} s"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Seconds from launch to the end of the first step: pretrain_gpt.py on 2 processes (pipeline of 2), and its parts.
+"""Seconds from launch to the end of the first step: pretrain_gpt.py on 2 processes (pipeline of 2),
+and its parts.
 
     python benchmarks/startup.py [--repeat 3]
 
-Each start is a pair of fresh processes on this machine; the table gives the median. `import torch` alone, in two
-processes at once, is the floor that no program on torch goes under.
+Each start is a pair of fresh processes on this machine; the table gives the median. `import torch`
+alone, in two processes at once, is the floor that no program on torch goes under.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,13 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
-    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --train-iters 1 "
+    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 "
+    "--train-iters 1 "
     "--log-interval 1 --eval-iters 0 --num-workers 0 --pipeline-model-parallel-size 2"
 ).split()
 
 
 def pair(command: list[str], until: str | None = None) -> float:
-    """Seconds until both processes ended, or until the first one prints a line that starts with `until`."""
+    """Seconds until both processes ended, or until the first one prints a line that starts with
+    `until`.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -33,11 +38,22 @@ def pair(command: list[str], until: str | None = None) -> float:
     processes = []
     for rank in range(2):
         env = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
         }
         out = subprocess.PIPE if until and rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        )
     seen = None
     if until:
         lines = []
@@ -53,7 +69,9 @@ def pair(command: list[str], until: str | None = None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=3, help="starts per row (default 3)")
     repeat = parser.parse_args().repeat
     python = sys.executable
@@ -67,8 +85,15 @@ def main() -> None:
     for name, command, until in rows:
         times = [pair(command, until) for _ in range(repeat)]
         medians[name] = statistics.median(times)
-        print(f"{name:24s} {medians[name]:6.2f} s   (of {repeat}: {min(times):.2f} ... {max(times):.2f})", flush=True)
-    print(f"first step / import torch: {medians['launch to first step'] / medians['import torch']:.2f}")
+        print(
+            f"{name:24s} {medians[name]:6.2f} s   (of {repeat}: {min(times):.2f} ... "
+            f"{max(times):.2f})",
+            flush=True,
+        )
+    print(
+        "first step / import torch: "
+        f"{medians['launch to first step'] / medians['import torch']:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""List the lines at which the host waits for the device in a step of training, and how often in a step.
+"""List the lines at which the host waits for the device in a step of training, and how often in a
+step.
 
     python benchmarks/step_waits.py [--device cpu|cuda] [--output FOLDER]
 
-pretrain_gpt.py trains as users start it, with --save, and STEPS steps are looked at after SKIPPED others, with all that
-is done between them. On a device torch says so itself where a call waits (torch.cuda.set_sync_debug_mode); what it does
-not report, torch.cuda.synchronize and Event.synchronize, is counted by us. Waiting for other ranks is not waiting for
-the device. On a CPU, where nothing waits, host_waits.py counts what would if all tensors were a device's, to see that
-it runs. Exit code 1 where a step waits more than once, apart from the report of --log-interval.
+pretrain_gpt.py trains as users start it, with --save, and STEPS steps are looked at after SKIPPED
+others, with all that is done between them. On a device torch says so itself where a call waits
+(torch.cuda.set_sync_debug_mode); what it does not report, torch.cuda.synchronize and
+Event.synchronize, is counted by us. Waiting for other ranks is not waiting for the device. On a
+CPU, where nothing waits, host_waits.py counts what would if all tensors were a device's, to see
+that it runs. Exit code 1 where a step waits more than once, apart from the report of
+--log-interval.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -49,11 +53,12 @@ REPORT = "report"  # the phase in which the loop is meant to wait
 
 
 class StepWaits(HostWaits):
-    """Counts waits for the device within a `with` block, by line of the program and phase of its step.
+    """Counts waits for the device within a `with` block, by line of the program and phase of its
+    step.
 
-    counts   {(file:line, phase): number}. The line is the innermost of the files below `program`; the phase is the
-             function of the training loop and what it called, or "another thread", such as autograd's, whose waits in
-             C++ are told at the line that called backward
+    counts   {(file:line, phase): number}. The line is the innermost of the files below `program`;
+             the phase is the function of the training loop and what it called, or "another thread",
+             such as autograd's, whose waits in C++ are told at the line that called backward
     """
 
     def __init__(self, device: str, program: Sequence[str] = PROGRAM) -> None:
@@ -70,7 +75,9 @@ class StepWaits(HostWaits):
         warnings.simplefilter("always")
         warnings.showwarning = self._warned(warnings.showwarning)
         for owner in (torch.cuda, torch.cuda.Event):
-            self._undo.enter_context(mock.patch.object(owner, "synchronize", self._counted(owner.synchronize)))
+            self._undo.enter_context(
+                mock.patch.object(owner, "synchronize", self._counted(owner.synchronize))
+            )
         torch.cuda.set_sync_debug_mode("warn")
         self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
         return self
@@ -112,7 +119,9 @@ class StepWaits(HostWaits):
 
 
 def watch(file: str, device: str, arguments: Sequence[str]) -> None:
-    """Run a program with its arguments in this process; write what its steps have waited for to a file."""
+    """Run a program with its arguments in this process; write what its steps have waited for to a
+    file.
+    """
     waits = StepWaits(device)
 
     def look(event: str, of: tuple[Any, ...]) -> None:
@@ -129,12 +138,14 @@ def watch(file: str, device: str, arguments: Sequence[str]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-# ---- trainings -------------------------------------------------------------------------------------------------------
+# ---- trainings -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is looked at; `shared`: its ranks are on one device, and talk through gloo (parity.py)."""
+    """What is looked at; `shared`: its ranks are on one device, and talk through gloo
+    (parity.py).
+    """
 
     name: str
     arguments: list[str]
@@ -145,12 +156,21 @@ class Training:
 def trainings(device: str, devices: int) -> list[Training]:
     """List what this machine can run."""
     length = ["--train-iters", str(SKIPPED + STEPS), "--log-interval", str(STEPS)]
-    tiny, zero = [*TINY, *NO_DROPOUT, *length], ["--bf16", "--zero-stage", "1", "--overlap-param-gather"]
+    tiny, zero = (
+        [*TINY, *NO_DROPOUT, *length],
+        ["--bf16", "--zero-stage", "1", "--overlap-param-gather"],
+    )
     two = Training("tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2)
     if device == "cpu":
         return [Training("tiny, fp32", tiny), two]
-    mid = [*our_arguments(cuda_cases(2**40)[0], OURS, SKIPPED + STEPS), *length, "--overlap-param-gather"]
-    more = [Training(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2) for name in ("TP 2", "PP 2")]
+    mid = [
+        *our_arguments(cuda_cases(2**40)[0], OURS, SKIPPED + STEPS),
+        *length,
+        "--overlap-param-gather",
+    ]
+    more = [
+        Training(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2) for name in ("TP 2", "PP 2")
+    ]
     return [Training("124M, bf16", mid), two, *(more if devices > 1 else [])]
 
 
@@ -160,7 +180,14 @@ def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
     Raises RuntimeError where a rank fails, and subprocess.TimeoutExpired.
     """
     here, env = ON_CPU if device == "cpu" else ([], None)
-    before = [*SHARED * training.shared, __file__, "--device", device, "--watch", str(folder / "waits")]
+    before = [
+        *SHARED * training.shared,
+        __file__,
+        "--device",
+        device,
+        "--watch",
+        str(folder / "waits"),
+    ]
     arguments = [*training.arguments, "--save", str(folder / "saved"), *here]
     train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
     waits: Counter[Line] = Counter()
@@ -171,10 +198,18 @@ def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics, checkpoints and logs")
-    parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for metrics, checkpoints and logs"
+    )
+    parser.add_argument(
+        "--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.watch:
         watch(f"{options.watch[0]}.{os.environ['RANK']}", options.device, options.watch[1:])
@@ -195,7 +230,10 @@ def main() -> int:
                 continue
         for (line, phase), number in counts.most_common():
             print(f"| {training.name} | {line} | {phase} | {number / STEPS:g} |", flush=True)
-        waits = sum(number for (_, phase), number in counts.items() if not phase.startswith(REPORT)) / STEPS
+        waits = (
+            sum(number for (_, phase), number in counts.items() if not phase.startswith(REPORT))
+            / STEPS
+        )
         failed += options.device == "cuda" and waits > 1
         said.append(f"{training.name}: {waits:g}")
     print(f"waits a step, beside those of a report: {'; '.join(said)}")

@@ -1,14 +1,17 @@
-"""Tensor-parallel messages behind products: measured on a slow network in software, beside what is predicted.
+"""Tensor-parallel messages behind products: measured on a slow network in software, beside what is
+predicted.
 
     python benchmarks/tensor_overlap.py [--chunks 1 2 4 8] [--product-ms 40] [--message-ms 36] [--latency-ms 2]
     python benchmarks/tensor_overlap.py --real --hidden 1024 --tokens 1024 --dtype bfloat16
 
-Two processes run forward and backward through a feed-forward block (column parallel, row parallel: six products), with
-and without sequence parallelism, in several numbers of chunks. By default a product is a sleep of --product-ms in all,
-so that other processes on the machine do not matter; with --real it is computed by one thread, at the rate measured
-with one chunk and no delay. --message-ms is the time of one gathering or scattering of the block's tokens on the
-modelled link; an all-reduce takes twice as long.
+Two processes run forward and backward through a feed-forward block (column parallel, row parallel:
+six products), with and without sequence parallelism, in several numbers of chunks. By default a
+product is a sleep of --product-ms in all, so that other processes on the machine do not matter;
+with --real it is computed by one thread, at the rate measured with one chunk and no delay.
+--message-ms is the time of one gathering or scattering of the block's tokens on the modelled link;
+an all-reduce takes twice as long.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,7 +39,9 @@ SEQUENCE_PARALLEL = (True, False)
 
 
 class Sleeping(TorchDispatchMode):
-    """Every matrix product lasts as long as a device would need that computes so many products of a rank a second."""
+    """Every matrix product lasts as long as a device would need that computes so many products of a
+    rank a second.
+    """
 
     def __init__(self, seconds_per_flop: float) -> None:
         super().__init__()
@@ -49,8 +54,12 @@ class Sleeping(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def predicted_s(chunks: int, product_s: float, message_s: float, latency_s: float, sequence_parallel: bool) -> float:
-    """Seconds of forward and backward: each event takes its place in one queue of products and one of messages."""
+def predicted_s(
+    chunks: int, product_s: float, message_s: float, latency_s: float, sequence_parallel: bool
+) -> float:
+    """Seconds of forward and backward: each event takes its place in one queue of products and one
+    of messages.
+    """
     clock, link, arrivals = 0.0, 0.0, []  # now, link free, arrival of each message
     t, m = product_s / chunks, message_s / chunks
 
@@ -97,12 +106,18 @@ def predicted_s(chunks: int, product_s: float, message_s: float, latency_s: floa
     return clock
 
 
-def _blocks(topology: Topology, options: argparse.Namespace, chunks: int, sequence_parallel: bool) -> Any:
+def _blocks(
+    topology: Topology, options: argparse.Namespace, chunks: int, sequence_parallel: bool
+) -> Any:
     parameters = ParameterFactory(1, topology.tensor.rank, TP, topology.device)
     context = LayerContext(topology.tensor, parameters, sequence_parallel, chunks=chunks)
     hidden, dtype = options.hidden, getattr(torch, options.dtype)
-    up = ColumnParallelLinear(context, "up", (4 * hidden, hidden), normal(0.02), bias=False).to(dtype)
-    down = RowParallelLinear(context, "down", (hidden, 4 * hidden), normal(0.02), bias=False).to(dtype)
+    up = ColumnParallelLinear(context, "up", (4 * hidden, hidden), normal(0.02), bias=False).to(
+        dtype
+    )
+    down = RowParallelLinear(context, "down", (hidden, 4 * hidden), normal(0.02), bias=False).to(
+        dtype
+    )
     rows = options.tokens // TP if sequence_parallel else options.tokens
     x = torch.randn(rows, 1, hidden, dtype=dtype, requires_grad=True)
     return lambda: down(up(x))[0].sum().backward()
@@ -116,7 +131,12 @@ def _time(step: Any) -> float:
 
 
 def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(TP), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(TP),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     topology = Topology.create(TP, 1)
@@ -134,7 +154,7 @@ def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
     cases = list(itertools.product(SEQUENCE_PARALLEL, options.chunks))
     steps = [_blocks(topology, options, chunks, sp) for sp, chunks in cases]
     times: list[list[float]] = [[] for _ in cases]
-    with (Sleeping(product_s / flops) if not options.real else torch.enable_grad()):
+    with Sleeping(product_s / flops) if not options.real else torch.enable_grad():
         for _ in range(options.repeats):
             for step, found in zip(steps, times, strict=True):
                 found.append(_time(step))
@@ -144,22 +164,34 @@ def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
 
 
 def _table(
-    cases: list[tuple[bool, int]], times: list[list[float]], product_s: float, message_s: float, latency_s: float
+    cases: list[tuple[bool, int]],
+    times: list[list[float]],
+    product_s: float,
+    message_s: float,
+    latency_s: float,
 ) -> Iterator[str]:
-    yield f"product {1e3 * product_s:.1f} ms, message {1e3 * message_s:.1f} ms, latency {1e3 * latency_s:.1f} ms"
+    yield (
+        f"product {1e3 * product_s:.1f} ms, message {1e3 * message_s:.1f} ms, latency "
+        f"{1e3 * latency_s:.1f} ms"
+    )
     yield "sequence parallel  chunks  predicted ms  measured ms (median)  min"
     for (sp, chunks), found in zip(cases, times, strict=True):
         forecast = predicted_s(chunks, product_s, message_s, latency_s, sp)
         yield (
-            f"{'yes' if sp else 'no':<17}  {chunks:6}  {1e3 * forecast:12.1f}  {1e3 * statistics.median(found):20.1f}  "
+            f"{'yes' if sp else 'no':<17}  {chunks:6}  {1e3 * forecast:12.1f}  "
+            f"{1e3 * statistics.median(found):20.1f}  "
             f"{1e3 * min(found):.1f}"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--product-ms", type=float, default=40.0, help="of one whole product, when it is a sleep")
+    parser.add_argument(
+        "--product-ms", type=float, default=40.0, help="of one whole product, when it is a sleep"
+    )
     parser.add_argument("--message-ms", type=float, default=36.0)
     parser.add_argument("--latency-ms", type=float, default=2.0)
     parser.add_argument("--real", action="store_true", help="compute the products")

@@ -1,13 +1,17 @@
-"""What `make bench` runs: models, batches and layouts (cases), and which programs take them (sides).
+"""What `make bench` runs: models, batches and layouts (cases), and which programs take them
+(sides).
 
 W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 1024
-W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two processes, which share
-    the threads; W0 is the same model and batch on one process, what two would reach without messages
+W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two
+    processes, which share the threads; W0 is the same model and batch on one process, what two
+    would reach without messages
 
-W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a pipeline of two would
-measure little but its last stage. All sides of a case train on the same number of tokens a step, with AdamW on
-fp32 master weights, gradient clipping and no dropout. FLOPs are counted by megatron/model/formulas.py for every side.
+W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a
+pipeline of two would measure little but its last stage. All sides of a case train on the same
+number of tokens a step, with AdamW on fp32 master weights, gradient clipping and no dropout. FLOPs
+are counted by megatron/model/formulas.py for every side.
 """
+
 from __future__ import annotations
 
 import sys
@@ -26,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Side:
     """One program on a case. `program`: pretrain_gpt.py or a file of benchmarks/peers.
 
-    `untouched`: nothing is set in its environment. `defaults`: nothing is set that its libraries have a default for,
-    also where that is slower. `less`: what it does less than the others.
+    `untouched`: nothing is set in its environment. `defaults`: nothing is set that its libraries
+    have a default for, also where that is slower. `less`: what it does less than the others.
     """
 
     name: str
@@ -42,7 +46,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch and a layout. `micro_batches` are those of one replica in a step; the first side is ours."""
+    """A model, a batch and a layout. `micro_batches` are those of one replica in a step; the first
+    side is ours.
+    """
 
     workload: str
     name: str
@@ -77,10 +83,16 @@ class Case:
     @property
     def model(self) -> ModelConfig:
         return ModelConfig(
-            num_layers=self.layers, hidden_size=self.hidden, ffn_hidden_size=4 * self.hidden,
-            num_attention_heads=self.heads, kv_channels=self.hidden // self.heads, num_key_value_heads=self.heads,
-            seq_length=self.sequence, max_position_embeddings=self.sequence, vocab_size=self.vocabulary,
-        )  # fmt: skip
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=4 * self.hidden,
+            num_attention_heads=self.heads,
+            kv_channels=self.hidden // self.heads,
+            num_key_value_heads=self.heads,
+            seq_length=self.sequence,
+            max_position_embeddings=self.sequence,
+            vocab_size=self.vocabulary,
+        )
 
     @property
     def parameters(self) -> int:
@@ -88,15 +100,23 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a step; attention counts all pairs of positions, as in the log lines and in the papers."""
+        """Model FLOPs of a step; attention counts all pairs of positions, as in the log lines and
+        in the papers.
+        """
         return model_flops_per_token(self.model) * self.tokens
 
 
-AS_THEY_COME = "bf16 gradients are added up in bf16, DeepSpeed's default; GELU is a chain of operators, transformers'"
+AS_THEY_COME = (
+    "bf16 gradients are added up in bf16, DeepSpeed's default; GELU is a chain of "
+    "operators, transformers'"
+)
 ALL_WEIGHTS = "no ZeRO: every process updates all weights"
 OURS = Side("ours")
 UNTOUCHED = Side("ours, nothing set", untouched=True)
-EAGER, COMPILED = Side("torch, eager", "plain.py"), Side("torch, compiled", "plain.py", compiled=True)
+EAGER, COMPILED = (
+    Side("torch, eager", "plain.py"),
+    Side("torch, compiled", "plain.py", compiled=True),
+)
 TRANSFORMERS = Side("transformers + DeepSpeed", "transformers_deepspeed.py")
 TRANSFORMERS_DEFAULTS = replace(
     TRANSFORMERS, name="transformers + DeepSpeed, defaults", defaults=True, less=AS_THEY_COME
@@ -105,8 +125,10 @@ MEGATRON_CORE = Side("megatron-core", "megatron_core.py")
 DDP = replace(EAGER, name="torch, DDP", less=ALL_WEIGHTS)
 # What PyPI has and is not run, with the reason, for the tables.
 LEFT_OUT = {
-    "torchtitan": "0.3.0 has language models of Llama's, Qwen's and DeepSeek's shapes only: not the work of a GPT-2",
-    "picotron, nanoGPT, Megatron-DeepSpeed": "not on PyPI; `torch, eager` and `torch, compiled` stand for nanoGPT",
+    "torchtitan": "0.3.0 has language models of Llama's, Qwen's and DeepSeek's shapes only: not "
+    "the work of a GPT-2",
+    "picotron, nanoGPT, Megatron-DeepSpeed": "not on PyPI; `torch, eager` and `torch, compiled` "
+    "stand for nanoGPT",
 }
 GPT2 = dict(workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304)
 SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype="bf16")
@@ -114,37 +136,116 @@ SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype
 
 def cpu_cases() -> list[Case]:
     """All cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
-    interleaved = Side("ours, interleaved", flags=("--num-layers-per-virtual-pipeline-stage", "1"), chunks=3)
+    interleaved = Side(
+        "ours, interleaved", flags=("--num-layers-per-virtual-pipeline-stage", "1"), chunks=3
+    )
     return [
-        Case(**GPT2, name="bf16 s=512", sequence=512, micro_batch=2, micro_batches=2, dtype="bf16",
-             sides=(OURS, UNTOUCHED, EAGER, COMPILED, TRANSFORMERS, TRANSFORMERS_DEFAULTS, MEGATRON_CORE)),
-        Case(**GPT2, name="bf16 s=1024", sequence=1024, micro_batch=1, micro_batches=2, dtype="bf16",
-             sides=(OURS, EAGER, COMPILED, TRANSFORMERS)),
-        Case(**GPT2, name="fp32 s=512", sequence=512, micro_batch=2, micro_batches=1, dtype="fp32",
-             sides=(OURS, EAGER, COMPILED)),
-        Case(**GPT2, name="fp32 s=1024", sequence=1024, micro_batch=1, micro_batches=1, dtype="fp32",
-             sides=(OURS, EAGER, COMPILED)),
-        Case(**SMALL, workload="W0", name="one process", micro_batch=2, micro_batches=4, sides=(OURS,)),
-        Case(**SMALL, workload="W2", name="TP=2", micro_batch=2, micro_batches=4, tensor=2,
-             sides=(OURS, MEGATRON_CORE)),
-        Case(**SMALL, workload="W3", name="PP=2", micro_batch=1, micro_batches=8, pipeline=2,
-             sides=(replace(OURS, name="ours, 1F1B"), interleaved,
-                    Side("ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
-                    replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
-                    replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3))),
-        Case(**SMALL, workload="W4", name="DP=2 ZeRO-1", micro_batch=2, micro_batches=2, data=2,
-             sides=(OURS, UNTOUCHED, DDP, TRANSFORMERS, MEGATRON_CORE)),
-    ]  # fmt: skip
+        Case(
+            **GPT2,
+            name="bf16 s=512",
+            sequence=512,
+            micro_batch=2,
+            micro_batches=2,
+            dtype="bf16",
+            sides=(
+                OURS,
+                UNTOUCHED,
+                EAGER,
+                COMPILED,
+                TRANSFORMERS,
+                TRANSFORMERS_DEFAULTS,
+                MEGATRON_CORE,
+            ),
+        ),
+        Case(
+            **GPT2,
+            name="bf16 s=1024",
+            sequence=1024,
+            micro_batch=1,
+            micro_batches=2,
+            dtype="bf16",
+            sides=(OURS, EAGER, COMPILED, TRANSFORMERS),
+        ),
+        Case(
+            **GPT2,
+            name="fp32 s=512",
+            sequence=512,
+            micro_batch=2,
+            micro_batches=1,
+            dtype="fp32",
+            sides=(OURS, EAGER, COMPILED),
+        ),
+        Case(
+            **GPT2,
+            name="fp32 s=1024",
+            sequence=1024,
+            micro_batch=1,
+            micro_batches=1,
+            dtype="fp32",
+            sides=(OURS, EAGER, COMPILED),
+        ),
+        Case(
+            **SMALL,
+            workload="W0",
+            name="one process",
+            micro_batch=2,
+            micro_batches=4,
+            sides=(OURS,),
+        ),
+        Case(
+            **SMALL,
+            workload="W2",
+            name="TP=2",
+            micro_batch=2,
+            micro_batches=4,
+            tensor=2,
+            sides=(OURS, MEGATRON_CORE),
+        ),
+        Case(
+            **SMALL,
+            workload="W3",
+            name="PP=2",
+            micro_batch=1,
+            micro_batches=8,
+            pipeline=2,
+            sides=(
+                replace(OURS, name="ours, 1F1B"),
+                interleaved,
+                Side("ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
+                replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
+                replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3),
+            ),
+        ),
+        Case(
+            **SMALL,
+            workload="W4",
+            name="DP=2 ZeRO-1",
+            micro_batch=2,
+            micro_batches=2,
+            data=2,
+            sides=(OURS, UNTOUCHED, DDP, TRANSFORMERS, MEGATRON_CORE),
+        ),
+    ]
 
 
 def quick(case: Case) -> Case:
     """The case with a tiny model, to see that everything runs."""
     layers = min(case.layers, 6)
-    return replace(case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8)
+    return replace(
+        case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8
+    )
 
 
-TORCH_KERNELS = ("--norm-implementation", "torch", "--optimizer-implementation", "torch", "--no-bias-gelu-fusion",
-                 "--no-bias-dropout-fusion", "--no-persist-layer-norm", "--no-cross-entropy-loss-fusion")  # fmt: skip
+TORCH_KERNELS = (
+    "--norm-implementation",
+    "torch",
+    "--optimizer-implementation",
+    "torch",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--no-cross-entropy-loss-fusion",
+)
 CUDA_SIDES = (OURS, Side("ours, torch's kernels", flags=TORCH_KERNELS), EAGER, COMPILED)
 CUDA_PEERS = (*CUDA_SIDES, TRANSFORMERS)
 BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 master, gradient and two moments
@@ -152,7 +253,8 @@ ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves
 
 
 def cuda_cases(memory_bytes: int) -> list[Case]:
-    """Cases of one GPU with so much memory: 124M, 1.3B, and the largest of GPT-3's proportions that fits.
+    """Cases of one GPU with so much memory: 124M, 1.3B, and the largest of GPT-3's proportions that
+    fits.
 
     Where 1.3B does not fit it is left out, and the largest is smaller than it.
     """
@@ -160,11 +262,38 @@ def cuda_cases(memory_bytes: int) -> list[Case]:
     both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda")
     peers, alone = both | dict(sides=CUDA_PEERS), both | dict(sides=CUDA_SIDES)
     cases = [
-        Case(workload="G1", name="124M", layers=12, hidden=768, heads=12, micro_batch=16, micro_batches=2, **peers),
-        Case(workload="G2", name="1.3B", layers=24, hidden=2048, heads=16, micro_batch=4, micro_batches=2, **peers),
+        Case(
+            workload="G1",
+            name="124M",
+            layers=12,
+            hidden=768,
+            heads=12,
+            micro_batch=16,
+            micro_batches=2,
+            **peers,
+        ),
+        Case(
+            workload="G2",
+            name="1.3B",
+            layers=24,
+            hidden=2048,
+            heads=16,
+            micro_batch=4,
+            micro_batches=2,
+            **peers,
+        ),
     ]
     largest = [
-        Case(workload="G3", name="largest", layers=n, hidden=2560, heads=20, micro_batch=1, micro_batches=2, **alone)
+        Case(
+            workload="G3",
+            name="largest",
+            layers=n,
+            hidden=2560,
+            heads=20,
+            micro_batch=1,
+            micro_batches=2,
+            **alone,
+        )
         for n in range(2, 129)
     ]
     fitting = [case for case in largest if case.parameters * BYTES_PER_PARAMETER <= room]

@@ -1,8 +1,11 @@
-"""GPT pre-training on AMD supercomputers: Megatron-style model parallelism on a DeepSpeed ZeRO-1 engine.
+"""GPT pre-training on AMD supercomputers: Megatron-style model parallelism on a DeepSpeed ZeRO-1
+engine.
 
-The pieces of the library, importable from here and loaded when first used, so that `import megatron` costs nothing:
-read a configuration, connect processes, build a model, run a schedule, step the engine.
+The pieces of the library, importable from here and loaded when first used, so that
+`import megatron` costs nothing: read a configuration, connect processes, build a model, run a
+schedule, step the engine.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -13,7 +16,13 @@ __version__ = "0.1.0"
 _PLACES = {
     "megatron.config": ("Config", "parse_args"),
     "megatron.config.pieces": ("Pieces",),
-    "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MegatronError"),
+    "megatron.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "LaunchError",
+        "MegatronError",
+    ),
     "megatron.parallel.launch": ("Launch", "detect_launch", "select_device"),
     "megatron.parallel.rendezvous": ("Rendezvous", "connect"),
     "megatron.parallel.topology": ("Group", "Layout", "Topology"),

@@ -1,7 +1,10 @@
-"""What all pictures share: matplotlib without a screen, plain axes, and files that are there whole or not at all.
+"""What all pictures share: matplotlib without a screen, plain axes, and files that are there whole
+or not at all.
 
-matplotlib is imported only when something is drawn; it is not among the packages that a training needs.
+matplotlib is imported only when something is drawn; it is not among the packages that a training
+needs.
 """
+
 from __future__ import annotations
 
 import os
@@ -15,8 +18,8 @@ from megatron.errors import ConfigError
 def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
     """matplotlib.pyplot, drawing to files alone and taking every text as it is.
 
-    install: what pip installs it by; instead: what else can be done. Raises ConfigError without matplotlib, and where
-    the installed one cannot be imported.
+    install: what pip installs it by; instead: what else can be done. Raises ConfigError without
+    matplotlib, and where the installed one cannot be imported.
     """
     try:
         import matplotlib
@@ -27,17 +30,20 @@ def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "matplotlib"
         problem = "which is not installed" if missing else f"which cannot be imported ({error})"
         raise ConfigError(
-            f"plots need matplotlib, {problem}: pip install {install}" + (f", or {instead}" if instead else "")
+            f"plots need matplotlib, {problem}: pip install {install}"
+            + (f", or {instead}" if instead else "")
         ) from None
     pyplot.rcParams["text.parse_math"] = False  # a $ in a title or a value is one
     return pyplot
 
 
 def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --out folder") -> Path:
-    """Write a figure in the format that the file's ending names, .png without one, and close it; the file's path.
+    """Write a figure in the format that the file's ending names, .png without one, and close it;
+    the file's path.
 
-    Folders are made. A file that was there is replaced once the new one is whole. Raises ConfigError where it cannot
-    be written, or the ending is none of a picture; `choose` is what its user can choose instead.
+    Folders are made. A file that was there is replaced once the new one is whole. Raises
+    ConfigError where it cannot be written, or the ending is none of a picture; `choose` is what its
+    user can choose instead.
     """
     if path.name in ("", ".."):
         raise ConfigError(f"{path}: it is a folder: choose {choose}")
@@ -68,13 +74,15 @@ def tidy(axes: Any) -> None:
 
 
 def plain_numbers(axis: Any) -> None:
-    """12,345 and 0.05, also on a logarithmic axis, and on one that spans less than a decade. After its limits are
-    set or its points drawn."""
+    """12,345 and 0.05, also on a logarithmic axis, and on one that spans less than a decade. After
+    its limits are set or its points drawn."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
     if axis.get_scale() == "log":
         low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high / low > 10 else MaxNLocator(7))
+        axis.set_major_locator(
+            LogLocator(subs=(1.0, 2.0, 5.0)) if high / low > 10 else MaxNLocator(7)
+        )
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())

@@ -1,8 +1,9 @@
 """Errors that a user can cause and a user can mend, and how they are printed.
 
-Each message says what is wrong, where, which value, and what to do instead. Broken invariants of our own
-are assertions; these are not.
+Each message says what is wrong, where, which value, and what to do instead. Broken invariants of
+our own are assertions; these are not.
 """
+
 from __future__ import annotations
 
 import sys
@@ -17,11 +18,15 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """Processes that did not come together: a missing rank, contradictory launcher variables, a dead peer."""
+    """Processes that did not come together: a missing rank, contradictory launcher variables, a
+    dead peer.
+    """
 
 
 class LostRankError(LaunchError):
-    """A rank that died, hung or was cut off while the run went on: nothing to mend, to be started again."""
+    """A rank that died, hung or was cut off while the run went on: nothing to mend, to be started
+    again.
+    """
 
 
 class DataError(MegatronError):
@@ -33,15 +38,21 @@ class CheckpointError(MegatronError):
 
 
 class KernelError(MegatronError):
-    """A fused operator that was given what it cannot take, or a kernel that could not be launched."""
+    """A fused operator that was given what it cannot take, or a kernel that could not be
+    launched.
+    """
 
 
 class TrainingError(MegatronError):
-    """A training that cannot go on: losses or gradients that are not finite, or a loss that will not come down."""
+    """A training that cannot go on: losses or gradients that are not finite, or a loss that will
+    not come down.
+    """
 
 
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
-    """Print an error on standard error: rank 0 in full behind the prefix, others in one line behind their number."""
+    """Print an error on standard error: rank 0 in full behind the prefix, others in one line behind
+    their number.
+    """
     text = f"{prefix}: {error}"
     if rank:
         text = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,7 @@
-"""The metrics file of a run, a JSON record on each line, and the JSON files beside it; needs no torch."""
+"""The metrics file of a run, a JSON record on each line, and the JSON files beside it; needs no
+torch.
+"""
+
 from __future__ import annotations
 
 import io
@@ -29,22 +32,64 @@ def _table(value: Any) -> bool:
 
 
 RECORD: Kinds = {
-    **dict.fromkeys(("iteration", "global_batch_size", "consumed_samples", "memory_bytes", "memory_rank",
-                     "reserved_bytes", "skipped", "nan"), is_count),
-    **dict.fromkeys(("time", "step_time_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops",
-                     "hardware_tflops", "loss_scale", "grad_norm", "lm_loss", "learning_rate"), _number),
+    **dict.fromkeys(
+        (
+            "iteration",
+            "global_batch_size",
+            "consumed_samples",
+            "memory_bytes",
+            "memory_rank",
+            "reserved_bytes",
+            "skipped",
+            "nan",
+        ),
+        is_count,
+    ),
+    **dict.fromkeys(
+        (
+            "time",
+            "step_time_s",
+            "samples_per_s",
+            "tokens_per_s",
+            "tokens_per_s_per_device",
+            "model_tflops",
+            "hardware_tflops",
+            "loss_scale",
+            "grad_norm",
+            "lm_loss",
+            "learning_rate",
+        ),
+        _number,
+    ),
     **dict.fromkeys(("event", "device", "reason", "dataset"), _text),
     **dict.fromkeys(("config", "layout", "times_ms"), _table),
-}  # fmt: skip
+}
 """What each field of a record is, where it is there and not null."""
 SETTINGS: Kinds = {
-    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads",
-                     "seq_length", "vocab_size", "make_vocab_size_divisible_by",
-                     "micro_batch_size", "global_batch_size", "world_size",
-                     "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size",
-                     "virtual_pipeline_model_parallel_size", "train_iters", "log_interval"), is_count),
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "seq_length",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "micro_batch_size",
+            "global_batch_size",
+            "world_size",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "data_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "train_iters",
+            "log_interval",
+        ),
+        is_count,
+    ),
     "recompute_granularity": _text,
-}  # fmt: skip
+}
 """The same of the settings that figures are made of."""
 
 
@@ -53,21 +98,28 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
     for name, is_right in kinds.items():
         if (value := values.get(name)) is not None and not is_right(value):
             shown = repr(value)[:60]
-            raise DataError(f"{where}: {name} is {shown}, which no run writes: the file is damaged, or another one")
+            raise DataError(
+                f"{where}: {name} is {shown}, which no run writes: the file is damaged, or another "
+                "one"
+            )
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file. Raises DataError for one that cannot be read or is far too large."""
+    """The lines of a text file. Raises DataError for one that cannot be read or is far too
+    large.
+    """
     with open_regular(path, error=DataError) as raw:
         if os.fstat(raw.fileno()).st_size > _MOST_BYTES:
-            raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes: it is not what a run writes")
+            raise DataError(
+                f"{path} has more than {_MOST_BYTES:,} bytes: it is not what a run writes"
+            )
         with io.TextIOWrapper(raw, errors="replace") as file:
             yield from iter(lambda: file.readline(_LONGEST_LINE), "")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order, each with its "event"; a line cut short is left out, and a start or an
-    iteration without its number.
+    """The records of a metrics file, in order, each with its "event"; a line cut short is left out,
+    and a start or an iteration without its number.
 
     Raises DataError for a file that cannot be read, and for a record that no run wrote.
     """
@@ -86,7 +138,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """A JSON object beside a metrics file; {} where there is none. Raises DataError for one that cannot be read."""
+    """A JSON object beside a metrics file; {} where there is none. Raises DataError for one that
+    cannot be read.
+    """
     if not path.exists():
         return {}
     found: dict[str, Any] = read_json(path, _MOST_BESIDE, error=DataError)
@@ -95,7 +149,9 @@ def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
 
 
 POINT: Kinds = {
-    **dict.fromkeys(("name", "experiment", "kind", "parameter"), _text), "settings": _table, "warm_up": is_count,
+    **dict.fromkeys(("name", "experiment", "kind", "parameter"), _text),
+    "settings": _table,
+    "warm_up": is_count,
     "value": _number,
-}  # fmt: skip
+}
 RESULT: Kinds = {"status": _text, "reason": _text}

@@ -1,4 +1,7 @@
-"""The command line of training: pretrain_gpt.py, or a script of one's own that calls main() with pieces of its own."""
+"""The command line of training: pretrain_gpt.py, or a script of one's own that calls main() with
+pieces of its own.
+"""
+
 from __future__ import annotations
 
 import os
@@ -16,7 +19,8 @@ from megatron.training.run.process import Signals, guard_output, leave, run_guar
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
-    """Train, or dry-run, as the `arguments` say (default: those of this process), and end the process.
+    """Train, or dry-run, as the `arguments` say (default: those of this process), and end the
+    process.
 
     `pieces` are those of one's own, as megatron.pretrain takes them.
     """
@@ -27,19 +31,31 @@ def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
 
 
 def pretrain(
-    config: Config, launch: Launch | None = None, renumbered: Callable[[int], object] | None = None, **pieces: Any
+    config: Config,
+    launch: Launch | None = None,
+    renumbered: Callable[[int], object] | None = None,
+    **pieces: Any,
 ) -> None:
-    """Train as `config` says, in this process and its peers, until the end or until an exit condition.
+    """Train as `config` says, in this process and its peers, until the end or until an exit
+    condition.
 
-    `pieces` are those of one's own, which take the place of the project's: layer, model, datasets, optimizer, schedule,
-    callbacks (megatron.config.pieces.Pieces).
-    `launch` says which process this is (default: read from the environment). Raises MegatronError for what a user can
-    mend; the peers of a process that fails hear of it through the rendezvous. `renumbered` is called with this
-    process's rank once that is known: it may be another than the launcher's, see megatron.parallel.placing.
+    `pieces` are those of one's own, which take the place of the project's: layer, model, datasets,
+    optimizer, schedule, callbacks (megatron.config.pieces.Pieces).
+    `launch` says which process this is (default: read from the environment). Raises MegatronError
+    for what a user can mend; the peers of a process that fails hear of it through the rendezvous.
+    `renumbered` is called with this process's rank once that is known: it may be another than the
+    launcher's, see megatron.parallel.placing.
     """
-    started, config, launch = time.monotonic(), config.with_pieces(**pieces), launch or detect_launch()
+    started, config, launch = (
+        time.monotonic(),
+        config.with_pieces(**pieces),
+        launch or detect_launch(),
+    )
     # Both before torch is imported, which takes seconds and may start HIP.
-    with Signals(config.training.exit_signal_handler) as signals, job_environment(config) as environment:
+    with (
+        Signals(config.training.exit_signal_handler) as signals,
+        job_environment(config) as environment,
+    ):
         from megatron.training.run.setup import run_training
 
         ranks = None
@@ -51,7 +67,9 @@ def pretrain(
 
 
 def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
-    """Which process this is; contradictory launcher variables are reported where other errors are."""
+    """Which process this is; contradictory launcher variables are reported where other errors
+    are.
+    """
     try:
         return detect_launch(variables_with_flags(arguments)), None
     except MegatronError as error:
@@ -71,7 +89,8 @@ def run(arguments: list[str], **pieces: Any) -> int:
             from megatron.planner.dryrun.rehearsal import dry_run
 
             raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
-        alone = launch.launcher == "none" and "--print-config" in arguments  # which may look at any world size
+        # which may look at any world size
+        alone = launch.launcher == "none" and "--print-config" in arguments
         config = parse_args(arguments, None if alone else launch.world_size, own)
         pretrain(config, launch, ranks.append)
 

@@ -1,4 +1,7 @@
-"""Settings for every test process: few threads, no device that is not there, repeatable random examples."""
+"""Settings for every test process: few threads, no device that is not there, repeatable random
+examples.
+"""
+
 from __future__ import annotations
 
 import os
@@ -11,32 +14,38 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("MEGATRON_TRACE_CACHE", f"{tempfile.gettempdir()}/megatron-traces-{os.getuid()}")
+os.environ.setdefault(
+    "MEGATRON_TRACE_CACHE", f"{tempfile.gettempdir()}/megatron-traces-{os.getuid()}"
+)
 _HAS_DRIVER = any(Path(path).exists() for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg"))
 if not _HAS_DRIVER:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# A shell starts what it runs in the background with SIGINT ignored, which every program under test would inherit.
+# A shell starts what it runs in the background with SIGINT ignored, which every program under test
+# would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# `make test` gives the same answer every time; `make prove ONLY=hypothesis` looks further, at random.
+# `make test` gives the same answer every time; `make prove ONLY=hypothesis` looks further, at
+# random.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("test", derandomize=True, database=None, max_examples=25, **_COMMON)  # type: ignore[arg-type]
 settings.register_profile("prove", print_blob=True, max_examples=1000, **_COMMON)  # type: ignore[arg-type]
 settings.load_profile("test")
 
-# What a launcher leaves in the environment must not reach the tests: they would wait for other ranks.
+# What a launcher leaves in the environment must not reach the tests: they would wait for other
+# ranks.
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "PALS_", "TORCHELASTIC_", "MPI_LOCAL")
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 for _name in [name for name in os.environ if name.startswith(_LAUNCHERS) or name in _RANKS]:
     del os.environ[_name]
 
 CAMPAIGN_LIMIT_S = 3600
-# A worker gets whole files (--dist loadfile). Those that take longest begin first, so that no worker ends alone.
+# A worker gets whole files (--dist loadfile). Those that take longest begin first, so that no
+# worker ends alone.
 LONGEST = """
     planner/dryrun/test_rehearsal.py training/safety/test_faults_in_run.py engine/test_engine.py parity/test_grid.py
     training/run/test_run.py training/safety/test_not_finite.py
@@ -50,8 +59,10 @@ LONGEST = """
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--campaign", metavar="NAME",
-        help="run the tests of this campaign (marked campaign(NAME)) and nothing else; `make prove ONLY=list`",
+        "--campaign",
+        metavar="NAME",
+        help="run the tests of this campaign (marked campaign(NAME)) and nothing else; `make prove "
+        "ONLY=list`",
     )
 
 
@@ -72,13 +83,17 @@ def _partition(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the tests of one campaign, or those of none; leave out what needs a device that is not here."""
+    """Take the tests of one campaign, or those of none; leave out what needs a device that is not
+    here.
+    """
     wanted = config.getoption("campaign")
 
     def campaigns(item: pytest.Item) -> set[str]:
         return {name for mark in item.iter_markers("campaign") for name in mark.args}
 
-    _partition(config, items, lambda item: wanted in campaigns(item) if wanted else not campaigns(item))
+    _partition(
+        config, items, lambda item: wanted in campaigns(item) if wanted else not campaigns(item)
+    )
     if wanted:
         for item in items:
             if not item.get_closest_marker("timeout"):

@@ -1,4 +1,7 @@
-"""Runs that end badly through pretrain_gpt.py itself: what the user reads and what is left on disk."""
+"""Runs that end badly through pretrain_gpt.py itself: what the user reads and what is left on
+disk.
+"""
+
 from __future__ import annotations
 
 import os
@@ -29,21 +32,29 @@ def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert file.stat().st_size > 1000
     os.truncate(file, 1000)
     for outcome in launch(2, [*TINY, "--load", str(tmp_path), "--train-iters", "5"]):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
+        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
+            outcome
+        )
         assert f"{file} has 1000 bytes" in outcome.output
 
 
 def test_places_that_cannot_be_written_are_named_by_their_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (outcome,) = launch(1, [*TINY, "--save", str(tmp_path / "file" / "x")])
-    assert outcome is not None and outcome.code == 2 and f"ConfigError: --save {tmp_path}/file/x" in outcome.output
+    assert (
+        outcome is not None
+        and outcome.code == 2
+        and f"ConfigError: --save {tmp_path}/file/x" in outcome.output
+    )
 
 
 def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: Path) -> None:
     other = FolderClaim(tmp_path, f"--save {tmp_path}")
     other.take(print)
     for outcome in launch(2, [*TINY, "--save", str(tmp_path)]):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
+        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
+            outcome
+        )
         assert f"--save {tmp_path}" in outcome.output and f"process {os.getpid()}" in outcome.output
     other.release()
     (outcome,) = launch(1, [*TINY, "--save", str(tmp_path), "--train-iters", "1"])
@@ -51,11 +62,22 @@ def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: P
 
 
 def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path: Path) -> None:
-    """1 % of 8 documents rounds to none. That samples come in another order only a digest can tell."""
+    """1 % of 8 documents rounds to none. That samples come in another order only a digest can
+    tell.
+    """
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         for _ in range(8):
             writer.add_document(range(60))
-    data = ["--data-path", str(tmp_path / "data"), "--split", "99,1,0", "--eval-iters", "1", "--train-iters", "1"]
+    data = [
+        "--data-path",
+        str(tmp_path / "data"),
+        "--split",
+        "99,1,0",
+        "--eval-iters",
+        "1",
+        "--train-iters",
+        "1",
+    ]
     arguments = [*(word for word in TINY if word != "--mock-data"), *data]
     (outcome,) = launch(1, arguments)
     assert outcome is not None and outcome.code == 0 and "valid none" in outcome.output, outcome
@@ -63,7 +85,9 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
     (order,) = (tmp_path / "index-cache").glob("*_shuffle_idx.npy")
     np.save(order, np.load(order)[::-1])
     for outcome in launch(2, arguments):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
+        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
+            outcome
+        )
         assert order.name.partition("_")[0] in outcome.output
 
 
@@ -81,25 +105,37 @@ def lose_output(kind: str, *numbers: int) -> None:
             setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python begins then
 
 
-@pytest.mark.parametrize(("kind", "numbers"), [("full", (1,)), ("closed", (0, 1)), ("pipe", (1, 2))])
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("full", (1,)), ("closed", (0, 1)), ("pipe", (1, 2))]
+)
 def test_output_that_cannot_be_written_costs_the_run_nothing(
     tmp_path: Path, kind: str, numbers: tuple[int, ...]
 ) -> None:
     size = 2 if kind == "full" else 1
     arguments = [*TINY, "--train-iters", "2", "--save", str(tmp_path)]
-    outcomes = launch(size, arguments, arm=dict.fromkeys(range(size), (lose_output, kind, *numbers)))
+    outcomes = launch(
+        size, arguments, arm=dict.fromkeys(range(size), (lose_output, kind, *numbers))
+    )
     assert [outcome and outcome.code for outcome in outcomes] == [0] * size, outcomes
-    notes = [outcome.output.count("standard output cannot be written") for outcome in outcomes if outcome]
+    notes = [
+        outcome.output.count("standard output cannot be written") for outcome in outcomes if outcome
+    ]
     assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints
     # No file of the run has got what was printed.
     events = [record["event"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert events == ["start", "iteration", "iteration", "checkpoint", "data", "end"]
 
 
-@pytest.mark.parametrize(("arguments", "redirected", "code"), [
-    ("--seed -1", "2>&-", 2), ("--seed -1", "2>/dev/full", 2), ("--help", ">/dev/full", 1), ("--help", ">&-", 1),
-    ("--help", "2>&-", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "redirected", "code"),
+    [
+        ("--seed -1", "2>&-", 2),
+        ("--seed -1", "2>/dev/full", 2),
+        ("--help", ">/dev/full", 1),
+        ("--help", ">&-", 1),
+        ("--help", "2>&-", 0),
+    ],
+)
 def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, code: int) -> None:
     """What --help prints is its result, so that a lost one is no success."""
     words = f"{sys.executable} pretrain_gpt.py {arguments} {redirected}"
@@ -111,20 +147,29 @@ def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, 
 
 @pytest.mark.campaign("kills")
 def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
-    """Rank 0 serves it. torch reads how much it says when it is imported: these are real processes."""
+    """Rank 0 serves it. torch reads how much it says when it is imported: these are real
+    processes.
+    """
     code = (
         "import runpy, sys; from tests.helpers.fault_points import strike\n"
         "if sys.argv[1] == '0': strike('megatron.run.step', 5, 'kill')\n"
         "del sys.argv[1]; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
     )
-    port, arguments = free_port(), [*TINY, "--train-iters", "100000", "--distributed-timeout-minutes", "3"]
+    port, arguments = (
+        free_port(),
+        [*TINY, "--train-iters", "100000", "--distributed-timeout-minutes", "3"],
+    )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT), **rank_environment(rank, 2, port)},
+            [sys.executable, "-c", code, str(rank), *arguments],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **rank_environment(rank, 2, port)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [process.communicate()[0] for process in processes]
     assert processes[1].returncode == 75, outputs
     error = outputs[1][outputs[1].index("LostRankError") :]
@@ -133,7 +178,9 @@ def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
 
 
 def test_a_fatal_signal_says_where_it_struck() -> None:
-    """A mapped file that is cut short while it is read ends in a bus error, which no exception tells of."""
+    """A mapped file that is cut short while it is read ends in a bus error, which no exception
+    tells of.
+    """
     code = (
         "import os, signal; from megatron.training.run.process import run_guarded; "
         "run_guarded(lambda: os.kill(os.getpid(), signal.SIGBUS), 0)"

@@ -1,5 +1,6 @@
-"""Bad input through the program: one clear error on every rank, soon, without a traceback and without a hang. What is
-refused is tested where it is decided: tests/config, tests/data."""
+"""Bad input through the program: one clear error on every rank, soon, without a traceback and
+without a hang. What is refused is tested where it is decided: tests/config, tests/data."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,12 +21,18 @@ REAL = [word for word in TINY if word != "--mock-data"]
             [*TINY, "--num-attention-heads", "5", "--fp16", "--bf16", "--seq-length", "64"],
             ["num-attention-heads", "fp16", "max-position-embeddings"],
         ),
-        ([*REAL, "--data-path", "no/such/corpus", "--split", "90,10,0"], ["no/such/corpus"]),  # known late
-        ([*TINY, "--deepspeed", "--deepspeed_config", "FILE"], ["ds.json", "4", "--micro-batch-size", "2"]),
+        # known late
+        ([*REAL, "--data-path", "no/such/corpus", "--split", "90,10,0"], ["no/such/corpus"]),
+        (
+            [*TINY, "--deepspeed", "--deepspeed_config", "FILE"],
+            ["ds.json", "4", "--micro-batch-size", "2"],
+        ),
     ],
     ids=["configuration", "data", "deepspeed"],
 )
-def test_an_error_is_clear_on_every_rank(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_an_error_is_clear_on_every_rank(
+    tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"train_micro_batch_size_per_gpu": 4}')
     for outcome in launch(2, [str(file) if word == "FILE" else word for word in arguments]):

@@ -1,4 +1,5 @@
 """Pictures are there whole or not at all, and what stands against them is said."""
+
 from __future__ import annotations
 
 import errno
@@ -26,10 +27,17 @@ def texts(axis: Any) -> list[str]:
     return [text for label in axis.get_ticklabels(which="both") if (text := label.get_text())]
 
 
-@pytest.mark.parametrize(("name", "written", "begin"), [
-    ("new/folder/loss.png", "new/folder/loss.png", PNG), ("loss.pdf", "loss.pdf", b"%PDF"), ("loss", "loss.png", PNG),
-])  # fmt: skip
-def test_a_picture_is_written_by_its_ending(tmp_path: Path, name: str, written: str, begin: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "written", "begin"),
+    [
+        ("new/folder/loss.png", "new/folder/loss.png", PNG),
+        ("loss.pdf", "loss.pdf", b"%PDF"),
+        ("loss", "loss.png", PNG),
+    ],
+)
+def test_a_picture_is_written_by_its_ending(
+    tmp_path: Path, name: str, written: str, begin: bytes
+) -> None:
     open_before = pyplot().get_fignums()
     path = save(a_figure(), tmp_path / name)
     assert path == tmp_path / written and path.read_bytes().startswith(begin)
@@ -37,7 +45,9 @@ def test_a_picture_is_written_by_its_ending(tmp_path: Path, name: str, written: 
     assert pyplot().get_fignums() == open_before
 
 
-def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_picture_stays_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(a_figure(), tmp_path / "loss.png")
     before = path.read_bytes()
     figure = a_figure()
@@ -75,9 +85,14 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         pyplot()
 
 
-@pytest.mark.parametrize(("low", "high", "some"), [
-    (900, 12_345_678, {"1,000", "10,000,000"}), (31_000, 52_000, {"40,000"}), (0.02, 0.9, {"0.05", "0.5"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "some"),
+    [
+        (900, 12_345_678, {"1,000", "10,000,000"}),
+        (31_000, 52_000, {"40,000"}),
+        (0.02, 0.9, {"0.05", "0.5"}),
+    ],
+)
 def test_numbers_are_written_out(low: float, high: float, some: set[str]) -> None:
     figure, axes = pyplot().subplots()
     axes.plot([1, 2], [low, high])

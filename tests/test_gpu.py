@@ -1,8 +1,11 @@
-"""What only a CUDA or ROCm device can show: its kernels, its communication library, its memory. Skipped without one.
+"""What only a CUDA or ROCm device can show: its kernels, its communication library, its memory.
+Skipped without one.
 
-The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and other libraries.
-benchmarks/parity.py has the tolerances of training and their reasons, and compares where there is no pytest.
+The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and
+other libraries. benchmarks/parity.py has the tolerances of training and their reasons, and compares
+where there is no pytest.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -25,7 +28,8 @@ from megatron.parallel.random import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology
 from tests.helpers.launching import TINY
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # processes that import torch on a cold file system
+# processes that import torch on a cold file system
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 DEVICE = torch.device("cuda", 0)
 
@@ -33,10 +37,14 @@ DEVICE = torch.device("cuda", 0)
 def train(
     folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """A training of the tiny model in processes of its own: those that are forked have DeepSpeed set up for the CPU."""
+    """A training of the tiny model in processes of its own: those that are forked have DeepSpeed
+    set up for the CPU.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    return parity.train(folder / f"metrics{len(list(folder.iterdir()))}.jsonl", [*TINY, *arguments], ranks, env)
+    return parity.train(
+        folder / f"metrics{len(list(folder.iterdir()))}.jsonl", [*TINY, *arguments], ranks, env
+    )
 
 
 def compare(found: dict[int, dict], expected: dict[int, dict], loss: float, norm: float) -> None:
@@ -64,7 +72,13 @@ def test_training_follows_the_cpu(tmp_path: Path, cpu_run: dict[int, dict], prec
     "layout",
     [
         ["--tensor-model-parallel-size", "2"],
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--recompute-granularity", "full"],
+        [
+            "--tensor-model-parallel-size",
+            "2",
+            "--sequence-parallel",
+            "--recompute-granularity",
+            "full",
+        ],
         ["--pipeline-model-parallel-size", "2"],
         ["--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline"],
         ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
@@ -94,31 +108,56 @@ def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: 
     compare(rest, {i: whole[i] for i in rest}, 1e-3, 1e-2)
 
 
-def test_a_checkpoint_of_a_device_loads_on_the_cpu(tmp_path: Path, cpu_run: dict[int, dict]) -> None:
+def test_a_checkpoint_of_a_device_loads_on_the_cpu(
+    tmp_path: Path, cpu_run: dict[int, dict]
+) -> None:
     """Also from bf16: a checkpoint has the fp32 weights."""
-    train(tmp_path, [*NO_DROPOUT, "--bf16", "--save", str(tmp_path / "saved"), "--save-interval", "2"])
+    train(
+        tmp_path, [*NO_DROPOUT, "--bf16", "--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    )
     arguments, env = ON_CPU
-    rest = train(tmp_path, [*NO_DROPOUT, *arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"], env=env)
+    rest = train(
+        tmp_path,
+        [*NO_DROPOUT, *arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"],
+        env=env,
+    )
     assert sorted(rest) == [3, 4]
     compare(rest, {i: cpu_run[i] for i in rest}, LOSS["bf16"], NORM["bf16"])
 
 
-@pytest.mark.parametrize("segments", [None, [np.array([10, 1, 3, 19]), np.array([5, 16])]], ids=["eod", "packed"])
+@pytest.mark.parametrize(
+    "segments", [None, [np.array([10, 1, 3, 19]), np.array([5, 16])]], ids=["eod", "packed"]
+)
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
-def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None, segments: list | None) -> None:
+def test_loss_and_gradients_of_a_model(
+    positions: str, recompute: str | None, segments: list | None
+) -> None:
     """The same weights are drawn on any device; fp32 there and here."""
     config = Config.create(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, seq_length=32, vocab_size=60,
-        make_vocab_size_divisible_by=8, init_method_std=0.1, hidden_dropout=0.0, attention_dropout=0.0, swiglu=True,
-        position_embedding_type=positions, reset_attention_mask=True, recompute_granularity=recompute,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        seq_length=32,
+        vocab_size=60,
+        make_vocab_size_divisible_by=8,
+        init_method_std=0.1,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        swiglu=True,
+        position_embedding_type=positions,
+        reset_attention_mask=True,
+        recompute_granularity=recompute,
     )
     tokens = torch.randint(0, 60, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()
     results = []
     for device in ("cpu", DEVICE):
         topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
         model = build_chunks(config, topology)["0"]
-        batch = make_micro_batch(tokens, eod=0, reset_attention_mask=True, segments=segments, device=device)
+        batch = make_micro_batch(
+            tokens, eod=0, reset_attention_mask=True, segments=segments, device=device
+        )
         loss = model(batch, None)
         loss.backward()
         results.append((loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}))
@@ -130,39 +169,63 @@ def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None, se
 
 @pytest.mark.parametrize(("shape", "dim"), [((5000, 2000), 0), ((2000, 5000), 1)])
 def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape: tuple[int, int], dim: int) -> None:
-    """Ten million elements, which travel in several pieces behind those that are drawn meanwhile."""
-    there, here = (ParameterFactory(1, 1, 4, torch.device(d)).create("w", shape, dim, normal(0.02))
-                   for d in (DEVICE, "cpu"))
+    """Ten million elements, which travel in several pieces behind those that are drawn
+    meanwhile.
+    """
+    there, here = (
+        ParameterFactory(1, 1, 4, torch.device(d)).create("w", shape, dim, normal(0.02))
+        for d in (DEVICE, "cpu")
+    )
     assert torch.equal(there.cpu(), here)
 
 
 CASES = pytest.mark.parametrize(
     ("heads", "groups", "alibi", "documents"),
     [
-        (8, 8, False, False), (8, 2, False, False), (8, 8, True, False), (8, 8, False, True), (8, 2, False, True),
-        (8, 8, True, True), (8, 2, True, True),
+        (8, 8, False, False),
+        (8, 2, False, False),
+        (8, 8, True, False),
+        (8, 8, False, True),
+        (8, 2, False, True),
+        (8, 8, True, True),
+        (8, 2, True, True),
     ],
     ids=[
-        "plain", "grouped", "alibi", "documents", "grouped-documents", "alibi-documents", "grouped-alibi-documents",
+        "plain",
+        "grouped",
+        "alibi",
+        "documents",
+        "grouped-documents",
+        "alibi-documents",
+        "grouped-alibi-documents",
     ],
 )
 
 
 def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
-    """q, k, v in float64 on the CPU, their ALiBi and lengths of documents; a size that no kernel divides evenly."""
+    """q, k, v in float64 on the CPU, their ALiBi and lengths of documents; a size that no kernel
+    divides evenly.
+    """
     s, b, d = 200, 2, 64
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(s, b, n, d, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
+    q, k, v = (
+        torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)
+        for n in (heads, groups, groups)
+    )
     lengths = np.array([70, 130, 16, 1, 2, 48, 64, 69]) if documents else None
     return q, k, v, Alibi(alibi_slopes(heads)) if alibi else None, lengths
 
 
 def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
     """Documents of two samples."""
-    return Documents(torch.tensor([0, *lengths.cumsum()], dtype=torch.int32, device=device), lengths, 2)
+    return Documents(
+        torch.tensor([0, *lengths.cumsum()], dtype=torch.int32, device=device), lengths, 2
+    )
 
 
-def run_attention(core, case: tuple, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def run_attention(
+    core, case: tuple, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
     """Output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
     alibi, lengths = case[3], case[4]
@@ -178,9 +241,12 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: fl
         assert (a - b).norm() / b.norm() < tolerance
 
 
-# Relative to the norm of the whole: a few roundings of the format. ALiBi's bias is rounded to the format too.
+# Relative to the norm of the whole: a few roundings of the format. ALiBi's bias is rounded to the
+# format too.
 @CASES
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
 def test_torch_attention(heads, groups, alibi, documents, dtype, tolerance) -> None:
     case = attention_case(heads, groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
@@ -188,7 +254,9 @@ def test_torch_attention(heads, groups, alibi, documents, dtype, tolerance) -> N
 
 
 @CASES
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed"
+)
 def test_flash_attention(heads, groups, alibi, documents) -> None:
     case = attention_case(heads, groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
@@ -202,7 +270,9 @@ def test_a_mask_is_a_function_of_its_key() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     # Standard deviation of the share: sqrt(0.25 * 0.75 / 1e6) = 4.3e-4.
     assert first.float().mean().item() == pytest.approx(0.75, abs=5 * 4.4e-4)
-    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before), "the default generator must not move"
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before), (
+        "the default generator must not move"
+    )
 
 
 @pytest.mark.parametrize("core", ["torch", "flash"])
@@ -212,7 +282,8 @@ def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> 
         pytest.skip("flash_attn is not installed")
     attend = flash_attention if core == "flash" else torch_attention
     batch = make_micro_batch(
-        np.zeros((2, 201), np.int64), segments=[np.array([70, 131]), np.array([16, 1, 2, 48, 64, 69])]
+        np.zeros((2, 201), np.int64),
+        segments=[np.array([70, 131]), np.array([16, 1, 2, 48, 64, 69])],
     ).pin_memory()
     q, k, v = (torch.randn(200, 2, n, 64, device=DEVICE, dtype=torch.bfloat16) for n in (8, 2, 2))
     q.requires_grad_()
@@ -221,7 +292,9 @@ def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> 
         try:
             moved = batch.to(DEVICE)
             assert moved.cu_seqlens is not None and moved.document_lengths is not None
-            attend(q, k, v, None, Documents(moved.cu_seqlens, moved.document_lengths, 2), 0.1).sum().backward()
+            attend(
+                q, k, v, None, Documents(moved.cu_seqlens, moved.document_lengths, 2), 0.1
+            ).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,4 +1,5 @@
 """Rooms import downwards only, nothing imports in a circle, and importing has no effects."""
+
 from __future__ import annotations
 
 import ast
@@ -35,6 +36,7 @@ ROOMS["planner"] = ROOMS["training"] | {"training", "drawing"}
 ROOMS["program"] = ROOMS["planner"] | {"planner"}
 ROOMS["jobs"] = ROOMS["planner"] | {"planner"}
 
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -43,14 +45,19 @@ def module_name(path: Path) -> str:
 @cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package, parsed."""
-    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        module_name(path): ast.parse(path.read_text(), str(path))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def imports(name: str, tree: ast.AST) -> Iterator[str]:
     """List the modules of ours that a module imports, in functions and for type checkers too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megatron")
+            yield from (
+                alias.name for alias in node.names if alias.name.split(".")[0] == "megatron"
+            )
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute"
             if node.module and node.module.split(".")[0] == "megatron":
@@ -73,7 +80,8 @@ def test_a_room_imports_only_rooms_below_it() -> None:
         for module, tree in modules().items()
         if room(module)
         for imported in imports(module, tree)
-        if imported.split(".")[0] == "megatron" and room(imported) not in ROOMS[room(module)] | {room(module)}
+        if imported.split(".")[0] == "megatron"
+        and room(imported) not in ROOMS[room(module)] | {room(module)}
     ]
     assert not wrong
 
@@ -93,7 +101,7 @@ def test_no_module_imports_itself_through_others() -> None:
     done: set[str] = set()
 
     def visit(name: str) -> None:
-        assert name not in path, f"circle: {' -> '.join([*path[path.index(name):], name])}"
+        assert name not in path, f"circle: {' -> '.join([*path[path.index(name) :], name])}"
         if name in done:
             return
         path.append(name)

@@ -1,4 +1,7 @@
-"""The pieces without pretrain_gpt.py: a user's own loop on two processes, and on one without DeepSpeed."""
+"""The pieces without pretrain_gpt.py: a user's own loop on two processes, and on one without
+DeepSpeed.
+"""
+
 from __future__ import annotations
 
 import inspect
@@ -11,8 +14,15 @@ from megatron.parallel.topology import Layout
 from tests.helpers.processes import run_processes
 
 FIELDS = dict(
-    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50, micro_batch_size=2,
-    global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=50,
+    micro_batch_size=2,
+    global_batch_size=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 
 
@@ -24,7 +34,10 @@ def micro_batches(count, seed=0):
 
 def own_loop(rank):
     config = megatron.Config.create(
-        **FIELDS, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1, world_size=2
+        **FIELDS,
+        pipeline_model_parallel_size=2,
+        num_layers_per_virtual_pipeline_stage=1,
+        world_size=2,
     )
     with megatron.connect(megatron.detect_launch()):
         topology = megatron.Topology.create(pipeline_model_parallel_size=2)
@@ -35,7 +48,9 @@ def own_loop(rank):
         for _ in range(2):
             losses = executor.train(micro_batches(4), loss_scale=engine.loss_scale)
             result = engine.step(lr=1e-2)
-            history.append((sum(x.item() for x in losses) / 4 if losses else None, result.grad_norm))
+            history.append(
+                (sum(x.item() for x in losses) / 4 if losses else None, result.grad_norm)
+            )
     return history
 
 
@@ -60,7 +75,9 @@ def test_everything_offered_is_there_and_documented():
     assert len(megatron.__all__) > 10 and set(megatron.__all__) <= set(dir(megatron))
     for name in megatron.__all__:
         piece = getattr(megatron, name)
-        assert isinstance(piece, str) or (callable(piece) and (inspect.getdoc(piece) or "").strip()), name
+        assert isinstance(piece, str) or (
+            callable(piece) and (inspect.getdoc(piece) or "").strip()
+        ), name
     assert megatron.Layout is Layout
     with pytest.raises(AttributeError, match="no_such_piece"):
         megatron.no_such_piece  # noqa: B018

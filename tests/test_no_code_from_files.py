@@ -1,7 +1,10 @@
-"""No file of a checkpoint runs code: a pickle in any of them, in any format, read by anything that reads checkpoints.
+"""No file of a checkpoint runs code: a pickle in any of them, in any format, read by anything that
+reads checkpoints.
 
-The interpreter itself tells of every class or function that a pickle asks for (the audit event "pickle.find_class").
+The interpreter itself tells of every class or function that a pickle asks for (the audit event
+"pickle.find_class").
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -99,7 +102,9 @@ def instead_of(name: str) -> Callable[[Path, bytes], None]:
 
 
 def in_data(folder: Path, payload: bytes) -> None:
-    """The payload as all boxes of a data file, filled up to the bytes that their numbers take, with sound digests."""
+    """The payload as all boxes of a data file, filled up to the bytes that their numbers take, with
+    sound digests.
+    """
     whole = payload + bytes((folder / "__0_0.distcp").stat().st_size)
     (folder / "__0_0.distcp").write_bytes(whole)
     lists = json.loads((folder / "boxes_00000.json").read_text())
@@ -127,13 +132,18 @@ def of_an_old_format(form: int) -> Callable[[Path, bytes], None]:
 
 
 PLANTED = {
-    **{name: instead_of(name) for name in (".metadata", "manifest.json", *SMALL)}, "data": in_data,
-    "format 1": of_an_old_format(1), "format 2": of_an_old_format(2), "tracker": lambda folder, payload: None,
-}  # fmt: skip
+    **{name: instead_of(name) for name in (".metadata", "manifest.json", *SMALL)},
+    "data": in_data,
+    "format 1": of_an_old_format(1),
+    "format 2": of_an_old_format(2),
+    "tracker": lambda folder, payload: None,
+}
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_our_own_format(tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_our_own_format(
+    tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     inspect = runpy.run_path(str(ROOT / "tools" / "inspect_checkpoint.py"))["main"]
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     values = {f"master.{name}": torch.ones(shape) for name, shape in toy.SHAPES.items()}
@@ -147,11 +157,19 @@ def test_our_own_format(tmp_path: Path, hooked: None, capsys: pytest.CaptureFixt
         if kind == "tracker":
             (root / TRACKER).write_bytes(payload)
         with watched(trace):
-            for arguments in ([root, "--verify"], [root], [bad, "--norms", "--passport"], ["--diff", bad, good]):
+            for arguments in (
+                [root, "--verify"],
+                [root],
+                [bad, "--norms", "--passport"],
+                ["--diff", bad, good],
+            ):
                 assert inspect(list(map(str, arguments))) in (0, 1)
             found = load_weights(root, toy.build(topology), topology)
-            # What is not needed is not read; where something else is broken, the older one is taken.
-            assert found.folder == (bad if kind in (".metadata", "passport.json", "tracker") else good)
+            # What is not needed is not read; where something else is broken, the older one is
+            # taken.
+            assert found.folder == (
+                bad if kind in (".metadata", "passport.json", "tracker") else good
+            )
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -168,11 +186,19 @@ def foreign(root: Path, name: str, payload: bytes) -> None:
     (root / ("latest" if name == "latest" else f"{group}/{name}")).write_bytes(payload)
 
 
-@pytest.mark.parametrize("name", [
-    "mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt",
-    "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "model_optim_rng.pt", "latest",
-])  # fmt: skip
-def test_foreign_formats(tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mp_rank_00_model_states.pt",
+        "layer_01-model_00-model_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "model_optim_rng.pt",
+        "latest",
+    ],
+)
+def test_foreign_formats(
+    tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     convert = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
     trace = tmp_path / "trace"
     for form, payload in payloads(trace).items():
@@ -185,17 +211,30 @@ def test_foreign_formats(tmp_path: Path, hooked: None, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_whole_programs(tmp_path: Path) -> None:
-    """A resumed run and generated text: the planted checkpoints are called broken, the one before them is loaded."""
+    """A resumed run and generated text: the planted checkpoints are called broken, the one before
+    them is loaded.
+    """
     run, trace, log = tmp_path / "run", tmp_path / "trace", tmp_path / "log"
     flags = [*TINY, "--train-iters", "2", "--save", str(run)]
     (trained,) = launch(1, flags)
     assert trained is not None and trained.code == 0, trained
     (run / TRACKER).unlink()  # it would leave the others aside
     for number, plant in enumerate((of_an_old_format(1), of_an_old_format(2), in_data), 9999997):
-        plant(shutil.copytree(run / "iter_0000002", run / f"iter_{number}"), payloads(trace)["pickle"])
+        plant(
+            shutil.copytree(run / "iter_0000002", run / f"iter_{number}"), payloads(trace)["pickle"]
+        )
     armed: Any = {0: (watch, str(log))}
     metrics = tmp_path / "metrics.jsonl"
-    words = ["--load", str(run), "--prompt", "5 17", "--tokens", "2", "--metrics-file", str(metrics)]
+    words = [
+        "--load",
+        str(run),
+        "--prompt",
+        "5 17",
+        "--tokens",
+        "2",
+        "--metrics-file",
+        str(metrics),
+    ]
     (text,) = launch(1, words, script="tools/generate_text.py", arm=armed)
     (resumed,) = launch(1, [*flags, "--load", str(run), "--train-iters", "3"], arm=armed)
     for ended in (text, resumed):

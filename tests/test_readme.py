@@ -1,4 +1,5 @@
 """What README says can be run, runs."""
+
 from __future__ import annotations
 
 import re
@@ -17,6 +18,8 @@ def test_library_example(tmp_path: Path) -> None:
     lines = []
     for outcome in launch(2, [], script=str(script)):
         assert outcome is not None and outcome.code == 0, outcome
-        lines.append([line for line in outcome.output.splitlines() if re.match(r"[01] [0-9.]+ \[", line)])
+        lines.append(
+            [line for line in outcome.output.splitlines() if re.match(r"[01] [0-9.]+ \[", line)]
+        )
     # Two steps: four losses on the last stage, none on the first.
     assert [[line.count(",") for line in rank] for rank in lines] == [[0, 0], [3, 3]]

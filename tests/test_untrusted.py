@@ -1,4 +1,7 @@
-"""Files that others may have written: what is read of them, and that all else ends in the caller's error, at once."""
+"""Files that others may have written: what is read of them, and that all else ends in the caller's
+error, at once.
+"""
+
 from __future__ import annotations
 
 import os
@@ -8,7 +11,15 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes, read_json, read_text, write_text
+from megatron.untrusted import (
+    is_count,
+    is_file_name,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    write_text,
+)
 
 
 def test_regular_files_of_so_many_bytes(tmp_path: Path) -> None:
@@ -23,7 +34,9 @@ def test_regular_files_of_so_many_bytes(tmp_path: Path) -> None:
                 read_bytes(path, size - 1, error=DataError)
 
 
-@pytest.mark.parametrize("what", ["absent", "fifo", "folder", "/dev/zero", "zero\0byte", "n" * 300, "half \ud800"])
+@pytest.mark.parametrize(
+    "what", ["absent", "fifo", "folder", "/dev/zero", "zero\0byte", "n" * 300, "half \ud800"]
+)
 def test_nothing_else_is_read(tmp_path: Path, what: str) -> None:
     path = tmp_path / what
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
@@ -37,28 +50,48 @@ def test_writing_never_waits(tmp_path: Path, what: str) -> None:
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
     with pytest.raises(ConfigError):
         write_text(path, "text", choose="another file")
-    assert write_text(tmp_path / "file", "é\r\n", choose="another file").read_bytes() == b"\xc3\xa9\r\n"
+    assert (
+        write_text(tmp_path / "file", "é\r\n", choose="another file").read_bytes()
+        == b"\xc3\xa9\r\n"
+    )
 
 
 DEEP = 50
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ('{"a": [1, 2.5, null, "\\ud83d\\ude00"]}', {"a": [1, 2.5, None, "\U0001f600"]}),
-    ('{"a": ' + "[" * DEEP + "]" * DEEP + "}", ...), ('{"n": [-9223372036854775808, 18446744073709551615]}', ...),
-    ('{"digits in text": "' + "7" * 5000 + '"}', {"digits in text": "7" * 5000}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": [1, 2.5, null, "\\ud83d\\ude00"]}', {"a": [1, 2.5, None, "\U0001f600"]}),
+        ('{"a": ' + "[" * DEEP + "]" * DEEP + "}", ...),
+        ('{"n": [-9223372036854775808, 18446744073709551615]}', ...),
+        ('{"digits in text": "' + "7" * 5000 + '"}', {"digits in text": "7" * 5000}),
+    ],
+)
 def test_json_that_is_sound(tmp_path: Path, text: str, value: Any) -> None:
     (tmp_path / "a.json").write_text(text)
     found = read_json(tmp_path / "a.json", 10_000, error=DataError)
     assert value in (..., found) and parse_json(text, "here", error=DataError) == found
 
 
-@pytest.mark.parametrize("text", [
-    b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"a": "\xff"}', b'{"a": ' + b"1" * 5000 + b"}",
-    b'{"a": -' + b"1" * 400 + b"}", b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", b"[" * 100_000, b'{"a":' * 100_000,
-    b'{"a": "\\ud800"}', b'{"\\udfff": 1}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b'{"a": -' + b"1" * 400 + b"}",
+        b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": "\\ud800"}',
+        b'{"\\udfff": 1}',
+    ],
+)
 def test_json_that_is_not(text: bytes) -> None:
     with pytest.raises(DataError, match=r"^here "):
         parse_json(text, "here", error=DataError)
@@ -66,11 +99,15 @@ def test_json_that_is_not(text: bytes) -> None:
 
 def test_another_kind_and_hooks() -> None:
     assert parse_json("[1]", "here", error=DataError, kind=list) == [1]
-    assert parse_json('{"a": 1}', "here", error=DataError, kind=list, object_pairs_hook=list) == [("a", 1)]
+    assert parse_json('{"a": 1}', "here", error=DataError, kind=list, object_pairs_hook=list) == [
+        ("a", 1)
+    ]
 
 
 def test_counts_and_names() -> None:
-    assert all(map(is_count, (0, 1, 2**63 - 1))) and not any(map(is_count, (-1, 2**63, True, 1.0, "1", None)))
+    assert all(map(is_count, (0, 1, 2**63 - 1))) and not any(
+        map(is_count, (-1, 2**63, True, 1.0, "1", None))
+    )
     assert all(map(is_file_name, ("a", ".metadata", "..."))) and not any(
         map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", 3, None))
     )

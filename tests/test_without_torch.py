@@ -1,4 +1,7 @@
-"""What a login node without torch can do: one process that cannot import torch or DeepSpeed does all of it."""
+"""What a login node without torch can do: one process that cannot import torch or DeepSpeed does
+all of it.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -46,7 +49,8 @@ for name in {helps!r}:
 '''
 # Need nothing but Python itself.
 LIGHT = (
-    "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch megatron.parallel.topology "
+    "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch "
+    "megatron.parallel.topology "
     "megatron.parallel.placing megatron.model.formulas "
     "megatron.model.stages megatron.kernels.choose megatron.training "
     "megatron.planner.cluster megatron.planner.placement megatron.planner.rates "
@@ -61,18 +65,32 @@ HELPS = (
 
 @pytest.mark.slow
 def test_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With traces that are kept already, as on a login node beside an environment that has torch."""
+    """With traces that are kept already, as on a login node beside an environment that has
+    torch.
+    """
     monkeypatch.setenv("MEGATRON_TRACE_CACHE", str(tmp_path / "traces"))
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH -A a -N 1 -t 1:00:00\n")
-    command = "srun -n 8 python pretrain_gpt.py --preset tiny --mock-data --global-batch-size 16 --train-iters 3"
+    command = (
+        "srun -n 8 python pretrain_gpt.py --preset tiny --mock-data --global-batch-size 16 "
+        "--train-iters 3"
+    )
     tools = [
-        ("tools.preflight", ["check", "--cluster", "frontier", str(script), "--", *command.split()]),
+        (
+            "tools.preflight",
+            ["check", "--cluster", "frontier", str(script), "--", *command.split()],
+        ),
         ("tools.preflight", ["measure", "--help"]),
-        ("tools.show_placement", "--preset gpt-22b-frontier --world-size 16 --cluster frontier".split()),
+        (
+            "tools.show_placement",
+            "--preset gpt-22b-frontier --world-size 16 --cluster frontier".split(),
+        ),
         ("pretrain_gpt", "--preset gpt-22b --world-size 8 --print-config".split()),
         ("pretrain_gpt", ["--help"]),
     ]
     for name, words in tools[:3]:
-        run_python(f"import contextlib, {name} as tool\nwith contextlib.suppress(SystemExit): tool.main({words!r})")
+        run_python(
+            f"import contextlib, {name} as tool\nwith contextlib.suppress(SystemExit): "
+            f"tool.main({words!r})"
+        )
     run_python(CODE.format(light=LIGHT, tools=tools, helps=HELPS))

@@ -4,8 +4,8 @@ Example:
 
     python tools/build_corpus.py --output runs/corpus.jsonl
 
-One document per module: its source, docstrings included, or the docstrings of a module that is compiled into the
-interpreter. Nothing else is imported or run.
+One document per module: its source, docstrings included, or the docstrings of a module that is
+compiled into the interpreter. Nothing else is imported or run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ from megatron.untrusted import read_bytes
 
 # Tests repeat each other, and the code tables in encodings are numbers rather than text.
 SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "lib2to3"}
+    {
+        "__pycache__",
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "idlelib",
+        "encodings",
+        "lib2to3",
+    }
 )
 MIN_CHARACTERS = 64
 _MOST_SOURCE_BYTES = 1 << 24
@@ -48,12 +58,13 @@ def build_corpus(
     docstrings_only: bool = False,
     stdlib: str | os.PathLike[str] | None = None,
 ) -> tuple[int, int]:
-    """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on `seed` alone.
+    """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on
+    `seed` alone.
 
-    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the docstrings of modules, classes and
-    functions. `stdlib` is the folder to read, by default this Python's. Parts that a Python build lacks are left out.
-    Returns the number of documents and the bytes of text. Raises DataError if nothing is found or `output` cannot be
-    written.
+    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the docstrings of
+    modules, classes and functions. `stdlib` is the folder to read, by default this Python's. Parts
+    that a Python build lacks are left out. Returns the number of documents and the bytes of text.
+    Raises DataError if nothing is found or `output` cannot be written.
     """
     folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
     sources = find_modules(folder)
@@ -64,14 +75,18 @@ def build_corpus(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with renamed_into(path) as file:
-            for name in sorted(sources, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
+            for name in sorted(
+                sources, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()
+            ):
                 text = _document(name, sources[name], docstrings_only)
                 if text is None:
                     continue
                 size = len(text.encode())
                 if text_bytes + size > max_bytes:
                     break
-                file.write(f"{json.dumps({'name': name, 'text': text}, ensure_ascii=False)}\n".encode())
+                file.write(
+                    f"{json.dumps({'name': name, 'text': text}, ensure_ascii=False)}\n".encode()
+                )
                 documents, text_bytes = documents + 1, text_bytes + size
             if not documents:
                 raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
@@ -84,12 +99,16 @@ def find_modules(folder: Path) -> dict[str, Path | None]:
     """Return the dotted name and the file of each Python source under `folder`."""
     modules: dict[str, Path | None] = {}
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(("config-", ".")))
+        folders[:] = sorted(
+            f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(("config-", "."))
+        )
         for file in files:
             if file.endswith(".py"):
                 path = Path(root, file)
                 parts = path.relative_to(folder).with_suffix("").parts
-                modules[".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)] = path
+                modules[
+                    ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+                ] = path
     return modules
 
 
@@ -100,12 +119,14 @@ def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None
     else:
         try:
             source = read_bytes(path, _MOST_SOURCE_BYTES, error=DataError)
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # declared by the source
+            # declared by the source
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
             text = io.TextIOWrapper(io.BytesIO(source), encoding).read()
             if docstrings_only:
                 text = "\n\n".join(_source_docstrings(name, text))
             text.encode()
-        except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
+        # the last: nested too deep
+        except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
     return text if len(text) >= MIN_CHARACTERS else None
 
@@ -122,30 +143,52 @@ def _source_docstrings(name: str, source: str) -> Iterator[str]:
 
 
 def _builtin_docstrings(name: str) -> Iterator[str]:
-    """Return the docstrings of a module that is compiled into the interpreter; importing it runs no source."""
+    """Return the docstrings of a module that is compiled into the interpreter; importing it runs no
+    source.
+    """
     try:
         module = __import__(name)
     except ImportError:  # some builds list modules that cannot be imported on this system
         return
-    for label, item in [(name, module)] + [(f"{name}.{key}", item) for key, item in sorted(vars(module).items())]:
+    for label, item in [(name, module)] + [
+        (f"{name}.{key}", item) for key, item in sorted(vars(module).items())
+    ]:
         if inspect.ismodule(item) and item is not module:
             continue
-        docstring = inspect.cleandoc(item.__doc__) if isinstance(getattr(item, "__doc__", None), str) else ""
-        if docstring and (inspect.ismodule(item) or inspect.isclass(item) or inspect.isroutine(item)):
+        docstring = (
+            inspect.cleandoc(item.__doc__)
+            if isinstance(getattr(item, "__doc__", None), str)
+            else ""
+        )
+        if docstring and (
+            inspect.ismodule(item) or inspect.isclass(item) or inspect.isroutine(item)
+        ):
             yield f"{label}\n\n{docstring}"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines with the keys name and text")
     parser.add_argument(
-        "--max-megabytes", type=real(), default=20.0, metavar="MB", help="stop before this size (default: 20)"
+        "--output", required=True, metavar="FILE", help="JSON lines with the keys name and text"
     )
-    parser.add_argument("--seed", type=whole(0), default=1234, help="seed of the order of modules (default: 1234)")
-    parser.add_argument("--docstrings-only", action="store_true", help="docstrings instead of whole sources")
     parser.add_argument(
-        "--stdlib", metavar="FOLDER", help="read this folder of sources instead of this Python's library"
+        "--max-megabytes",
+        type=real(),
+        default=20.0,
+        metavar="MB",
+        help="stop before this size (default: 20)",
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=1234, help="seed of the order of modules (default: 1234)"
+    )
+    parser.add_argument(
+        "--docstrings-only", action="store_true", help="docstrings instead of whole sources"
+    )
+    parser.add_argument(
+        "--stdlib",
+        metavar="FOLDER",
+        help="read this folder of sources instead of this Python's library",
     )
     return parser
 

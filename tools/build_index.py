@@ -1,18 +1,21 @@
 #!/usr/bin/env python
-"""Build all indices of a training run before it starts, on a login node, without GPUs or a launcher.
+"""Build all indices of a training run before it starts, on a login node, without GPUs or a
+launcher.
 
     python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
 
-Give all flags of pretrain_gpt.py exactly as in the run: the lengths of the indices follow from the batch size, the
-length of the run and its evaluations, and their names from the data paths as written.
-`python pretrain_gpt.py --help` lists the flags. In addition:
+Give all flags of pretrain_gpt.py exactly as in the run: the lengths of the indices follow from the
+batch size, the length of the run and its evaluations, and their names from the data paths as
+written. `python pretrain_gpt.py --help` lists the flags. In addition:
 
     --world-size N   processes of the run; optional with --global-batch-size
-    --workers N      build the indices of N data sets at the same time; each needs memory for one (default: 1)
+    --workers N      build the indices of N data sets at the same time; each needs memory for one
+                     (default: 1)
 
-With --load, the indices are those of the resumed run. Existing indices are kept; if another process is building one,
-this waits for it. The exit code is 2, with a message, if something is missing.
+With --load, the indices are those of the resumed run. Existing indices are kept; if another process
+is building one, this waits for it. The exit code is 2, with a message, if something is missing.
 """
+
 from __future__ import annotations
 
 import resource
@@ -38,23 +41,37 @@ def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def read_config(flags: Sequence[str]) -> Config:
-    """Return the configuration of the run. Raises ConfigError, also if the batch size is unknown."""
+    """Return the configuration of the run. Raises ConfigError, also if the batch size is
+    unknown.
+    """
     config = parse_args(flags)
-    guessed = [name for name in ("world_size", "global_batch_size") if config.origin(name).startswith("derived")]
+    guessed = [
+        name
+        for name in ("world_size", "global_batch_size")
+        if config.origin(name).startswith("derived")
+    ]
     if len(guessed) == 2:
         raise ConfigError(
-            "the batch size of the run, which determines the length of its indices, is unknown: give --world-size, the "
+            "the batch size of the run, which determines the length of its indices, is unknown: "
+            "give --world-size, the "
             "number of its processes, or --global-batch-size"
         )
     return config
 
 
 def build(config: Config, workers: int) -> None:
-    """Build the indices that the run reads, from its start or from the checkpoint that --load names."""
+    """Build the indices that the run reads, from its start or from the checkpoint that --load
+    names.
+    """
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.datasets import prebuild
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
+    from megatron.training.run.batches import (
+        BatchSchedule,
+        Progress,
+        planned_samples,
+        total_iterations,
+    )
     from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
     from megatron.training.run.setup import extended
 
@@ -68,13 +85,16 @@ def build(config: Config, workers: int) -> None:
             progress = progress_from(open_checkpoint(folder).state["state"], folder)
     batches = BatchSchedule.from_config(config)
     planned = planned_samples(config, batches)
-    listed = ", ".join(f"{name} {count}" for name, count in zip(("train", "valid", "test"), planned, strict=True))
+    listed = ", ".join(
+        f"{name} {count}" for name, count in zip(("train", "valid", "test"), planned, strict=True)
+    )
     say(f"global batch {batches.global_batch_size_at_end}, samples: {listed}")
     prepare = partial(prebuild, config, workers=workers, say=say)
     datasets = prepare(*planned)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     extended(config, batches, datasets, prepare, planned, progress, end)
-    say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")  # Linux counts KiB
+    # Linux counts KiB
+    say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
 @as_tool

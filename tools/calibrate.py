@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Measure this machine, and write the description that plan.py and the other tools take as --cluster.
+"""Measure this machine, and write the description that plan.py and the other tools take as
+--cluster.
 
     python tools/calibrate.py -o this.toml                                   a minute, a process for each GPU or core
     python tools/calibrate.py -o this.toml --processes 4 --preset gpt2-124m
     srun -N 2 -n 16 ... python tools/calibrate.py -o nodes.toml              under a launcher: its processes, its nodes
     python tools/calibrate.py --refine runs/x/metrics.jsonl --cluster this.toml -o refined.toml
 
-All flags of pretrain_gpt.py are taken: products and kernels are measured over the shapes of that model, in its format.
-On a CPU a file holds for as many processes on a node as it was measured with, because they share its cores.
---refine takes the metrics of runs of about 20 steps and corrects the figures by their step times.
+All flags of pretrain_gpt.py are taken: products and kernels are measured over the shapes of that
+model, in its format. On a CPU a file holds for as many processes on a node as it was measured with,
+because they share its cores. --refine takes the metrics of runs of about 20 steps and corrects the
+figures by their step times.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,20 +37,34 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
-        usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS ... --cluster FILE] "
+        usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS "
+        "... --cluster FILE] "
         "[flags of pretrain_gpt.py]",
-    )  # fmt: skip
+    )
     add_preset(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description")
     parser.add_argument(
-        "--processes", type=whole(1, 64), metavar="N",
+        "-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description"
+    )
+    parser.add_argument(
+        "--processes",
+        type=whole(1, 64),
+        metavar="N",
         help="on this node; default: one for each GPU, or each core of a CPU",
     )
-    parser.add_argument("--minutes", type=real(60), default=1.0, metavar="M", help="of measuring, about (default 1)")
+    parser.add_argument(
+        "--minutes", type=real(60), default=1.0, metavar="M", help="of measuring, about (default 1)"
+    )
     parser.add_argument("--name", metavar="NAME", help="of the machine; default: the file's")
-    parser.add_argument("--refine", nargs="+", type=Path, metavar="METRICS",
-                        help="metrics files of runs on it, or their folders: those of tools/tune.py's trials")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="with --refine: the description to correct")
+    parser.add_argument(
+        "--refine",
+        nargs="+",
+        type=Path,
+        metavar="METRICS",
+        help="metrics files of runs on it, or their folders: those of tools/tune.py's trials",
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="with --refine: the description to correct"
+    )
     return parser
 
 
@@ -63,8 +80,13 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
         print(f"measuring for about {args.minutes:g} minute(s): {' '.join(flags)}", flush=True)
     launched = launch.world_size > 1
     if launched and args.processes not in (None, launch.world_size):
-        raise ConfigError(f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove it")
-    count = args.processes or (0 if launched else gpus_here() or min(64, len(os.sched_getaffinity(0))))
+        raise ConfigError(
+            f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove "
+            "it"
+        )
+    count = args.processes or (
+        0 if launched else gpus_here() or min(64, len(os.sched_getaffinity(0)))
+    )
     if not launched and count > 1:
         start(count, argv)
         return
@@ -77,14 +99,19 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     cluster = machine(found, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.figures.values():
-        print(f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} {figure.basis}")
-    print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
-          f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
+        print(
+            f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} "
+            f"{figure.basis}"
+        )
+    print(
+        f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
+        f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures"
+    )
 
 
 def start(count: int, argv: Sequence[str]) -> None:
-    """Start this program `count` times, as a launcher would, and show what the first process says. Raises LaunchError
-    where one fails."""
+    """Start this program `count` times, as a launcher would, and show what the first process says.
+    Raises LaunchError where one fails."""
     from megatron.jobs.processes import logs_of, start_here
     from megatron.jobs.result import ending
 
@@ -123,10 +150,14 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
     if args.cluster is None:
         raise ConfigError("--refine needs --cluster: the description that it corrects")
     if flags:
-        raise ConfigError(f"{flags[0]} means nothing beside --refine: the metrics files say what ran; remove it")
+        raise ConfigError(
+            f"{flags[0]} means nothing beside --refine: the metrics files say what ran; remove it"
+        )
     cluster = load_cluster(args.cluster)
     if args.output.exists() and args.output.samefile(cluster.path):
-        raise ConfigError(f"-o {args.output} is the description that is corrected: choose another file")
+        raise ConfigError(
+            f"-o {args.output} is the description that is corrected: choose another file"
+        )
     corrected, factors, errors, left_out = refined(cluster, args.refine)
     write_cluster(corrected, args.output, _HEADING)
     print_table(errors)

@@ -1,10 +1,13 @@
 #!/usr/bin/env python
-"""Say which fused kernels this machine has and where they come from, and compare each with torch's operators.
+"""Say which fused kernels this machine has and where they come from, and compare each with torch's
+operators.
 
     python tools/check_kernels.py [--device cpu|cuda] [--list]
 
-For a machine that somebody is about to use, after `python setup.py build_kernels`: it takes seconds.
+For a machine that somebody is about to use, after `python setup.py build_kernels`: it takes
+seconds.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +36,9 @@ _ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2
 
 
 def compared(operator: Operator, odd: bool) -> Check:
-    """Compare values and gradients at an eighth of the benchmark's shape; `odd`: rows that packs of 16 bytes leave."""
+    """Compare values and gradients at an eighth of the benchmark's shape; `odd`: rows that packs of
+    16 bytes leave.
+    """
 
     def check(device: torch.device, dtype: torch.dtype) -> Pairs:
         shape = tuple(n // 8 if n >= 512 else n for n in operator.host[0])
@@ -45,7 +50,9 @@ def compared(operator: Operator, odd: bool) -> Check:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if not work.leaves:
                 return list(outputs)
-            gradients = torch.autograd.grad(outputs, work.leaves, [torch.randn_like(y) for y in outputs])
+            gradients = torch.autograd.grad(
+                outputs, work.leaves, [torch.randn_like(y) for y in outputs]
+            )
             return [y.detach() for y in (*outputs, *gradients)]
 
         expected = results(work.exact or work.torch)  # first: a kernel may write over its arguments
@@ -55,9 +62,13 @@ def compared(operator: Operator, odd: bool) -> Check:
 
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare bias_dropout_add with the mask that it shows of ones, and the mask's share with its law."""
+    """Compare bias_dropout_add with the mask that it shows of ones, and the mask's share with its
+    law.
+    """
     rate, seed = 0.2, 1234567890123
-    x, residual, bias = (torch.randn(shape, device=device).to(dtype) for shape in ((200, 1001), (200, 1001), (1001,)))
+    x, residual, bias = (
+        torch.randn(shape, device=device).to(dtype) for shape in ((200, 1001), (200, 1001), (1001,))
+    )
     kept = bias_dropout_add(torch.ones_like(x), None, None, rate, seed) != 0
     share = (kept.float().mean() - (1 - rate)) / (5 * (rate * (1 - rate) / kept.numel()) ** 0.5)
     if abs(share) > 1:
@@ -67,7 +78,9 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare three steps over tensors of odd sizes; gradients, and copies if the type has 16 bits, are of the type."""
+    """Compare three steps over tensors of odd sizes; gradients, and copies if the type has 16 bits,
+    are of the type.
+    """
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     weights = [torch.randn(n, device=device) for n in (1, 1000, 4099, 70000)]
     sides = []
@@ -77,25 +90,41 @@ def adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
         sides.append(([w.clone() for w in weights], *moments, copies))
     for step in (1, 2, 3):
         gradients = [torch.randn_like(w).to(dtype) for w in weights]
-        for way, (values, first, second, copies) in zip((adamw_, adamw_reference_), sides, strict=True):
+        for way, (values, first, second, copies) in zip(
+            (adamw_, adamw_reference_), sides, strict=True
+        ):
             scale = torch.full((), 0.5, device=device)
-            way(values, gradients, first, second, copies, step=step, gradient_scale=scale, **settings)
+            way(
+                values,
+                gradients,
+                first,
+                second,
+                copies,
+                step=step,
+                gradient_scale=scale,
+                **settings,
+            )
     for found, expected in zip(*sides, strict=True):
         yield from zip(found, expected, strict=True)
 
 
 CHECKS: dict[str, list[Check]] = {
     # Heads have even widths, and the scores of a causal softmax are square.
-    name: [compared(operator, odd) for odd in ((False, True) if len(operator.host[0]) == 2 else (False,))]
-    for name, operator in OPERATORS.items() if name not in ("bias_dropout_add", "adamw")
-} | {"bias_dropout_add": [dropout], "adamw": [adamw]}  # fmt: skip
+    name: [
+        compared(operator, odd)
+        for odd in ((False, True) if len(operator.host[0]) == 2 else (False,))
+    ]
+    for name, operator in OPERATORS.items()
+    if name not in ("bias_dropout_add", "adamw")
+} | {"bias_dropout_add": [dropout], "adamw": [adamw]}
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
-    """Whether the kernel agrees with torch, and its error that is largest in comparison with what is allowed.
+    """Whether the kernel agrees with torch, and its error that is largest in comparison with what
+    is allowed.
 
-    An entry may be off, relative to the largest, by sixteen roundings to its type (torch rounds after each of its
-    operators), and by 2^-16 for fp32 arithmetic and sums of thousands of terms.
+    An entry may be off, relative to the largest, by sixteen roundings to its type (torch rounds
+    after each of its operators), and by 2^-16 for fp32 arithmetic and sums of thousands of terms.
     """
     worst, detail = 0.0, "no error"
     for check in checks:
@@ -104,13 +133,26 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
             try:
                 for found, expected in check(device, dtype):
                     if found.shape != expected.shape:
-                        return False, f"{dtype}: shape {list(found.shape)}, not {list(expected.shape)}"
-                    off = float((found.double() - expected.double()).abs().nan_to_num(math.inf).max())
-                    limit = (16 * _ROUNDING[dtype] + 2.0**-16) * float(expected.abs().max()) or 1e-30
+                        return (
+                            False,
+                            f"{dtype}: shape {list(found.shape)}, not {list(expected.shape)}",
+                        )
+                    off = float(
+                        (found.double() - expected.double()).abs().nan_to_num(math.inf).max()
+                    )
+                    limit = (16 * _ROUNDING[dtype] + 2.0**-16) * float(
+                        expected.abs().max()
+                    ) or 1e-30
                     if off / limit > worst:
-                        worst, detail = off / limit, f"largest error {off:.1e}, allowed {limit:.1e} ({dtype})"
+                        worst, detail = (
+                            off / limit,
+                            f"largest error {off:.1e}, allowed {limit:.1e} ({dtype})",
+                        )
             except Exception as error:  # whatever goes wrong is what the reader wants to know
-                return False, f"{dtype}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                return (
+                    False,
+                    f"{dtype}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                )
     return worst <= 1.0, detail
 
 
@@ -121,8 +163,13 @@ def describe(device_type: str) -> Iterator[str]:
         yield f"{device_type:<5} none: {found.reason}"
         return
     gpu = f", {torch.cuda.get_device_name()}" if device_type == "cuda" else ""
-    same = "those of csrc/kernels" if found.sources == source_hash() else "not those of csrc/kernels"
-    yield f"{device_type:<5} {found.target} {found.arch}{gpu}; built from sources {found.sources}, {same}"
+    same = (
+        "those of csrc/kernels" if found.sources == source_hash() else "not those of csrc/kernels"
+    )
+    yield (
+        f"{device_type:<5} {found.target} {found.arch}{gpu}; built from sources {found.sources}, "
+        f"{same}"
+    )
     yield f"      {found.path}"
 
 
@@ -135,7 +182,9 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
     yield f"  in {LIBRARIES}: {', '.join(names) or 'nothing'}"
     if SOURCES.is_dir():
         yield "compilers for python setup.py build_kernels"
-        yield from (f"  {target:<5} {compiler(target) or no_compiler(target)}" for target in TARGETS)
+        yield from (
+            f"  {target:<5} {compiler(target) or no_compiler(target)}" for target in TARGETS
+        )
     yield "optional packages"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     yield f"  {choose.flash_attention(kind, 'bfloat16').line}"
@@ -144,7 +193,9 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
 
 
 def compare(device_type: str) -> bool:
-    """Compare all kernels of a kind of device with torch; print a line for each. Whether all agree."""
+    """Compare all kernels of a kind of device with torch; print a line for each. Whether all
+    agree.
+    """
     found = library.find(device_type)
     print(f"{found.target} {found.arch} on {device_type}, compared with torch")
     failed = 0
@@ -153,21 +204,30 @@ def compare(device_type: str) -> bool:
         print(f"  {name:<18} {'ok    ' if good else 'FAILED'}  {detail}", flush=True)
         failed += not good
     if failed:
-        print(f"  {failed} of {len(CHECKS)} operators failed. {library.OVERRIDE}=none runs without this library")
+        print(
+            f"  {failed} of {len(CHECKS)} operators failed. {library.OVERRIDE}=none runs without "
+            "this library"
+        )
     return not failed
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="this kind only (cuda: ROCm, too)")
-    parser.add_argument("--list", action="store_true", help="print what is there, without comparing")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="this kind only (cuda: ROCm, too)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print what is there, without comparing"
+    )
     return parser
 
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 1 where a kernel does not agree or a device that was asked for has no library."""
+    """Run; returns the exit code: 1 where a kernel does not agree or a device that was asked for
+    has no library.
+    """
     args = build_parser().parse_args(argv)
     device_types = [args.device] if args.device else ["cpu", "cuda"]
     print(*inventory(device_types), sep="\n")

@@ -4,13 +4,16 @@
     python tools/convert_checkpoint.py old/checkpoints new/checkpoints --vocab-size 50257
     python tools/convert_checkpoint.py old/checkpoints/global_step1000 --dry-run
 
-Reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1 and 2) and iter_NNNNNNN/ of Megatron,
-of any tensor- and pipeline-parallel size, with the optimizer's state if they have it. The result loads on any layout:
-pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
+Reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1 and 2) and
+iter_NNNNNNN/ of Megatron, of any tensor- and pipeline-parallel size, with the optimizer's state if
+they have it. The result loads on any layout: pretrain_gpt.py --load new/checkpoints
+--use-checkpoint-args.
 
-Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16, add settings that
-the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's files is executed.
+Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16,
+add settings that the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's
+files is executed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,19 +36,36 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("target", metavar="TARGET", nargs="?", help="folder for the result, for --load")
-    parser.add_argument("--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)")
-    parser.add_argument("--dry-run", action="store_true", help="show what was found and check it, but write nothing")
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", help="folder for the result, for --load"
+    )
+    parser.add_argument(
+        "--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what was found and check it, but write nothing"
+    )
     parser.add_argument("--no-optim", action="store_true", help="convert the weights only")
     parser.add_argument(
-        "--checkpoint-version", type=real(least=0), metavar="V",
-        help="0, 1.0, or 2.0 and above: order of the rows of query_key_value, if the files do not contain it",
-    )  # fmt: skip
+        "--checkpoint-version",
+        type=real(least=0),
+        metavar="V",
+        help="0, 1.0, or 2.0 and above: order of the rows of query_key_value, if the files do not "
+        "contain it",
+    )
     parser.add_argument(
-        "--plain-class", action="append", default=[], metavar="MODULE.NAME",
-        help="class in the files that only holds settings; it is read as plain values, never imported (repeatable)",
-    )  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same iteration in TARGET")
+        "--plain-class",
+        action="append",
+        default=[],
+        metavar="MODULE.NAME",
+        help="class in the files that only holds settings; it is read as plain values, never "
+        "imported (repeatable)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a checkpoint of the same iteration in TARGET",
+    )
     return parser
 
 
@@ -80,16 +100,24 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
     elements = sum(math.prod(shape) for shape in plan.shapes.values())
     rows = [
         ("found", f"{source.kind}, {source.folder}"),
-        ("files", f"{len(source.files):,}, {sum(path.stat().st_size for path in source.files):,} bytes"),
-        ("iteration", f"{source.iteration:,}, {source.counters.get('consumed_samples', 0):,} samples"),
+        (
+            "files",
+            f"{len(source.files):,}, {sum(path.stat().st_size for path in source.files):,} bytes",
+        ),
+        (
+            "iteration",
+            f"{source.iteration:,}, {source.counters.get('consumed_samples', 0):,} samples",
+        ),
         ("layout", f"tensor {source.tensor_size} x pipeline {source.pipeline_size}"),
         ("checkpoint version", f"{source.version:g}"),
         ("optimizer", step),
         ("parameters", f"{len(plan.shapes):,} tensors, {elements:,} elements"),
         (
             "model",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads in "
-            f"{model.num_key_value_heads} groups, vocabulary {model.vocab_size}, {model.position_embedding_type}, "
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
+            "heads in "
+            f"{model.num_key_value_heads} groups, vocabulary {model.vocab_size}, "
+            f"{model.position_embedding_type}, "
             f"{model.normalization}, {model.activation}, output {tied}",
         ),
     ]
@@ -115,10 +143,17 @@ def show(rows: Sequence[tuple[str, str]]) -> None:
 def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Read, check, write. Raises MegatronError."""
     from megatron.checkpoint.folder import folder_name
-    from megatron.checkpoint.foreign.convert import convert, find_source, plan_conversion, read_source
+    from megatron.checkpoint.foreign.convert import (
+        convert,
+        find_source,
+        plan_conversion,
+        read_source,
+    )
 
     folder = find_source(args.source, args.load_tag)
-    source = read_source(folder, optimizer=not args.no_optim, version=args.checkpoint_version, plain=args.plain_class)
+    source = read_source(
+        folder, optimizer=not args.no_optim, version=args.checkpoint_version, plain=args.plain_class
+    )
     plan = plan_conversion(source, settings)
     known = len(plan.notes)
     show(rows_of(plan))
@@ -130,9 +165,13 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 
     def progress(done: int, total: int) -> None:
         if sys.stdout.isatty():
-            print(f"\r{done:,} of {total:,} parameters", end="\n" if done == total else "", flush=True)
+            print(
+                f"\r{done:,} of {total:,} parameters", end="\n" if done == total else "", flush=True
+            )
 
-    written = convert(plan, args.target, {"command_line": [Path(__file__).name, *sys.argv[1:]]}, progress)
+    written = convert(
+        plan, args.target, {"command_line": [Path(__file__).name, *sys.argv[1:]]}, progress
+    )
     show([("note", note) for note in plan.notes[known:]])
     print(f"written: {written}")
 

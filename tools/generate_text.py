@@ -6,9 +6,11 @@ Examples:
     torchrun --nproc-per-node 4 tools/generate_text.py --load checkpoints --prompt "The" \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-The model and its tokenizer are those of the checkpoint; the layout need not be. Every token costs a pass over the whole
-text so far. Where the newest checkpoint is broken, the one before it speaks, and standard error says so.
+The model and its tokenizer are those of the checkpoint; the layout need not be. Every token costs a
+pass over the whole text so far. Where the newest checkpoint is broken, the one before it speaks,
+and standard error says so.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,28 +33,67 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="the --save folder of a training run")
+    parser.add_argument(
+        "--load", required=True, metavar="FOLDER", help="the --save folder of a training run"
+    )
     parser.add_argument("--load-tag", metavar="NAME", help="a checkpoint in it other than the last")
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     parser.add_argument(
-        "--tokens", type=whole(), default=64, metavar="N", help="at most so many new tokens (default: 64)"
+        "--prompt",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="may be given several times",
     )
     parser.add_argument(
-        "--temperature", type=real(least=0), default=0.8, help="0 takes the most probable token (default: 0.8)"
+        "--tokens",
+        type=whole(),
+        default=64,
+        metavar="N",
+        help="at most so many new tokens (default: 64)",
     )
-    parser.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="only the K most probable tokens; 0 all")
-    parser.add_argument("--top-p", type=real(1), default=1.0, metavar="P",
-                        help="only the most probable tokens that together have probability P (default: 1)")
     parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=1234, help="the same seed gives the same text (default: 1234)"
+        "--temperature",
+        type=real(least=0),
+        default=0.8,
+        help="0 takes the most probable token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="only the K most probable tokens; 0 all",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=real(1),
+        default=1.0,
+        metavar="P",
+        help="only the most probable tokens that together have probability P (default: 1)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole(0, 2**32 - 1),
+        default=1234,
+        help="the same seed gives the same text (default: 1234)",
     )
     parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="where it lies now, if not where it lay in training")
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="where it lies now, if not where it lay in training",
+    )
     parser.add_argument("--vocab-file", metavar="FILE", help="likewise")
     parser.add_argument("--merge-file", metavar="FILE", help="likewise")
-    parser.add_argument("--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES")
-    parser.add_argument("--metrics-file", metavar="FILE", help="append a record of each text to this JSON-lines file")
+    parser.add_argument(
+        "--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES"
+    )
+    parser.add_argument(
+        "--metrics-file",
+        metavar="FILE",
+        help="append a record of each text to this JSON-lines file",
+    )
     return parser
 
 
@@ -100,12 +141,17 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     topology = Topology.create(tensor, pipeline, device=device, timeout=timeout)
     files = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    config = model_config(args, launch.world_size).replace(**{name: path for name, path in files.items() if path})
+    config = model_config(args, launch.world_size).replace(
+        **{name: path for name, path in files.items() if path}
+    )
     if config.tokenizer.tokenizer_type is None:
-        raise ConfigError(f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with")
+        raise ConfigError(
+            f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with"
+        )
     vocab_size = config.model.vocab_size
     if config.tokenizer.tokenizer_type == "NullTokenizer" and vocab_size is not None:
-        vocab_size -= 1  # the model's vocabulary counts the end token that this tokenizer adds to the given size
+        # the model's vocabulary counts the end token that this tokenizer adds to the given size
+        vocab_size -= 1
     tokenizer = load_tokenizer(config.replace(vocab_size=vocab_size))
     assert tokenizer is not None, "its type is known"
     chunks = build_chunks(config, topology)
@@ -114,9 +160,14 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     if launch.rank == 0:
         say_found(loaded, partial(print, file=sys.stderr, flush=True), metrics)
     texts = generate(
-        config, topology, chunks, [tokenizer.encode(prompt) for prompt in args.prompt],
-        max_new_tokens=args.tokens, sampling=sampling, end_token=tokenizer.eod,
-    )  # fmt: skip
+        config,
+        topology,
+        chunks,
+        [tokenizer.encode(prompt) for prompt in args.prompt],
+        max_new_tokens=args.tokens,
+        sampling=sampling,
+        end_token=tokenizer.eod,
+    )
     if launch.rank != 0:
         return
     for prompt, ids in zip(args.prompt, texts, strict=True):
@@ -132,10 +183,15 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
 
     stored = read_config(args.load, args.load_tag)
     wanted = {
-        **stored.get("model", {}), **stored.get("tokenizer", {}), "bf16": False, "fp16": False, "preset": None,
-        "world_size": world_size, "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        **stored.get("model", {}),
+        **stored.get("tokenizer", {}),
+        "bf16": False,
+        "fp16": False,
+        "preset": None,
+        "world_size": world_size,
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-    }  # fmt: skip
+    }
     return Config.create(**{name: value for name, value in wanted.items() if value is not None})
 
 

@@ -6,12 +6,13 @@
     python tools/inspect_checkpoint.py runs/example/run --verify           # check every byte of all of them
     python tools/inspect_checkpoint.py --diff runs/a/iter_0000100 runs/b/iter_0000100
 
-Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time. Nothing in the files is
-executed.
+Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time.
+Nothing in the files is executed.
 
-Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (other settings do not count); 2 for
-an error, such as a path that does not exist.
+Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (other settings
+do not count); 2 for an error, such as a path that does not exist.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,7 +20,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,35 @@ _PIPE_COLUMNS = 200  # width of the output where it is not a terminal
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a checkpoint, or a folder of checkpoints")
-    parser.add_argument("--tag", metavar="NAME", help="checkpoint in the folder: iteration or folder name")
-    parser.add_argument("--verify", action="store_true", help="check every byte of PATH, or of all checkpoints in it")
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two checkpoints")
-    parser.add_argument("--norms", action="store_true", help="read all tensors and show their norms (in float64)")
-    parser.add_argument("--match", metavar="PATTERN", help="only tensors whose name matches; * and ? are wildcards")
-    parser.add_argument("--passport", action="store_true", help="show provenance: versions, layout, data, command line")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        type=Path,
+        metavar="PATH",
+        help="a checkpoint, or a folder of checkpoints",
+    )
+    parser.add_argument(
+        "--tag", metavar="NAME", help="checkpoint in the folder: iteration or folder name"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every byte of PATH, or of all checkpoints in it",
+    )
+    parser.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two checkpoints"
+    )
+    parser.add_argument(
+        "--norms", action="store_true", help="read all tensors and show their norms (in float64)"
+    )
+    parser.add_argument(
+        "--match", metavar="PATTERN", help="only tensors whose name matches; * and ? are wildcards"
+    )
+    parser.add_argument(
+        "--passport",
+        action="store_true",
+        help="show provenance: versions, layout, data, command line",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     return parser
 
@@ -63,7 +86,10 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         raise ConfigError("give PATH, or two checkpoints with --diff A B")
     for path in args.diff or [args.path]:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a folder: give a checkpoint (iter_0000100) or a folder of checkpoints")
+            raise ConfigError(
+                f"{path} is not a folder: give a checkpoint (iter_0000100) or a folder of "
+                "checkpoints"
+            )
     if args.diff is not None:
         if args.verify or args.norms or args.passport:
             raise ConfigError("--diff can be combined with --match, --tag and --json only")
@@ -118,14 +144,18 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     report["checkpoint"] = described
     report["tensors"] = {
         name: {
-            "shape": list(found.stored[name]["shape"]), "dtype": found.stored[name]["dtype"],
-            "boxes": len(found.stored[name]["boxes"]), "bytes": read_bytes(found, [name]),
+            "shape": list(found.stored[name]["shape"]),
+            "dtype": found.stored[name]["dtype"],
+            "boxes": len(found.stored[name]["boxes"]),
+            "bytes": read_bytes(found, [name]),
             "files": sorted({shard.file for shard in found.stored[name]["boxes"]}),
             **(vars(measured[name]) if name in measured else {}),
         }
         for name in names
-    }  # fmt: skip
-    return report | ({} if problem is None else {"problem": problem}), OK if problem is None else DAMAGED
+    }
+    return report | (
+        {} if problem is None else {"problem": problem}
+    ), OK if problem is None else DAMAGED
 
 
 def read_bytes(found: Any, names: Iterable[str]) -> int:
@@ -134,13 +164,19 @@ def read_bytes(found: Any, names: Iterable[str]) -> int:
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
-    """Raise ConfigError where a pattern matches nothing, so that an empty comparison does not pass for equality."""
+    """Raise ConfigError where a pattern matches nothing, so that an empty comparison does not pass
+    for equality.
+    """
     if pattern is not None and not names:
-        raise ConfigError(f"--match {pattern} matches no tensor: give a whole name, or use the wildcard *")
+        raise ConfigError(
+            f"--match {pattern} matches no tensor: give a whole name, or use the wildcard *"
+        )
 
 
 def overview(directory: Path) -> list[dict[str, Any]]:
-    """List the checkpoints of a folder with their sizes and, where small files are damaged, the problem."""
+    """List the checkpoints of a folder with their sizes and, where small files are damaged, the
+    problem.
+    """
     from megatron.checkpoint.find import folders, open_checkpoint
 
     out = []
@@ -188,8 +224,16 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
     if measured:
         for name, norm in measured.items():
             entry = found.stored[name]
-            rows.append((name, shape_text(entry), entry["dtype"], f"{norm.norm:.9g}", f"{norm.largest:.6g}",
-                         norm.not_finite))  # fmt: skip
+            rows.append(
+                (
+                    name,
+                    shape_text(entry),
+                    entry["dtype"],
+                    f"{norm.norm:.9g}",
+                    f"{norm.largest:.6g}",
+                    norm.not_finite,
+                )
+            )
         table("tensors", ("name", "shape", "dtype", "norm", "largest", "not finite"), rows)
         return
     for parameter, kinds in found.parameters.items():
@@ -201,7 +245,9 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
         files = sorted({shard.file for shard in shards})
         listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         dtypes = ", ".join(dict.fromkeys(entry["dtype"] for entry in entries))
-        rows.append((parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(shards), listed))
+        rows.append(
+            (parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(shards), listed)
+        )
     table("parameters", ("name", "shape", "dtype", "kinds", "shards", "files"), rows)
 
 
@@ -235,7 +281,9 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def tagged(directory: Path, tag: str) -> Path:
-    """Return a checkpoint of a folder, good or damaged. Raises CheckpointError where it does not exist."""
+    """Return a checkpoint of a folder, good or damaged. Raises CheckpointError where it does not
+    exist.
+    """
     from megatron.checkpoint.folder import tagged_name
 
     folder = directory / tagged_name(tag)
@@ -263,7 +311,11 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if not args.json:
             print(f"damaged: {error}")
         return {"problem": str(error)}, DAMAGED
-    report = {**vars(found), "tensors": {name: vars(d) for name, d in found.tensors.items()}, "same": found.same}
+    report = {
+        **vars(found),
+        "tensors": {name: vars(d) for name, d in found.tensors.items()},
+        "same": found.same,
+    }
     report |= {"first": str(first.folder), "second": str(second.folder)}
     if not args.json:
         print(f"A: {first.folder}\nB: {second.folder}")
@@ -274,8 +326,11 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         table("tensors that differ", ("name", "elements", "largest difference", "relative"), rows)
         for title, names in (("only in A", found.only_first), ("only in B", found.only_second)):
             table(title, ("name",), [(name,) for name in names])
-        for title, changed in (("tensors of another shape or dtype", found.kinds), ("state that differs", found.state),
-                               ("settings that differ", found.settings)):  # fmt: skip
+        for title, changed in (
+            ("tensors of another shape or dtype", found.kinds),
+            ("state that differs", found.state),
+            ("settings that differ", found.settings),
+        ):
             table(title, ("name", "A", "B"), [tuple(map(plain_text, change)) for change in changed])
         print(f"{found.equal} tensors are bitwise equal, {len(found.tensors)} differ")
     return report, OK if found.same else DAMAGED
@@ -316,7 +371,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if terminal else _PIPE_COLUMNS)
     made = Table(box=SIMPLE_HEAD, show_header=any(columns))
-    numbers: Callable[[Any], bool] = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
     for number, name in enumerate(columns):
         right = all(numbers(row[number]) for row in rows)
         made.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -337,8 +395,13 @@ def plain_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return "\n".join(f"{name} {json.dumps(inner) if isinstance(inner, (dict, list)) else inner}"
-                         for name, inner in value.items()) or "none"  # fmt: skip
+        return (
+            "\n".join(
+                f"{name} {json.dumps(inner) if isinstance(inner, (dict, list)) else inner}"
+                for name, inner in value.items()
+            )
+            or "none"
+        )
     return str(value)
 
 

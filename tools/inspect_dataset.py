@@ -6,7 +6,8 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-The whole index is always checked, with --validate all tokens too. The exit code is 2 if a data set is damaged.
+The whole index is always checked, with --validate all tokens too. The exit code is 2 if a data set
+is damaged.
 """
 
 from __future__ import annotations
@@ -28,31 +29,57 @@ from megatron.training.run.process import as_tool
 
 _FEW = whole(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (
-    "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids",
-    "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens",
-)  # fmt: skip
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(description=__doc__)
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
+    parser.add_argument(
+        "prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx"
+    )
     parser.add_argument("--validate", action="store_true", help="read and check all tokens")
-    parser.add_argument("--plot", metavar="FILE", help="plot the lengths of documents; .png, .svg or .pdf")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="plot the lengths of documents; .png, .svg or .pdf"
+    )
     group = parser.add_argument_group("samples")
-    group.add_argument("--samples", type=whole(0), default=0, metavar="N", help="show the first N documents")
     group.add_argument(
-        "--documents", type=whole(0), nargs="+", default=[], metavar="I", help="show these, counted from 0"
+        "--samples", type=whole(0), default=0, metavar="N", help="show the first N documents"
     )
     group.add_argument(
-        "--sample-tokens", type=whole(), default=128, metavar="N", help="tokens shown of each (default: 128)"
+        "--documents",
+        type=whole(0),
+        nargs="+",
+        default=[],
+        metavar="I",
+        help="show these, counted from 0",
     )
-    group = parser.add_argument_group("tokenizer", "decodes samples; ids are checked against its vocabulary")
-    group.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    group.add_argument(
+        "--sample-tokens",
+        type=whole(),
+        default=128,
+        metavar="N",
+        help="tokens shown of each (default: 128)",
+    )
+    group = parser.add_argument_group(
+        "tokenizer", "decodes samples; ids are checked against its vocabulary"
+    )
+    group.add_argument(
+        "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
+    )
     group.add_argument(
         "--tokenizer-model",
         metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
+        "for TikTokenizer",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
@@ -62,18 +89,32 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="vocabulary size without a tokenizer, or of NullTokenizer",
     )
-    group.add_argument("--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer")
-    group.add_argument("--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=_FEW, metavar="N", help="ids TikTokenizer reserves for special tokens"
+        "--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer"
     )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
+    group.add_argument(
+        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=_FEW,
+        metavar="N",
+        help="ids TikTokenizer reserves for special tokens",
+    )
+    group.add_argument(
+        "--tiktoken-special-tokens",
+        nargs="+",
+        metavar="NAME",
+        help="special tokens of TikTokenizer",
+    )
     return parser
 
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer of the flags. Raises ConfigError for invalid flags."""
-    given = {name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None}
+    given = {
+        name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None
+    }
     if args.tokenizer_type is not None:
         return build_tokenizer(args.tokenizer_type, **given)
     given.pop("vocab_size", None)
@@ -89,13 +130,26 @@ def rows_of(result: Inspection) -> list[tuple[str, str]]:
     if index is not None:
         rows.append(("token type", str(index.dtype)))
         rows.append(("documents", f"{len(index.document_indices) - 1:,}"))
-        rows.append(("sequences", f"{len(index.sizes):,}{', with modes' if index.modes is not None else ''}"))
+        rows.append(
+            (
+                "sequences",
+                f"{len(index.sizes):,}{', with modes' if index.modes is not None else ''}",
+            )
+        )
     if lengths is not None:
         rows.append(("tokens", f"{lengths.tokens:,}"))
         numbers = [f"{name} {value:,.1f}" for name, value in lengths.summary().items()]
-        rows.append(("tokens per document", ", ".join(numbers).replace(".0,", ",").removesuffix(".0")))
-    scope = f"{result.tokens_scanned:,} tokens" if result.tokens_scanned else "no token; all with --validate"
-    rows.append(("checked", f"the index, {scope}" if index is not None else "nothing: no usable index"))
+        rows.append(
+            ("tokens per document", ", ".join(numbers).replace(".0,", ",").removesuffix(".0"))
+        )
+    scope = (
+        f"{result.tokens_scanned:,} tokens"
+        if result.tokens_scanned
+        else "no token; all with --validate"
+    )
+    rows.append(
+        ("checked", f"the index, {scope}" if index is not None else "nothing: no usable index")
+    )
     return rows
 
 
@@ -109,7 +163,8 @@ def show(result: Inspection) -> None:
         console, table = Console(), Table(show_header=False)
         for name, value in rows_of(result):
             table.add_row(name, Text(value))
-        console.print(Text(result.prefix, "bold"), soft_wrap=True)  # on one line, so that it can be copied
+        # on one line, so that it can be copied
+        console.print(Text(result.prefix, "bold"), soft_wrap=True)
         console.print(table)
     else:
         print(result.prefix)

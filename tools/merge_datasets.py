@@ -27,11 +27,18 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser: Megatron's flags, and --inputs."""
     parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", metavar="FOLDER", help="merge all data sets in this folder, sorted by name")
     source.add_argument(
-        "--inputs", nargs="+", metavar="PREFIX", help="merge these, in this order; paths without .bin and .idx"
+        "--input", metavar="FOLDER", help="merge all data sets in this folder, sorted by name"
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
+    source.add_argument(
+        "--inputs",
+        nargs="+",
+        metavar="PREFIX",
+        help="merge these, in this order; paths without .bin and .idx",
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+    )
     return parser
 
 
@@ -48,8 +55,10 @@ def main(argv: Sequence[str]) -> int:
             say=lambda text: progress.say(f"notice: {text}"),
         )
     print(
-        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {written.num_documents:,} documents, "
-        f"{written.num_sequences:,} sequences, {written.num_tokens:,} tokens of type {written.dtype}"
+        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: "
+        f"{written.num_documents:,} documents, "
+        f"{written.num_sequences:,} sequences, {written.num_tokens:,} tokens of type "
+        f"{written.dtype}"
     )
     return 0
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Find the fastest layout of a model on a machine before anything is queued: by estimates, nothing is run.
+"""Find the fastest layout of a model on a machine before anything is queued: by estimates, nothing
+is run.
 
-    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --global-batch 640:8000 --tokens 300e9
-    python tools/plan.py --preset gpt-22b --cluster frontier --nodes 16 --fix tp=2 mbs=1,2 --output plans/22b
-    python tools/plan.py --cluster dgx-h100 --nodes 4 --global-batch 256 -- --num-layers 48 --hidden-size 6144 ...
-    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1,recompute=full
-    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1 --explain
+python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --global-batch 640:8000 --tokens 300e9
+python tools/plan.py --preset gpt-22b --cluster frontier --nodes 16 --fix tp=2 mbs=1,2 --output plans/22b
+python tools/plan.py --cluster dgx-h100 --nodes 4 --global-batch 256 -- --num-layers 48 --hidden-size 6144 ...
+python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1,recompute=full
+python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1 --explain
 """
+
 from __future__ import annotations
 
 import argparse
@@ -55,44 +57,100 @@ Exit code 0; 2 for a mistake; 3 where nothing fits, or a layout is rejected."""
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        description=__doc__, epilog=EPILOG,
-        usage="%(prog)s --preset NAME --cluster NAME|FILE --nodes N [options] [-- flags of pretrain_gpt.py]",
-    )  # fmt: skip
+        description=__doc__,
+        epilog=EPILOG,
+        usage="%(prog)s --preset NAME --cluster NAME|FILE --nodes N [options] [-- flags of "
+        "pretrain_gpt.py]",
+    )
     what = parser.add_argument_group("what is planned")
     add_preset(what)
-    what.add_argument("--cluster", default="frontier", metavar="NAME|FILE",
-                      help=f"{', '.join(known_clusters())} or a cluster file (default frontier)")  # fmt: skip
-    what.add_argument("--nodes", metavar="N", help="128, several 64,128, or 16:128, doubled from one to the other "
-                      "(default: that of a machine of one node)")  # fmt: skip
-    what.add_argument("--devices", metavar="N", help="devices in all instead of nodes, for a part of a node")
-    what.add_argument("--global-batch", metavar="B", help="samples of a step: 640, several 640,1280, or 640:8000, "
-                      "doubled from one to the other (default: the preset's)")  # fmt: skip
-    what.add_argument("--tokens", type=real(MOST_TOKENS), metavar="T", help="length of the run in tokens: 300e9")
+    what.add_argument(
+        "--cluster",
+        default="frontier",
+        metavar="NAME|FILE",
+        help=f"{', '.join(known_clusters())} or a cluster file (default frontier)",
+    )
+    what.add_argument(
+        "--nodes",
+        metavar="N",
+        help="128, several 64,128, or 16:128, doubled from one to the other "
+        "(default: that of a machine of one node)",
+    )
+    what.add_argument(
+        "--devices", metavar="N", help="devices in all instead of nodes, for a part of a node"
+    )
+    what.add_argument(
+        "--global-batch",
+        metavar="B",
+        help="samples of a step: 640, several 640,1280, or 640:8000, "
+        "doubled from one to the other (default: the preset's)",
+    )
+    what.add_argument(
+        "--tokens", type=real(MOST_TOKENS), metavar="T", help="length of the run in tokens: 300e9"
+    )
     how = parser.add_argument_group("what is searched")
     several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
     how.add_argument("--fix", help="allow these values only", **several)
-    how.add_argument("--allow", help="also try these, which the search leaves out by itself: tp beyond a node, mbs "
-                     "that is no power of two, recompute=..., devices=...", **several)  # fmt: skip
-    how.add_argument("--headroom", default="10%", metavar="GIB|%", help="of a device's memory that stays free for the "
-                     "runtime, the communication library and what the allocator cannot use (default 10%%)")  # fmt: skip
-    how.add_argument("--processes", type=whole(1, 512), metavar="N", help="that search (default: cores, at most 8)")
+    how.add_argument(
+        "--allow",
+        help="also try these, which the search leaves out by itself: tp beyond a node, mbs "
+        "that is no power of two, recompute=..., devices=...",
+        **several,
+    )
+    how.add_argument(
+        "--headroom",
+        default="10%",
+        metavar="GIB|%",
+        help="of a device's memory that stays free for the "
+        "runtime, the communication library and what the allocator cannot use (default 10%%)",
+    )
+    how.add_argument(
+        "--processes",
+        type=whole(1, 512),
+        metavar="N",
+        help="that search (default: cores, at most 8)",
+    )
     out = parser.add_argument_group("what is shown")
-    out.add_argument("--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)")
-    out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="no search: this layout, or why "
-                     "it is rejected; may be repeated")  # fmt: skip
-    out.add_argument("--explain", nargs="?", type=whole(), const=1, metavar="N", help="walk through the arithmetic of "
-                     "number N of the table, or of --layout (default 1)")  # fmt: skip
-    out.add_argument("--bounds", action="store_true", help="how far the seconds of the layouts may be off, and what "
-                     "they would be at the device's peak")  # fmt: skip
-    out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
-                     "(arXiv 2312.12705)")  # fmt: skip
-    out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, timeline.png, "
-                     "trace.json and the job script into it")  # fmt: skip
+    out.add_argument(
+        "--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)"
+    )
+    out.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="no search: this layout, or why it is rejected; may be repeated",
+    )
+    out.add_argument(
+        "--explain",
+        nargs="?",
+        type=whole(),
+        const=1,
+        metavar="N",
+        help="walk through the arithmetic of number N of the table, or of --layout (default 1)",
+    )
+    out.add_argument(
+        "--bounds",
+        action="store_true",
+        help="how far the seconds of the layouts may be off, and what "
+        "they would be at the device's peak",
+    )
+    out.add_argument(
+        "--paper-flops",
+        action="store_true",
+        help="TFLOP/s of a device by the formula of Dash et al. (arXiv 2312.12705)",
+    )
+    out.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write table.csv, table.json, timeline.png, trace.json and the job script into it",
+    )
     out.add_argument("--markdown", action="store_true", help="tables for a document")
     return parser
 
 
-# -- the search -------------------------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -101,7 +159,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     forms = [_form(given, text) for text in args.layout]
     if args.output is not None:
         if args.explain is not None or len(forms) > 1:
-            raise ConfigError("--output beside --explain or several of --layout: call once for each")
+            raise ConfigError(
+                "--output beside --explain or several of --layout: call once for each"
+            )
         tables.make_folder(args.output)
     print(_headline(given), flush=True)
     results = [search(form, args.top, args.processes) for form in forms or [given]]
@@ -109,8 +169,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     best = [one.layout for found in results for one in found.best[:most]]
     rejected = [
         tables.rejection_table(found, f"{text}: rejected")
-        for text, found in zip(args.layout or ["all layouts"], results, strict=True) if not found.estimated
-    ]  # fmt: skip
+        for text, found in zip(args.layout or ["all layouts"], results, strict=True)
+        if not found.estimated
+    ]
     chosen = [chosen_layout(given, layout, args.tokens) for layout in best]
     if args.explain is not None and not rejected:
         if args.explain > len(chosen):
@@ -127,12 +188,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     if rejected:
         return EXIT_NOTHING_FITS
     if args.output is not None:
-        for path in tables.write_files(args.output, given, results[0], chosen, args.preset, args.tokens):
+        for path in tables.write_files(
+            args.output, given, results[0], chosen, args.preset, args.tokens
+        ):
             print(f"wrote {path}")
     return 0
 
 
-# -- what is asked for -------------------------------------------------------------------------------------------------
+# -- what is asked for -----------------------------------------------------------------------------
 
 
 def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
@@ -142,7 +205,9 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     batch = args.global_batch or PRESETS.get(args.preset, {}).get("global_batch_size")
     if batch is None:
         make_config(args.preset, flags, 1)  # an unknown preset is the reason then
-        raise ConfigError("--global-batch is missing: give the samples of a step, such as --global-batch 640")
+        raise ConfigError(
+            "--global-batch is missing: give the samples of a step, such as --global-batch 640"
+        )
     batches = _numbers(str(batch), "--global-batch")
     wanted, more = (
         parse_layout(",".join(words), flag) if words else {}
@@ -163,14 +228,22 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
 
 
 def _form(given: Search, text: str) -> Search:
-    """Return a search of the layouts of --layout alone, within what --fix allows. Raises ConfigError."""
+    """Return a search of the layouts of --layout alone, within what --fix allows. Raises
+    ConfigError.
+    """
     wanted, space = parse_layout(text, "--layout"), given.space
     if "recompute" in wanted:  # full means here what --recompute-granularity full means in a run
-        wanted["recompute"] = tuple("full:uniform:1" if v == "full" else v for v in wanted["recompute"])
+        wanted["recompute"] = tuple(
+            "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
+        )
     both = narrowed(space.wanted, wanted)
     for name in (name for name, values in both.items() if not values):
-        allowed, own = (", ".join(map(write_value, values[name])) for values in (space.wanted, wanted))
-        raise ConfigError(f"--layout {text}: {name}={own} is not among the allowed: {name}={allowed}")
+        allowed, own = (
+            ", ".join(map(write_value, values[name])) for values in (space.wanted, wanted)
+        )
+        raise ConfigError(
+            f"--layout {text}: {name}={own} is not among the allowed: {name}={allowed}"
+        )
     worlds = space.worlds
     if "nodes" in wanted:
         worlds = _whole_nodes(wanted["nodes"], space.cluster)
@@ -186,14 +259,18 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
         each, devices = cluster.devices_per_node, _numbers(args.devices, "--devices")
         for world in devices:
             if world > each and world % each:
-                raise ConfigError(f"--devices {world}: neither whole nodes of {each} devices nor a part of one")
+                raise ConfigError(
+                    f"--devices {world}: neither whole nodes of {each} devices nor a part of one"
+                )
         _whole_nodes([max(devices) // each or 1], cluster)
         return tuple(devices)
     return _whole_nodes(_numbers(args.nodes, "--nodes"), cluster)
 
 
 def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """Count the devices of each number of nodes. Raises ConfigError for more nodes than a job gets."""
+    """Count the devices of each number of nodes. Raises ConfigError for more nodes than a job
+    gets.
+    """
     cluster.wall_limit_hours(max(nodes))
     return tuple(cluster.devices_per_node * count for count in nodes)
 
@@ -205,21 +282,29 @@ def _numbers(text: str, flag: str) -> list[int]:
         found = [int(part) for part in ([low, high] if colon else text.split(","))]
     except ValueError:
         found = []
-    if not found or not 1 <= min(found) <= max(found) <= MOST_PROCESSES or (colon and found[0] > found[1]):
-        raise ConfigError(f"{flag} {text}: give a number such as 128, several as 64,128, or a range as 16:128")
+    if (
+        not found
+        or not 1 <= min(found) <= max(found) <= MOST_PROCESSES
+        or (colon and found[0] > found[1])
+    ):
+        raise ConfigError(
+            f"{flag} {text}: give a number such as 128, several as 64,128, or a range as 16:128"
+        )
     if colon:
         first, last = found
         found += [first << k for k in range(1, last.bit_length()) if first << k < last]
     return sorted(set(found))
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
     width = max(_WIDTH, shutil.get_terminal_size().columns)
     for table in shown:
-        print(f"\n{table.title}\n\n{table.markdown()}" if args.markdown else f"\n{table.text(width)}")
+        print(
+            f"\n{table.title}\n\n{table.markdown()}" if args.markdown else f"\n{table.text(width)}"
+        )
 
 
 def _headline(given: Search) -> str:
@@ -227,14 +312,19 @@ def _headline(given: Search) -> str:
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
     return (
-        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of {cluster.name}, batch {batches}, "
+        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of {cluster.name}, "
+        f"batch {batches}, "
         f"up to {given.capacity / GIB:.1f} of {cluster.memory_gib:g} GiB"
     )
 
 
 def _tables(chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
     bounds = [tables.bounds_table(chosen)] if args.bounds else []
-    return [tables.layout_table(chosen, args.tokens, papers=args.paper_flops), tables.parts_table(chosen), *bounds]
+    return [
+        tables.layout_table(chosen, args.tokens, papers=args.paper_flops),
+        tables.parts_table(chosen),
+        *bounds,
+    ]
 
 
 def _tables_of_search(given: Search, found: Found) -> list[Table]:
@@ -242,19 +332,28 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
     return [
         *(table for table in of_values if len(table.rows) > 1),
         tables.losses_table(tables.losses(given, found)),
-        tables.rejection_table(found, f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
-                               "layouts estimated; rejected"),
-    ]  # fmt: skip
+        tables.rejection_table(
+            found,
+            f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
+            "layouts estimated; rejected",
+        ),
+    ]
 
 
 def _show_winner(given: Search, first: Chosen) -> None:
     cluster, confidence = given.space.cluster, first.found.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
-    print("Days and node-hours are without start-up, evaluation, saving, failures and a growing batch.")
+    print(
+        "Days and node-hours are without start-up, evaluation, saving, failures and a growing "
+        "batch."
+    )
     print(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
     if not confidence.by_basis["measured"]:
-        print(f"Not run on {cluster.device}: no figure here is a measurement of this code there. --explain says where "
-              "each is from; tools/calibrate.py measures a machine.")  # fmt: skip
+        print(
+            f"Not run on {cluster.device}: no figure here is a measurement of this code there. "
+            "--explain says where "
+            "each is from; tools/calibrate.py measures a machine."
+        )
 
 
 @as_tool

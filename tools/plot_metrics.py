@@ -1,9 +1,11 @@
-"""Draw the loss curve of a run from its metrics file: training loss, validation points, learning rate.
+"""Draw the loss curve of a run from its metrics file: training loss, validation points, learning
+rate.
 
 Example:
 
     python tools/plot_metrics.py runs/example/run/metrics.jsonl --output loss.png
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,14 +26,23 @@ from megatron.training.run.process import as_tool
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("metrics", nargs="+", metavar="FILE", help="metrics.jsonl of one run, or of several to compare")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the picture; .png, .svg or .pdf")
+    parser.add_argument(
+        "metrics",
+        nargs="+",
+        metavar="FILE",
+        help="metrics.jsonl of one run, or of several to compare",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="the picture; .png, .svg or .pdf"
+    )
     parser.add_argument("--title", default="", help="a line over the picture")
     return parser
 
 
 def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The points where both are known. A resumed run replaces what an earlier one wrote beyond its beginning."""
+    """The points where both are known. A resumed run replaces what an earlier one wrote beyond its
+    beginning.
+    """
     points: dict[float, float] = {}
     for record in records:
         if record["event"] == "start":
@@ -42,8 +53,8 @@ def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[floa
 
 
 def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
-    """Write the picture; its file. Raises DataError for a file that is missing or has nothing to draw, ConfigError for
-    a picture that cannot be written."""
+    """Write the picture; its file. Raises DataError for a file that is missing or has nothing to
+    draw, ConfigError for a picture that cannot be written."""
     pyplot = drawing.pyplot()
     from matplotlib.ticker import MaxNLocator
 
@@ -52,22 +63,34 @@ def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
     )
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: no such file: give the metrics.jsonl that a run writes into its --save folder")
+            raise DataError(
+                f"{path}: no such file: give the metrics.jsonl that a run writes into its --save "
+                "folder"
+            )
         records = read_metrics(path)
         starts = [r for r in records if r["event"] == "start"]
         steps = starts + [r for r in records if r["event"] == "iteration"]
-        valid = starts + [r for r in records if r["event"] == "validation" and r.get("dataset") == "valid"]
+        valid = starts + [
+            r for r in records if r["event"] == "validation" and r.get("dataset") == "valid"
+        ]
         order = {id(r): i for i, r in enumerate(records)}
         steps.sort(key=lambda r: order[id(r)])
         valid.sort(key=lambda r: order[id(r)])
-        losses, points = series(steps, "iteration", "lm_loss"), series(valid, "iteration", "lm_loss")
+        losses, points = (
+            series(steps, "iteration", "lm_loss"),
+            series(valid, "iteration", "lm_loss"),
+        )
         if not losses[0] and not points[0]:
             raise DataError(f"{path}: has no iteration or validation records yet")
         name = f"{path.parent.name}: " if len(paths) > 1 else ""
         (line,) = upper.plot(*losses, linewidth=1.3, label=f"{name}training")
         color = line.get_color() if len(paths) > 1 else "tab:orange"
-        upper.plot(*points, "o--", color=color, markersize=5, linewidth=0.8, label=f"{name}validation")
-        lower.plot(*series(steps, "iteration", "learning_rate"), linewidth=1.3, color=line.get_color())
+        upper.plot(
+            *points, "o--", color=color, markersize=5, linewidth=0.8, label=f"{name}validation"
+        )
+        lower.plot(
+            *series(steps, "iteration", "learning_rate"), linewidth=1.3, color=line.get_color()
+        )
     upper.set_ylabel("loss (nats per token)")
     upper.legend(frameon=False)
     upper.set_title(title)

@@ -4,9 +4,11 @@
     python tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
     srun ... python tools/preflight.py measure --cluster frontier --out folder
 
-check, on a login node: prints what is wrong with the job that would be submitted, its cost, and what was not checked.
-measure, in the allocation: tests every device and node, and names the nodes to leave out. Both have a --help.
+check, on a login node: prints what is wrong with the job that would be submitted, its cost, and
+what was not checked. measure, in the allocation: tests every device and node, and names the nodes
+to leave out. Both have a --help.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,20 +36,31 @@ a script should read good_hosts."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `measure`; `check`, whose options stand between sbatch's, has its own in check_job.py."""
+    """Return the parser of `measure`; `check`, whose options stand between sbatch's, has its own in
+    check_job.py.
+    """
     parser = Parser("preflight.py measure", description=MEASURE)
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE", default=os.environ.get("MEGATRON_CLUSTER") or "none",
-        help="machine whose [bands] a device and its links must reach (default: MEGATRON_CLUSTER; none: ranks are "
-             "only compared with each other). On a CPU no speed is judged",
-    )  # fmt: skip
+        "--cluster",
+        metavar="NAME|FILE",
+        default=os.environ.get("MEGATRON_CLUSTER") or "none",
+        help="machine whose [bands] a device and its links must reach (default: MEGATRON_CLUSTER; "
+        "none: ranks are "
+        "only compared with each other). On a CPU no speed is judged",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for good_hosts and bad_hosts")
     parser.add_argument(
-        "--seconds", type=real(least=5), default=60.0, metavar="S",
-        help="time limit of each measurement; processes that have not come after twice this time are given up "
-             "(default 60)",
-    )  # fmt: skip
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
+        "--seconds",
+        type=real(least=5),
+        default=60.0,
+        metavar="S",
+        help="time limit of each measurement; processes that have not come after twice this time "
+        "are given up "
+        "(default 60)",
+    )
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices"
+    )
     return parser
 
 

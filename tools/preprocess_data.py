@@ -7,8 +7,8 @@ Example:
 
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
 
-A run that was stopped or killed resumes when the same command is given again. Until it is complete, its files are in
-data/corpus_partial, and files of an earlier run stay as they are.
+A run that was stopped or killed resumes when the same command is given again. Until it is complete,
+its files are in data/corpus_partial, and files of an earlier run stay as they are.
 """
 
 from __future__ import annotations
@@ -52,49 +52,80 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines; .parquet; or plain text, one document per file (.txt); also compressed as .gz or .zst. A "
+        help="JSON lines; .parquet; or plain text, one document per file (.txt); also compressed "
+        "as .gz or .zst. A "
         "quoted pattern such as 'shards/*.jsonl' stands for its files, sorted by name",
     )
-    group.add_argument("--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)")
+    group.add_argument(
+        "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
+    )
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of a line, or parquet columns, to tokenize, each into its own files (default: text)",
+        help="keys of a line, or parquet columns, to tokenize, each into its own files (default: "
+        "text)",
     )
     group.add_argument(
         "--on-bad-input",
         choices=ON_BAD_INPUT,
         default="fail",
-        help="lines that are not JSON or not UTF-8, without the key or without text there: fail at the first "
+        help="lines that are not JSON or not UTF-8, without the key or without text there: fail at "
+        "the first "
         "(default), or skip, count and list them in PREFIX_bad_input.txt",
     )
     group.add_argument(
-        "--split-sentences", action="store_true", help="one sequence per sentence, split after . ! ? and at line ends"
+        "--split-sentences",
+        action="store_true",
+        help="one sequence per sentence, split after . ! ? and at line ends",
     )
-    group.add_argument("--keep-newlines", action="store_true", help="keep the white space between sentences")
+    group.add_argument(
+        "--keep-newlines", action="store_true", help="keep the white space between sentences"
+    )
     group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    group.add_argument(
+        "--tokenizer-type",
+        required=True,
+        metavar="TYPE",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}",
+    )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument(
         "--tokenizer-model",
         metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
+        "for TikTokenizer",
     )
-    group.add_argument("--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer")
     group.add_argument(
-        "--vocab-extra-ids", type=whole(0, MOST_WIDTH), default=0, metavar="N",
+        "--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer"
+    )
+    group.add_argument(
+        "--vocab-extra-ids",
+        type=whole(0, MOST_WIDTH),
+        default=0,
+        metavar="N",
         help="extra ids of SentencePieceTokenizer",
     )
-    group.add_argument("--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=whole(1, MOST_WIDTH), metavar="N",
+        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=whole(1, MOST_WIDTH),
+        metavar="N",
         help="ids that TikTokenizer reserves for special tokens",
     )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
-    group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    group.add_argument(
+        "--tiktoken-special-tokens",
+        nargs="+",
+        metavar="NAME",
+        help="special tokens of TikTokenizer",
+    )
+    group.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end-of-document id"
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -103,7 +134,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="the files are PREFIX_KEY_LEVEL.bin and .idx; LEVEL is document or sentence",
     )
     group.add_argument(
-        "--dataset-impl", choices=("mmap",), default="mmap", help="output format; mmap is the only one"
+        "--dataset-impl",
+        choices=("mmap",),
+        default="mmap",
+        help="output format; mmap is the only one",
     )
     group.add_argument(
         "--restart", action="store_true", help="discard an unfinished run in PREFIX_partial"
@@ -115,7 +149,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(1, 1024),
         default=cores,
         metavar="N",
-        help=f"processes that tokenize, one core each (default: the cores available to this process, here {cores}); 1 "
+        help="processes that tokenize, one core each (default: the cores available to this "
+        f"process, here {cores}); 1 "
         f"tokenizes in this process. The output is the same for any number",
     )
     group.add_argument(
@@ -128,7 +163,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])
     group.add_argument("--partitions", metavar="N", help=WITHOUT_EFFECT["partitions"])
     group.add_argument("--seq-length", metavar="N", help=WITHOUT_EFFECT["seq_length"])
-    group.add_argument("--trust-remote-code", action="store_true", help=WITHOUT_EFFECT["trust_remote_code"])
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help=WITHOUT_EFFECT["trust_remote_code"]
+    )
     group.add_argument("--find-optimal-num-workers", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--workers-to-check", nargs="+", help=argparse.SUPPRESS)
     group.add_argument("--max-documents", help=argparse.SUPPRESS)
@@ -140,10 +177,17 @@ def options_of(args: argparse.Namespace) -> PreprocessOptions:
     tokenizer = {
         name: getattr(args, name)
         for name in (
-            "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids",
-            "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens",
+            "tokenizer_type",
+            "vocab_file",
+            "merge_file",
+            "tokenizer_model",
+            "vocab_size",
+            "vocab_extra_ids",
+            "tiktoken_pattern",
+            "tiktoken_num_special_tokens",
+            "tiktoken_special_tokens",
         )
-    }  # fmt: skip
+    }
     return PreprocessOptions(
         tokenizer=tokenizer,
         json_keys=tuple(args.json_keys),
@@ -183,7 +227,9 @@ class StopSignal:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 0, 2 after an error in the input, 128 + its number after a signal."""
+    """Run and return the exit code: 0, 2 after an error in the input, 128 + its number after a
+    signal.
+    """
     args = build_parser().parse_args(argv)
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):

@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""Read measured runs and compare them: a table, CSV and a plot of throughput and scaling efficiency.
+"""Read measured runs and compare them: a table, CSV and a plot of throughput and scaling
+efficiency.
 
-Give folders of runs (examples/frontier/weak_scaling.sh and the like make them), or single metrics.jsonl files.
+Give folders of runs (examples/frontier/weak_scaling.sh and the like make them), or single
+metrics.jsonl files.
 
     python tools/report_scaling.py runs/weak-175b-paper --out report
     python tools/report_scaling.py runs/a/metrics.jsonl runs/b/metrics.jsonl --peak-tflops 191.5
 
 Exit code 0, 1 when no run has a steady step, 2 after an error.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,27 +32,41 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="PATH", help="folder of runs, or metrics file")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.csv and scaling.png there")
-    parser.add_argument("--no-plots", action="store_true", help="with --out: no picture (needs no matplotlib)")
     parser.add_argument(
-        "--warm-up", type=whole(0), metavar="N",
-        help="steps from the start that do not count (default: as the experiment's point says, else 1)",
+        "--out", type=Path, metavar="FOLDER", help="write report.csv and scaling.png there"
     )
     parser.add_argument(
-        "--peak-tflops", type=real(), metavar="T",
-        help="peak of a device for MFU and HFU (default: of the device that the metrics file names)",
+        "--no-plots", action="store_true", help="with --out: no picture (needs no matplotlib)"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=whole(0),
+        metavar="N",
+        help="steps from the start that do not count (default: as the experiment's point says, "
+        "else 1)",
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=real(),
+        metavar="T",
+        help="peak of a device for MFU and HFU (default: of the device that the "
+        "metrics file names)",
     )
     return parser
 
 
 def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
-    """Write the report into a folder; returns its files. Raises ConfigError where it cannot be written."""
+    """Write the report into a folder; returns its files. Raises ConfigError where it cannot be
+    written.
+    """
     rows, picture = out / "report.csv", out / "scaling.png"
     try:
         out.mkdir(parents=True, exist_ok=True)
         drawn = [picture] if plots and draw(series, picture) else []
     except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror or error}: choose a folder that can be written") from error
+        raise ConfigError(
+            f"--out {out}: {error.strerror or error}: choose a folder that can be written"
+        ) from error
     write_text(rows, as_csv(series), choose="another --out folder")
     return [rows, *drawn]
 
@@ -70,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
         for path in write(series, args.out, not args.no_plots):
             print(f"wrote {path}")
     if not any(member.steady for member in found):
-        print_error(f"nothing to report: none of {len(found)} run(s) has a steady step; each says why above")
+        print_error(
+            f"nothing to report: none of {len(found)} run(s) has a steady step; each says why above"
+        )
         return 1
     return 0
 

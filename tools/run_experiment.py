@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Plan and run a scaling experiment: the same model at several sizes, layouts or batches, each a short training.
+"""Plan and run a scaling experiment: the same model at several sizes, layouts or batches, each a
+short training.
 
     python tools/run_experiment.py weak --preset 175b --dry-run
     python tools/run_experiment.py strong --preset 1t --dry-run --nodes 384
     python tools/run_experiment.py tp --preset tiny --values 1,2 --launcher local --out runs/tp-tiny
 
-weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in examples/frontier call it inside an allocation. Flags of
-pretrain_gpt.py that hold for every point come after --. Each point gets a folder with its description (point.json), its
-metrics.jsonl, its log and how it ended (result.json); tools/report_scaling.py makes tables and plots of them.
+weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in examples/frontier call it inside an
+allocation. Flags of pretrain_gpt.py that hold for every point come after --. Each point gets a
+folder with its description (point.json), its metrics.jsonl, its log and how it ended (result.json);
+tools/report_scaling.py makes tables and plots of them.
 
-Exit code 0 when every point is done, 1 when one failed or does not fit, 2 after an error, 3 when time ran out and the
-same command would go on, 4 when time ran out before any point was done.
+Exit code 0 when every point is done, 1 when one failed or does not fit, 2 after an error, 3 when
+time ran out and the same command would go on, 4 when time ran out before any point was done.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -45,35 +48,92 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
     add_preset(parser, more=", or 22b, 175b, 1t with --recipe (default 175b)")
     parser.set_defaults(preset="175b")
-    parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
-    parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")
     parser.add_argument(
-        "--batch", type=_COUNT, metavar="N",
-        help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of every point "
+        "--recipe", choices=("paper", "frontier"), default="paper", help="default paper"
+    )
+    parser.add_argument(
+        "--values",
+        type=_numbers,
+        default=(),
+        metavar="N,N",
+        help="of what varies (default: by model)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_COUNT,
+        metavar="N",
+        help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of "
+        "every point "
         "(default: as published)",
     )
-    parser.add_argument("--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)")
-    parser.add_argument("--warm-up", type=whole(0), default=2, metavar="N", help="steps before them (default 2)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/<experiment> in this clone")
-    parser.add_argument("--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these")
+    parser.add_argument(
+        "--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)"
+    )
+    parser.add_argument(
+        "--warm-up", type=whole(0), default=2, metavar="N", help="steps before them (default 2)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="default: runs/<experiment> in this clone"
+    )
+    parser.add_argument(
+        "--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
     place = parser.add_argument_group("where")
-    place.add_argument("--dry-run", action="store_true", help="show the points and what they cost; run nothing")
-    place.add_argument("--print-nodes", action="store_true", help="print the nodes of the largest point; run nothing")
-    place.add_argument("--list", action="store_true", help="print a job for each point: name, nodes, time, partition")
-    place.add_argument("--print-limit", type=_COUNT, metavar="NODES", help="print the longest job on so many nodes")
-    place.add_argument("--launcher", choices=("slurm", "local"), default="slurm", help="default slurm")
-    place.add_argument("--hosts-file", type=Path, metavar="FILE", help="nodes to run on, one a line")
-    place.add_argument("--nodes", type=_COUNT, metavar="N", help="nodes of the allocation, for the cost (--dry-run)")
-    place.add_argument("--tasks-per-node", type=_COUNT, metavar="N", help="default: as the cluster has devices")
-    place.add_argument("--one-at-a-time", action="store_true", help="no points side by side on disjoint nodes")
-    place.add_argument("--limit", type=real(), metavar="SECONDS", help="longest time of a point (default: by its cost)")
     place.add_argument(
-        "--cluster", default=os.environ.get("MEGATRON_CLUSTER", "frontier"), metavar="NAME|FILE",
+        "--dry-run", action="store_true", help="show the points and what they cost; run nothing"
+    )
+    place.add_argument(
+        "--print-nodes",
+        action="store_true",
+        help="print the nodes of the largest point; run nothing",
+    )
+    place.add_argument(
+        "--list",
+        action="store_true",
+        help="print a job for each point: name, nodes, time, partition",
+    )
+    place.add_argument(
+        "--print-limit", type=_COUNT, metavar="NODES", help="print the longest job on so many nodes"
+    )
+    place.add_argument(
+        "--launcher", choices=("slurm", "local"), default="slurm", help="default slurm"
+    )
+    place.add_argument(
+        "--hosts-file", type=Path, metavar="FILE", help="nodes to run on, one a line"
+    )
+    place.add_argument(
+        "--nodes",
+        type=_COUNT,
+        metavar="N",
+        help="nodes of the allocation, for the cost (--dry-run)",
+    )
+    place.add_argument(
+        "--tasks-per-node", type=_COUNT, metavar="N", help="default: as the cluster has devices"
+    )
+    place.add_argument(
+        "--one-at-a-time", action="store_true", help="no points side by side on disjoint nodes"
+    )
+    place.add_argument(
+        "--limit",
+        type=real(),
+        metavar="SECONDS",
+        help="longest time of a point (default: by its cost)",
+    )
+    place.add_argument(
+        "--cluster",
+        default=os.environ.get("MEGATRON_CLUSTER", "frontier"),
+        metavar="NAME|FILE",
         help="machine whose limits hold (default: MEGATRON_CLUSTER, else frontier); none",
     )
-    place.add_argument("--partition", metavar="NAME", help="partition whose limits hold (default: the cluster's first)")
-    place.add_argument("--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)")
+    place.add_argument(
+        "--partition",
+        metavar="NAME",
+        help="partition whose limits hold (default: the cluster's first)",
+    )
+    place.add_argument(
+        "--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)"
+    )
     return parser
 
 
@@ -88,26 +148,43 @@ def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster |
     """The request that the command line makes; `flags` are pretrain_gpt.py's."""
     tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
     return Request(
-        args.kind, args.preset, args.recipe, args.values, args.batch, args.iterations, args.warm_up,
-        10**6 if args.launcher == "local" else tasks, tuple(flags),
-    )  # fmt: skip
+        args.kind,
+        args.preset,
+        args.recipe,
+        args.values,
+        args.batch,
+        args.iterations,
+        args.warm_up,
+        10**6 if args.launcher == "local" else tasks,
+        tuple(flags),
+    )
 
 
 def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> str:
-    """The longest job on so many nodes as sbatch takes it. Raises ConfigError where nothing is known."""
+    """The longest job on so many nodes as sbatch takes it. Raises ConfigError where nothing is
+    known.
+    """
     if cluster is None:
         raise ConfigError("--print-limit needs --cluster")
     minutes = round(60 * cluster.wall_limit_hours(nodes, partition))
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
-def list_jobs(args: argparse.Namespace, points: list[Point], cluster: Cluster | None,
-              root: Path) -> None:  # fmt: skip
-    """Print what a job of its own needs for each point that is still to run; a dash: the default partition."""
+def list_jobs(
+    args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
+) -> None:
+    """Print what a job of its own needs for each point that is still to run; a dash: the default
+    partition.
+    """
     for point in points:
         if state_of(root / point.name, point)[0] in ("", "interrupted"):
             partition = args.partition if point.fits_alone else point.queue or args.partition
-            print(point.name, point.nodes, longest_job(cluster, point.nodes, partition), partition or "-")
+            print(
+                point.name,
+                point.nodes,
+                longest_job(cluster, point.nodes, partition),
+                partition or "-",
+            )
 
 
 def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
@@ -119,8 +196,9 @@ def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
     return [known[name] for name in names] if names else points
 
 
-def dry_run(args: argparse.Namespace, points: list[Point], cluster: Cluster | None,
-            root: Path) -> None:  # fmt: skip
+def dry_run(
+    args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
+) -> None:
     """Print the table of points and what there is to say about them."""
     print_table(experiment.table(points, root))
     nodes = args.nodes or max(p.nodes for p in points)
@@ -134,7 +212,8 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     if args.launcher == "slurm":
         if args.hosts_file is None or not args.hosts_file.is_file():
             raise ConfigError(
-                "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/weak_scaling.sh does; "
+                "no nodes: inside an allocation give --hosts-file FILE, as "
+                "examples/frontier/weak_scaling.sh does; "
                 "--launcher local runs on this machine, --dry-run shows what would run"
             )
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
@@ -154,7 +233,10 @@ def _say(line: str) -> None:
 def summary(outcome: Experiment, root: Path) -> None:
     """Print what became of the points and how to go on."""
     there = len(outcome.done) + len(outcome.skipped)
-    _say(f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; {root}")
+    _say(
+        f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; "
+        f"{root}"
+    )
     for name, why in {**outcome.failed, **outcome.waiting}.items():
         _say(f"  {name}: {why}")
     folder = shlex.quote(str(root))

@@ -4,11 +4,12 @@
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --table ranks.csv
 
-All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
-messages that nothing hides: a measure to compare placements by, no forecast of a step. Bandwidths are published for
-exactly these devices or, with ~, estimated from the link table ([sources] of the machine's file,
-megatron/planner/channels.py).
+All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen.
+Seconds are those of messages that nothing hides: a measure to compare placements by, no forecast of
+a step. Bandwidths are published for exactly these devices or, with ~, estimated from the link table
+([sources] of the machine's file, megatron/planner/channels.py).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -51,11 +52,16 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
     """Yield node, device, network card, coordinates and layers of every rank of a placement."""
     parallel, cluster = config.parallel, placement.cluster
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
-    chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
+    chunks = [
+        tuple(layers[stage :: parallel.pipeline_model_parallel_size])
+        for stage in range(len(layers))
+    ]
     for rank in range(parallel.world_size):
         node, device = placement.place(rank)
         tp, dp, pp = placement.layout.coordinates(rank)
-        yield RankRow(rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp])
+        yield RankRow(
+            rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp]
+        )
 
 
 COLUMNS = (*RankRow._fields[:-1], "layers")
@@ -67,19 +73,28 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] "
         "[flags of pretrain_gpt.py]",
-    )  # fmt: skip
+    )
     add_preset(parser)
     parser.add_argument(
-        "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
+        "--nodes",
+        type=whole(0),
+        default=1,
+        metavar="N",
+        help="show the ranks of so many nodes (default 1)",
     )
-    parser.add_argument("--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks"
+    )
     return parser
 
 
 def rows_of(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
     """Make a row of COLUMNS of every rank."""
     for row in rank_rows(config, placement):
-        yield *map(str, row[:-1]), " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
+        yield (
+            *map(str, row[:-1]),
+            " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks),
+        )
 
 
 def write_table(path: Path, config: Config, placement: Placement) -> None:
@@ -95,7 +110,9 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     """Print the placement and the tables that the flags ask for."""
     config = parse_plan(flags)
     if config.parallel.cluster is None:
-        raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")
+        raise ConfigError(
+            f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file"
+        )
     chosen = choose_placement(config, load_cluster(config.parallel.cluster))
     print(render_placement(config, chosen, width))
     if args.nodes:
@@ -110,7 +127,11 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args, flags = build_parser().parse_known_args(argv)
-    show(args, with_preset(args.preset, flags), max(60, min(140, shutil.get_terminal_size((100, 24)).columns)))
+    show(
+        args,
+        with_preset(args.preset, flags),
+        max(60, min(140, shutil.get_terminal_size((100, 24)).columns)),
+    )
     return 0
 
 

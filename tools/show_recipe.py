@@ -1,12 +1,15 @@
 #!/usr/bin/env python
-"""Show what a configuration needs of a device's memory and where its time would go, as predicted; nothing is run.
+"""Show what a configuration needs of a device's memory and where its time would go, as predicted;
+nothing is run.
 
     python tools/show_recipe.py --preset gpt-175b-frontier --world-size 1024 [flags of pretrain_gpt.py]
     python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
     python tools/show_recipe.py --all [--markdown]
 
-RECIPES are the presets of examples/frontier and the paper's; docs/frontier.md has the tables of --all.
+RECIPES are the presets of examples/frontier and the paper's; docs/frontier.md has the tables of
+--all.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +38,9 @@ _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A preset with flags, on the nodes that its script in examples/frontier asks for; `note` goes with its name."""
+    """A preset with flags, on the nodes that its script in examples/frontier asks for; `note` goes
+    with its name.
+    """
 
     model: str
     kind: str
@@ -48,20 +53,30 @@ class Recipe:
 
 
 def _paper(
-    model: str, vocabulary_multiple: int, nodes: int, more: str = "", note: str = "", placement: str = _PLAIN
+    model: str,
+    vocabulary_multiple: int,
+    nodes: int,
+    more: str = "",
+    note: str = "",
+    placement: str = _PLAIN,
 ) -> Recipe:
     """Make a recipe as Dash et al. ran it: fp16, a vocabulary of 51,200, and ranks in plain order
     unless `placement` is ""."""
-    flags = f"--preset gpt-{model.lower()} --fp16 --make-vocab-size-divisible-by {vocabulary_multiple}"
+    flags = (
+        f"--preset gpt-{model.lower()} --fp16 --make-vocab-size-divisible-by {vocabulary_multiple}"
+    )
     return Recipe(model, "paper", " ".join(f"{flags} {placement} {more}".split()), nodes, note)
 
 
 def _ours(model: str, nodes: int, more: str = "", note: str = "") -> Recipe:
-    return Recipe(model, "frontier", f"--preset gpt-{model.lower()}-frontier {more}".strip(), nodes, note)
+    return Recipe(
+        model, "frontier", f"--preset gpt-{model.lower()}-frontier {more}".strip(), nodes, note
+    )
 
 
-# Beside each recipe of ours stands the paper's layout with the same devices and samples a step. Their weak scaling has
-# 640 (175B) and 1600 (1T) samples per replica of their layout: 10,240 and 9,600 on the same devices.
+# Beside each recipe of ours stands the paper's layout with the same devices and samples a step.
+# Their weak scaling has 640 (175B) and 1600 (1T) samples per replica of their layout: 10,240 and
+# 9,600 on the same devices.
 RECIPES: tuple[Recipe, ...] = (
     _paper("1.4B", 1024, 8, "--global-batch-size 512", "layout and batch not published: ours"),
     _ours("1.4B", 8),
@@ -70,7 +85,14 @@ RECIPES: tuple[Recipe, ...] = (
     _paper("175B", 256, 128),
     _ours("175B", 128),
     _paper("175B", 256, 128, "--global-batch-size 10240", "weak scaling"),
-    _paper("175B", 256, 128, "--global-batch-size 10240", "weak scaling, placed by --cluster", placement=""),
+    _paper(
+        "175B",
+        256,
+        128,
+        "--global-batch-size 10240",
+        "weak scaling, placed by --cluster",
+        placement="",
+    ),
     _ours("175B", 128, "--global-batch-size 10240", "weak scaling"),
     _paper("1T", 128, 384, "--global-batch-size 1920", "1600 do not divide into 6 replicas"),
     _ours("1T", 384),
@@ -94,38 +116,84 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
         again = recompute.recompute_granularity or "nothing"
         if again == "selective":
             again = ", ".join(recompute.recompute_modules)
-        layouts.append((
-            name, str(parallel.world_size),
-            f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
-            *map(str, (parallel.num_chunks, parallel.data_parallel_size, config.batch.global_batch_size)),
-            str(config.num_micro_batches()), "whole layers" if again == "full" else again,
-        ))  # fmt: skip
+        layouts.append(
+            (
+                name,
+                str(parallel.world_size),
+                f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
+                *map(
+                    str,
+                    (
+                        parallel.num_chunks,
+                        parallel.data_parallel_size,
+                        config.batch.global_batch_size,
+                    ),
+                ),
+                str(config.num_micro_batches()),
+                "whole layers" if again == "full" else again,
+            )
+        )
         full = max(found.memory, key=lambda rank: rank.total)
         rest = full.logits + full.buffers + full.temporary
         parts = (full.weights, full.gradients, full.optimizer, full.activations, rest, full.total)
         memory.append((name, str(full.rank), *(f"{part / _GIB:.1f}" for part in parts)))
         shares = (f"{100 * found.parts[part] / found.seconds:.1f} %" for part in _PARTS)
         naive = estimate(config, cluster, naive_placement(config, cluster)).seconds
-        times.append((
-            name, f"{found.seconds:.2f}", f"{naive:.2f}", f"{100 * (found.mfu or 0):.1f} %", *shares,
-        ))  # fmt: skip
+        times.append(
+            (
+                name,
+                f"{found.seconds:.2f}",
+                f"{naive:.2f}",
+                f"{100 * (found.mfu or 0):.1f} %",
+                *shares,
+            )
+        )
     return [
-        Table("layout", (
-            "recipe", "devices", "TP x PP", "chunks", "replicas", "samples a step", "micro-batches", "recomputed",
-        ), layouts),
-        Table("memory of the fullest pipeline rank, GiB per device", (
-            "recipe", "rank", "weights", "gradients", "optimizer", "activations", "temporary", "all, GiB",
-        ), memory),
-        Table("time of a step, predicted", ("recipe", "s/step", "naive s/step", "MFU", *_PARTS), times),
-    ]  # fmt: skip
+        Table(
+            "layout",
+            (
+                "recipe",
+                "devices",
+                "TP x PP",
+                "chunks",
+                "replicas",
+                "samples a step",
+                "micro-batches",
+                "recomputed",
+            ),
+            layouts,
+        ),
+        Table(
+            "memory of the fullest pipeline rank, GiB per device",
+            (
+                "recipe",
+                "rank",
+                "weights",
+                "gradients",
+                "optimizer",
+                "activations",
+                "temporary",
+                "all, GiB",
+            ),
+            memory,
+        ),
+        Table(
+            "time of a step, predicted", ("recipe", "s/step", "naive s/step", "MFU", *_PARTS), times
+        ),
+    ]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(description=__doc__, usage="%(prog)s [options] [flags of pretrain_gpt.py, with --world-size N]")
+    parser = Parser(
+        description=__doc__,
+        usage="%(prog)s [options] [flags of pretrain_gpt.py, with --world-size N]",
+    )
     add_preset(parser)
     parser.add_argument("--all", action="store_true", help="the recipes of examples/frontier")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
-    parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag")
+    parser.add_argument(
+        "--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag"
+    )
     parser.add_argument("--cluster", default="frontier", help="the machine (default frontier)")
     args, flags = parser.parse_known_args(argv)
     return args, with_preset(args.preset, flags)
@@ -135,7 +203,9 @@ def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Conf
     """Return the configurations to show, by name."""
     if args.all:
         if flags or args.vary:
-            raise ConfigError("--all shows the recipes as they are: give no other flags beside it but --markdown")
+            raise ConfigError(
+                "--all shows the recipes as they are: give no other flags beside it but --markdown"
+            )
         return {name_of(recipe): parse_plan(recipe.argv()) for recipe in RECIPES}
     if args.vary is None:
         return {args.preset or "as given": parse_plan(flags)}
@@ -155,8 +225,13 @@ def main(argv: Sequence[str]) -> int:
             print_table(table)
     if not args.markdown:
         if any(config.model.vocab_size is None for config in configs.values()):
-            print(f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed.")
-        print("Nothing is measured, and not counted are the runtime, the communication library, unusable memory.")
+            print(
+                f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed."
+            )
+        print(
+            "Nothing is measured, and not counted are the runtime, the communication library, "
+            "unusable memory."
+        )
     return 0
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Show a pipeline schedule: what each rank does when, how long it waits, and what it holds.
 
-    python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
+python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,20 +35,47 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
-        "--pipeline-size", type=whole(1, 1024), default=4, metavar="P", help="pipeline ranks (default 4)"
+        "--pipeline-size",
+        type=whole(1, 1024),
+        default=4,
+        metavar="P",
+        help="pipeline ranks (default 4)",
     )
-    parser.add_argument("--chunks", type=whole(1, 128), metavar="V", help="chunks per rank (default 1; interleaved 2)")
     parser.add_argument(
-        "--micro-batches", type=whole(1, 10_000), default=8, metavar="M", help="micro-batches per step (default 8)"
+        "--chunks",
+        type=whole(1, 128),
+        metavar="V",
+        help="chunks per rank (default 1; interleaved 2)",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=whole(1, 10_000),
+        default=8,
+        metavar="M",
+        help="micro-batches per step (default 8)",
     )
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     times = parser.add_argument_group("times of one micro-batch in one chunk, in any unit")
-    times.add_argument("--forward-time", type=_TIME, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T")
-    times.add_argument("--input-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_INPUT], metavar="T")
-    times.add_argument("--weight-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T")
-    times.add_argument("--latency", type=_TIME, default=0.0, metavar="T", help="time of a message (default 0)")
-    parser.add_argument("--instructions", action="store_true", help="list every rank's instructions with the messages")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)")
+    times.add_argument(
+        "--forward-time", type=_TIME, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T"
+    )
+    times.add_argument(
+        "--input-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_INPUT], metavar="T"
+    )
+    times.add_argument(
+        "--weight-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T"
+    )
+    times.add_argument(
+        "--latency", type=_TIME, default=0.0, metavar="T", help="time of a message (default 0)"
+    )
+    parser.add_argument(
+        "--instructions",
+        action="store_true",
+        help="list every rank's instructions with the messages",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
+    )
     return parser.parse_args(argv)
 
 
@@ -58,7 +86,8 @@ def report(schedule: Schedule, timeline: Timeline) -> str:
     messages = count_messages(schedule)
     return "\n".join(
         [
-            f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}, {messages} messages",
+            f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}, {messages} "
+            "messages",
             row("rank", tuple(range(len(schedule)))),
             row("live activations at most", peak_activations(schedule)),
             row("receive buffers at most", peak_receives(schedule)),
@@ -69,14 +98,18 @@ def report(schedule: Schedule, timeline: Timeline) -> str:
 @as_tool
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    chunks = args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
+    chunks = (
+        args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
+    )
     durations = {
         Op.FORWARD: args.forward_time,
         Op.BACKWARD: args.input_time + args.weight_time,
         Op.BACKWARD_INPUT: args.input_time,
         Op.BACKWARD_WEIGHT: args.weight_time,
     }
-    schedule = build_schedule(args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only)
+    schedule = build_schedule(
+        args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only
+    )
     timeline = simulate(schedule, durations, args.latency)
     print(text_lanes(schedule, timeline))
     print(report(schedule, timeline))

@@ -1,9 +1,12 @@
-"""Train a small GPT on this machine's own text, from nothing to a sample of what it writes; `make train` calls this.
+"""Train a small GPT on this machine's own text, from nothing to a sample of what it writes;
+`make train` calls this.
 
-A corpus is made of the Python standard library, a vocabulary is trained on it, both are kept under --folder for the
-next time. Then pretrain_gpt.py runs on 2 processes (a pipeline of 2 stages, interleaved, ZeRO-1), or on the machine's
-accelerators, and the loss curve is drawn. Exit code 1 when the validation loss did not come down as it should.
+A corpus is made of the Python standard library, a vocabulary is trained on it, both are kept under
+--folder for the next time. Then pretrain_gpt.py runs on 2 processes (a pipeline of 2 stages,
+interleaved, ZeRO-1), or on the machine's accelerators, and the loss curve is drawn. Exit code 1
+when the validation loss did not come down as it should.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -58,7 +61,9 @@ QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the example runs on: `processes` of `threads` threads each on "cuda" (CUDA or ROCm) or "cpu"."""
+    """What the example runs on: `processes` of `threads` threads each on "cuda" (CUDA or ROCm) or
+    "cpu".
+    """
 
     device: str
     processes: int
@@ -71,12 +76,20 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied"
+        "--folder",
+        default="runs/example",
+        metavar="FOLDER",
+        help="for all that is written; FOLDER/run is emptied",
     )
     parser.add_argument(
-        "--iterations", type=whole(), metavar="N", help="training iterations instead of the example's own"
+        "--iterations",
+        type=whole(),
+        metavar="N",
+        help="training iterations instead of the example's own",
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works"
+    )
     return parser
 
 
@@ -88,30 +101,99 @@ def main(argv: Sequence[str]) -> int:
     iterations = args.iterations or size.iterations
     steps = Steps()
     folder.mkdir(parents=True, exist_ok=True)
-    corpus, vocabulary, prefix = folder / "corpus.jsonl", folder / "vocabulary.model", folder / "corpus"
+    corpus, vocabulary, prefix = (
+        folder / "corpus.jsonl",
+        folder / "vocabulary.model",
+        folder / "corpus",
+    )
     data = Path(f"{prefix}_text_document")
     run, picture = folder / "run", folder / "loss.png"
-    steps.run("corpus: the sources of Python's standard library", lambda: make(
-        corpus, [corpus], tool("build_corpus.py", "--output", corpus, "--max-megabytes", size.corpus_megabytes)))
-    steps.run(f"vocabulary: SentencePiece, {size.vocab_size} entries", lambda: make(
-        vocabulary, [vocabulary],
-        tool("train_tokenizer.py", "--input", corpus, "--output", vocabulary, "--vocab-size", size.vocab_size)))
-    steps.run("tokens: .bin and .idx", lambda: make(
-        data, [data.with_name(data.name + ".bin"), data.with_name(data.name + ".idx")],
-        tool("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, "--tokenizer-type",
-             "GPTSentencePieceTokenizer", "--tokenizer-model", vocabulary, "--append-eod", "--workers", 2)))
+    steps.run(
+        "corpus: the sources of Python's standard library",
+        lambda: make(
+            corpus,
+            [corpus],
+            tool("build_corpus.py", "--output", corpus, "--max-megabytes", size.corpus_megabytes),
+        ),
+    )
+    steps.run(
+        f"vocabulary: SentencePiece, {size.vocab_size} entries",
+        lambda: make(
+            vocabulary,
+            [vocabulary],
+            tool(
+                "train_tokenizer.py",
+                "--input",
+                corpus,
+                "--output",
+                vocabulary,
+                "--vocab-size",
+                size.vocab_size,
+            ),
+        ),
+    )
+    steps.run(
+        "tokens: .bin and .idx",
+        lambda: make(
+            data,
+            [data.with_name(data.name + ".bin"), data.with_name(data.name + ".idx")],
+            tool(
+                "preprocess_data.py",
+                "--input",
+                corpus,
+                "--output-prefix",
+                prefix,
+                "--tokenizer-type",
+                "GPTSentencePieceTokenizer",
+                "--tokenizer-model",
+                vocabulary,
+                "--append-eod",
+                "--workers",
+                2,
+            ),
+        ),
+    )
     machine = steps.run("machine", choose_machine)
     print(f" {machine.reason}", flush=True)
     shutil.rmtree(run, ignore_errors=True)  # always trained anew
     arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
-    steps.run(f"training: {iterations} iterations on {machine.processes} process(es)",
-              lambda: train(arguments, machine))
-    steps.run("text from the trained model", lambda: execute(
-        tool("generate_text.py", "--load", run, "--tokens", size.sample_tokens, "--temperature", 0.7, "--top-k", 40,
-             "--metrics-file", run / "metrics.jsonl", *[w for prompt in PROMPTS for w in ("--prompt", prompt)]),
-        environment(machine)))
-    steps.run("loss curve", lambda: execute(
-        tool("plot_metrics.py", run / "metrics.jsonl", "--output", picture, "--title", "make train")))
+    steps.run(
+        f"training: {iterations} iterations on {machine.processes} process(es)",
+        lambda: train(arguments, machine),
+    )
+    steps.run(
+        "text from the trained model",
+        lambda: execute(
+            tool(
+                "generate_text.py",
+                "--load",
+                run,
+                "--tokens",
+                size.sample_tokens,
+                "--temperature",
+                0.7,
+                "--top-k",
+                40,
+                "--metrics-file",
+                run / "metrics.jsonl",
+                *[w for prompt in PROMPTS for w in ("--prompt", prompt)],
+            ),
+            environment(machine),
+        ),
+    )
+    steps.run(
+        "loss curve",
+        lambda: execute(
+            tool(
+                "plot_metrics.py",
+                run / "metrics.jsonl",
+                "--output",
+                picture,
+                "--title",
+                "make train",
+            )
+        ),
+    )
     return summary(size, run, picture, steps)
 
 
@@ -138,15 +220,25 @@ def tool(name: str, *arguments: object) -> list[str]:
 
 def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Run a command to its end; LaunchError when it fails."""
-    code = subprocess.run(list(command), env=None if env is None else dict(env), check=False).returncode
+    code = subprocess.run(
+        list(command), env=None if env is None else dict(env), check=False
+    ).returncode
     if code:
-        raise LaunchError(f"{Path(command[1]).name} ended with exit code {code}: its message stands above")
+        raise LaunchError(
+            f"{Path(command[1]).name} ended with exit code {code}: its message stands above"
+        )
 
 
 def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
-    """Run `command` unless its outputs exist and were made by the same command from inputs that did not change."""
+    """Run `command` unless its outputs exist and were made by the same command from inputs that did
+    not change.
+    """
     stamp = target.with_name(target.name + ".made-by.json")
-    inputs = {a: os.stat(a).st_mtime_ns for a in command[2:] if os.path.isfile(a) and Path(a) not in outputs}
+    inputs = {
+        a: os.stat(a).st_mtime_ns
+        for a in command[2:]
+        if os.path.isfile(a) and Path(a) not in outputs
+    }
     wanted = json.dumps({"command": list(command[2:]), "inputs": inputs})
     if all(path.exists() for path in outputs) and stamp.exists() and stamp.read_text() == wanted:
         print(f" kept from last time: {', '.join(map(str, outputs))}", flush=True)
@@ -157,7 +249,9 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
 
 
 def choose_machine() -> Machine:
-    """Accelerators where there are any, otherwise 2 processes on the CPU in the format that multiplies faster."""
+    """Accelerators where there are any, otherwise 2 processes on the CPU in the format that
+    multiplies faster.
+    """
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -169,14 +263,17 @@ def choose_machine() -> Machine:
     rates = {dtype: matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
     bf16 = rates[torch.bfloat16] > rates[torch.float32]
     reason = (
-        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at {rates[torch.float32]:.0f} GFLOP/s "
+        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at "
+        f"{rates[torch.float32]:.0f} GFLOP/s "
         f"in fp32 and at {rates[torch.bfloat16]:.0f} in bf16: {'bf16' if bf16 else 'fp32'} it is"
     )
     return Machine("cpu", 2, threads, bf16, reason)
 
 
 def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
-    """Rate of [1024, 256] x [256, 1024] products, the MLP's of the example, over about `seconds`."""
+    """Rate of [1024, 256] x [256, 1024] products, the MLP's of the example, over about
+    `seconds`.
+    """
     import torch
 
     a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
@@ -193,17 +290,37 @@ def training_arguments(
 ) -> list[str]:
     """The arguments of pretrain_gpt.py."""
     settings: dict[str, object] = {
-        "num-layers": size.layers, "hidden-size": size.hidden, "num-attention-heads": size.heads,
-        "seq-length": size.sequence, "max-position-embeddings": size.sequence, "position-embedding-type": "rope",
-        "attention-dropout": 0.0, "hidden-dropout": 0.0, "make-vocab-size-divisible-by": 128,
-        "micro-batch-size": size.micro_batch, "global-batch-size": size.global_batch, "train-iters": iterations,
-        "lr": size.lr, "min-lr": size.lr / 10, "lr-decay-style": "cosine", "lr-warmup-iters": max(1, iterations // 20),
-        "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "seed": 1234, "zero-stage": 1,
-        "tokenizer-type": "GPTSentencePieceTokenizer", "tokenizer-model": vocabulary, "data-path": data,
+        "num-layers": size.layers,
+        "hidden-size": size.hidden,
+        "num-attention-heads": size.heads,
+        "seq-length": size.sequence,
+        "max-position-embeddings": size.sequence,
+        "position-embedding-type": "rope",
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "make-vocab-size-divisible-by": 128,
+        "micro-batch-size": size.micro_batch,
+        "global-batch-size": size.global_batch,
+        "train-iters": iterations,
+        "lr": size.lr,
+        "min-lr": size.lr / 10,
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": max(1, iterations // 20),
+        "weight-decay": 0.1,
+        "adam-beta2": 0.95,
+        "clip-grad": 1.0,
+        "seed": 1234,
+        "zero-stage": 1,
+        "tokenizer-type": "GPTSentencePieceTokenizer",
+        "tokenizer-model": vocabulary,
+        "data-path": data,
         "split": "95,5,0",
-        "eval-interval": size.eval_interval, "eval-iters": size.eval_iters, "log-interval": 10, "save": run,
+        "eval-interval": size.eval_interval,
+        "eval-iters": size.eval_iters,
+        "log-interval": 10,
+        "save": run,
         "num-workers": 1,
-    }  # fmt: skip
+    }
     if machine.processes == 2:
         settings["pipeline-model-parallel-size"] = 2
         settings["num-layers-per-virtual-pipeline-stage"] = size.layers // 4
@@ -228,11 +345,19 @@ def train(arguments: Sequence[str], machine: Machine) -> None:
     try:
         for rank in range(machine.processes):
             ranks = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": machine.processes,
-                "LOCAL_WORLD_SIZE": machine.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": machine.processes,
+                "LOCAL_WORLD_SIZE": machine.processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             env = environment(machine) | {name: str(value) for name, value in ranks.items()}
-            processes.append(subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments], env=env))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments], env=env
+                )
+            )
         wait_for_all(processes)
     finally:
         for process in processes:
@@ -242,7 +367,9 @@ def train(arguments: Sequence[str], machine: Machine) -> None:
 
 
 def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait; after one fails the others get some time to say what they saw. LaunchError when one failed."""
+    """Wait; after one fails the others get some time to say what they saw. LaunchError when one
+    failed.
+    """
     deadline = None
     while any(process.poll() is None for process in processes):
         if deadline is None and any(process.poll() for process in processes):
@@ -252,11 +379,15 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.1)
     codes = [process.poll() for process in processes]
     if any(codes):
-        raise LaunchError(f"training failed, exit codes of the processes {codes}: their messages stand above")
+        raise LaunchError(
+            f"training failed, exit codes of the processes {codes}: their messages stand above"
+        )
 
 
 def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
-    """Print what came out; the exit code: 1 when the validation loss did not fall by `size.least_drop_nats`."""
+    """Print what came out; the exit code: 1 when the validation loss did not fall by
+    `size.least_drop_nats`.
+    """
     records = read_metrics(run / "metrics.jsonl")
     valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
     iterations = [r for r in records if r["event"] == "iteration"]
@@ -267,13 +398,19 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     for title, seconds in steps.seconds.items():
         print(f" {seconds:7.1f} s  {title}")
     print(f" {time.monotonic() - steps.start:7.1f} s  in all")
-    print(f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, {last['lm_loss']:.3f} at "
-          f"iteration {last['iteration']}: down by {drop:.3f} nats")  # fmt: skip
+    print(
+        f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, "
+        f"{last['lm_loss']:.3f} at "
+        f"iteration {last['iteration']}: down by {drop:.3f} nats"
+    )
     print(f" speed: {tokens_per_s:,.0f} tokens per second")
     print(f" checkpoint and metrics: {run}\n loss curve: {picture}")
     if drop >= size.least_drop_nats:
         return 0
-    print_error(f"the validation loss came down by {drop:.3f} nats; it should by at least {size.least_drop_nats}")
+    print_error(
+        f"the validation loss came down by {drop:.3f} nats; it should by at least "
+        f"{size.least_drop_nats}"
+    )
     return 1
 
 

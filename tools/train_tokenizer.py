@@ -25,13 +25,23 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, .parquet or .txt; also as .gz or .zst"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, .parquet or .txt; also as .gz or .zst",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(
-        "--vocab-size", type=whole(1, MOST_WIDTH), default=4096, metavar="N", help="size (default: 4096)"
+        "--vocab-size",
+        type=whole(1, MOST_WIDTH),
+        default=4096,
+        metavar="N",
+        help="size (default: 4096)",
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="the key of the text (default: text)")
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="the key of the text (default: text)"
+    )
     parser.add_argument(
         "--sample-megabytes",
         type=real(),
@@ -39,8 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MB",
         help="amount of text to train on, documents drawn at random (default: 4)",
     )
-    parser.add_argument("--num-threads", type=whole(1, 1024), default=2, metavar="N", help="threads (default: 2)")
-    parser.add_argument("--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)")
+    parser.add_argument(
+        "--num-threads", type=whole(1, 1024), default=2, metavar="N", help="threads (default: 2)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)"
+    )
     return parser
 
 

@@ -1,9 +1,11 @@
-"""Bits that flip and files that are cut, emptied or lost: in every file of the newest checkpoint, and the tracker.
+"""Bits that flip and files that are cut, emptied or lost: in every file of the newest checkpoint,
+and the tracker.
 
-After each, pretrain_gpt.py is started as after a crash. It has to say which file is damaged, take the checkpoint before
-it, and go on with the losses of a run that nobody disturbed; or, where only the tracker is damaged, say so and take the
-newest checkpoint, which is whole.
+After each, pretrain_gpt.py is started as after a crash. It has to say which file is damaged, take
+the checkpoint before it, and go on with the losses of a run that nobody disturbed; or, where only
+the tracker is damaged, say so and take the newest checkpoint, which is whole.
 """
+
 from __future__ import annotations
 
 import random
@@ -53,13 +55,19 @@ def zero(file: Path, chance: random.Random) -> str:
 
 
 KINDS: dict[str, Callable[[Path, random.Random], str]] = {
-    "flip": flip, "cut": cut, "empty": empty, "lose": lose, "zero": zero,
-}  # fmt: skip
+    "flip": flip,
+    "cut": cut,
+    "empty": empty,
+    "lose": lose,
+    "zero": zero,
+}
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged file: what was done to it, which checkpoint the run took, and what was wrong with that."""
+    """One damaged file: what was done to it, which checkpoint the run took, and what was wrong with
+    that.
+    """
 
     file: str
     what: str
@@ -77,9 +85,19 @@ class Trained:
 
     def arguments(self, save: Path, iterations: int) -> list[str]:
         return [
-            *TINY, *MOCK, "--train-iters", str(iterations), "--lr-decay-style", "constant", "--save", str(save),
-            "--load", str(save), "--save-interval", str(SAVE_INTERVAL),
-        ]  # fmt: skip
+            *TINY,
+            *MOCK,
+            "--train-iters",
+            str(iterations),
+            "--lr-decay-style",
+            "constant",
+            "--save",
+            str(save),
+            "--load",
+            str(save),
+            "--save-interval",
+            str(SAVE_INTERVAL),
+        ]
 
 
 def train(folder: Path, ranks: int = 2) -> Trained:
@@ -95,7 +113,10 @@ def train(folder: Path, ranks: int = 2) -> Trained:
 
 def files_of(trained: Trained) -> list[str]:
     """The files of the newest checkpoint, and the tracker."""
-    return [*sorted(path.name for path in history.newest(trained.folder / "before").iterdir()), TRACKER]
+    return [
+        *sorted(path.name for path in history.newest(trained.folder / "before").iterdir()),
+        TRACKER,
+    ]
 
 
 def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Damage:
@@ -106,9 +127,13 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Dama
     file = place / name if name == TRACKER else newest / name
     what = KINDS[kind](file, random.Random(seed))
     # White space around the number in the tracker says nothing: a newline may become a tab.
-    says_the_same = name == TRACKER and file.exists() and file.read_bytes().strip() == str(last).encode()
+    says_the_same = (
+        name == TRACKER and file.exists() and file.read_bytes().strip() == str(last).encode()
+    )
     (place / "metrics.jsonl").unlink()
-    job = run_job(trained.ranks, trained.arguments(place, last + MORE), trained.folder / f"logs_{number}")
+    job = run_job(
+        trained.ranks, trained.arguments(place, last + MORE), trained.folder / f"logs_{number}"
+    )
     output, codes = job.outputs(), job.codes
     faults, resumed = [], None
     if any(codes):
@@ -135,11 +160,16 @@ def file_text(output: str) -> str:
     return "\n".join(line for line in output.splitlines() if "checkpoint" in line)
 
 
-def campaign(folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2) -> Iterator[Damage]:
+def campaign(
+    folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2
+) -> Iterator[Damage]:
     """Every kind of damage to every file, several flips each."""
     trained = train(folder)
     wanted = [
-        (name, kind) for name in files_of(trained) for kind in KINDS for _ in range(flips if kind == "flip" else 1)
+        (name, kind)
+        for name in files_of(trained)
+        for kind in KINDS
+        for _ in range(flips if kind == "flip" else 1)
     ]
     seeds = [chance.randrange(2**32) for _ in wanted]
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,7 +1,9 @@
 """A disk that is full, and a folder that became read-only, under a run that goes on.
 
-Both need root: the folder of the checkpoints is a small tmpfs, which is made, filled, remounted and removed here.
+Both need root: the folder of the checkpoints is a small tmpfs, which is made, filled, remounted and
+removed here.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +35,9 @@ def missing() -> str:
     mount = shutil.which("mount")
     if mount is None:
         return "there is no mount"
-    done = subprocess.run(["unshare", "--mount", mount, "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "--mount", mount, "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True
+    )
     return "" if done.returncode == 0 else "a tmpfs cannot be mounted, which needs root"
 
 
@@ -41,7 +45,9 @@ def missing() -> str:
 def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
     """A file system of this size in memory."""
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True
+    )
     try:
         yield folder
     finally:
@@ -54,13 +60,16 @@ def remount(folder: Path, options: str) -> None:
 
 @dataclass(frozen=True)
 class Closing:
-    """Makes a file system read-only, from within the run, at a moment at which nothing of it is open."""
+    """Makes a file system read-only, from within the run, at a moment at which nothing of it is
+    open.
+    """
 
     folder: str
 
     def __call__(self, *_: object) -> None:
         command = ["mount", "-o", "remount,ro", self.folder]
-        while subprocess.run(command, capture_output=True).returncode:  # another thread is writing a sign of life
+        # another thread is writing a sign of life
+        while subprocess.run(command, capture_output=True).returncode:
             pass
 
 
@@ -68,9 +77,20 @@ def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
     """Metrics go elsewhere: they have to be whole where the disk is not."""
     metrics.mkdir(parents=True, exist_ok=True)
     return [
-        *TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save-interval", str(SAVE_INTERVAL), "--save", str(save),
-        "--load", str(save), "--metrics-file", str(metrics / "metrics.jsonl"), *more,
-    ]  # fmt: skip
+        *TINY,
+        *MOCK,
+        "--train-iters",
+        str(ITERATIONS),
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+        "--metrics-file",
+        str(metrics / "metrics.jsonl"),
+        *more,
+    ]
 
 
 def campaign(folder: Path, ranks: int = 2) -> Iterator[Disk]:
@@ -87,7 +107,12 @@ def campaign(folder: Path, ranks: int = 2) -> Iterator[Disk]:
 
 
 def full(
-    folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
+    folder: Path,
+    ranks: int,
+    size: int,
+    reference: dict[int, history.Step],
+    flags: tuple[str, ...],
+    name: str,
 ) -> Disk:
     """Room for two checkpoints and a half; then, for a second start, for all."""
     faults: list[str] = []
@@ -104,7 +129,12 @@ def full(
 
 
 def read_only(
-    folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
+    folder: Path,
+    ranks: int,
+    size: int,
+    reference: dict[int, history.Step],
+    flags: tuple[str, ...],
+    name: str,
 ) -> Disk:
     """The folder cannot be written any more when rank 0 is about to begin the third save."""
     faults: list[str] = []
@@ -121,7 +151,9 @@ def read_only(
 
 
 def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list[str]:
-    """What is wrong with a run of which saves failed: it has to train to the end, to say so, and not to end well."""
+    """What is wrong with a run of which saves failed: it has to train to the end, to say so, and
+    not to end well.
+    """
     faults = []
     if history.steps(metrics)[-1][0] != ITERATIONS:
         faults.append(f"training ended at step {history.steps(metrics)[-1][0]}: {job.tail()}")
@@ -137,7 +169,12 @@ def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list
 
 
 def resumed(
-    ranks: int, disk: Path, metrics: Path, flags: tuple[str, ...], wanted: int, reference: dict[int, history.Step],
+    ranks: int,
+    disk: Path,
+    metrics: Path,
+    flags: tuple[str, ...],
+    wanted: int,
+    reference: dict[int, history.Step],
     folder: Path,
 ) -> list[str]:
     """What is wrong with the next start, for which the disk is good again."""

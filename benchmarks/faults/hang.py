@@ -1,4 +1,7 @@
-"""A rank that stands still: SIGSTOP. The others have to say which one, and to end, so that a scheduler starts anew."""
+"""A rank that stands still: SIGSTOP. The others have to say which one, and to end, so that a
+scheduler starts anew.
+"""
+
 from __future__ import annotations
 
 import random
@@ -36,20 +39,40 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
     arguments = [
-        *TINY, *MOCK, *flags, "--train-iters", "1000000", "--lr-decay-style", "constant", "--save-interval",
-        str(SAVE_INTERVAL), "--save", str(save), "--load", str(save),
-    ]  # fmt: skip
-    watched = ["--hang-timeout", str(TIMEOUT_S), "--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60)]
+        *TINY,
+        *MOCK,
+        *flags,
+        "--train-iters",
+        "1000000",
+        "--lr-decay-style",
+        "constant",
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+    ]
+    watched = [
+        "--hang-timeout",
+        str(TIMEOUT_S),
+        "--distributed-timeout-minutes",
+        str(OTHERS_LEAVE_S / 60),
+    ]
     faults: list[str] = []
     stop = {victim: [(strike, "megatron.run.step", step, "stop")]}
     with Job(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
         others = [rank for rank in range(ranks) if rank != victim]
         if not job.wait_for_end(others, SOON_S):
-            faults.append(f"of ranks {others} some still run after {SOON_S:.0f} s: exit codes {job.codes}")
+            faults.append(
+                f"of ranks {others} some still run after {SOON_S:.0f} s: exit codes {job.codes}"
+            )
         elif not all(job.codes[rank] for rank in others):
             faults.append(f"exit codes {job.codes}")
     output = job.outputs()
-    conclusion = next((line for line in output.splitlines() if re.search(rf"rank {victim}\b.*stopped", line)), "")
+    conclusion = next(
+        (line for line in output.splitlines() if re.search(rf"rank {victim}\b.*stopped", line)), ""
+    )
     if not conclusion:
         faults.append(f"nobody says that rank {victim} is stopped")
     elif output.count(conclusion) > 1:
@@ -59,7 +82,9 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
         faults.append("no hang_report.txt in the folder of the run says it")
     # More steps than were lost, then the same number by a run that nobody disturbed.
     reached = history.steps(save)[-1][0]
-    again = run_job(ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again")
+    again = run_job(
+        ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again"
+    )
     found, whole = history.steps(save), folder / "whole"
     last = found[-1][0]
     if any(again.codes) or last < reached:
@@ -69,7 +94,9 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
         run_well(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
         if history.differing(found, dict(history.steps(whole))):
             faults.append("losses are not those of the undisturbed run")
-    return Hang(f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults))
+    return Hang(
+        f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults)
+    )
 
 
 def campaign(folder: Path, chance: random.Random) -> Iterator[Hang]:

@@ -1,8 +1,9 @@
 """What a run did, from its metrics file and its checkpoints, and how two runs differ.
 
-The files are read without the code that is under test: metrics are JSON lines, and tensors are read by
-torch.distributed.checkpoint's own reader.
+The files are read without the code that is under test: metrics are JSON lines, and tensors are read
+by torch.distributed.checkpoint's own reader.
 """
+
 from __future__ import annotations
 
 import json
@@ -33,21 +34,28 @@ def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path) -> list[tuple[int, Step]]:
-    """(iteration, what happened) in the order of the file: an iteration that was done again is there again."""
+    """(iteration, what happened) in the order of the file: an iteration that was done again is
+    there again.
+    """
     return [
         (record["iteration"], (record["lm_loss"], record["grad_norm"], record["consumed_samples"]))
         for record in records(folder, "iteration")
     ]
 
 
-def differing(found: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True) -> list[int]:
-    """The iterations of which any figure (without `norms`: but that of the gradient) is not that of the reference, to
-    the bit."""
+def differing(
+    found: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True
+) -> list[int]:
+    """The iterations of which any figure (without `norms`: but that of the gradient) is not that of
+    the reference, to the bit."""
     kept = (0, 1, 2) if norms else (0, 2)
-    return sorted({
-        iteration for iteration, step in found
-        if iteration not in reference or any(reference[iteration][i] != step[i] for i in kept)
-    })  # fmt: skip
+    return sorted(
+        {
+            iteration
+            for iteration, step in found
+            if iteration not in reference or any(reference[iteration][i] != step[i] for i in kept)
+        }
+    )
 
 
 def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:
@@ -69,9 +77,12 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole: weights, masters and moments by name."""
     reader = dcp.FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in described.items()}
+    found = {
+        name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in described.items()
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that this is one process, which is what is meant
+        # torch warns that this is one process, which is what is meant
+        warnings.simplefilter("ignore", UserWarning)
         dcp.load(found, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return found
 
@@ -80,7 +91,8 @@ def tensors_that_differ(ours: Path, theirs: Path) -> list[str]:
     """Names of the tensors that are not the same to the bit, or are in one checkpoint only."""
     one, two = tensors(ours), tensors(theirs)
     return sorted(
-        name for name in one.keys() | two.keys()
+        name
+        for name in one.keys() | two.keys()
         if name not in one or name not in two or not torch.equal(bits(one[name]), bits(two[name]))
     )
 

@@ -1,4 +1,7 @@
-"""A training job on this machine as a launcher would start it: N processes of pretrain_gpt.py, to hurt and to watch."""
+"""A training job on this machine as a launcher would start it: N processes of pretrain_gpt.py, to
+hurt and to watch.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -20,16 +23,20 @@ __all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "free_ports", "run_
 
 LIMIT_S = 400.0  # only what hangs takes so long
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
-"""Call made in a rank's process before it starts: (function, *arguments), such as (strike, "open", 3, "kill")."""
+"""Call made in a rank's process before it starts: (function, *arguments), such as (strike, "open",
+3, "kill").
+"""
 
 TINY = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --adam-eps 1e-3 --tokenizer-type NullTokenizer "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --adam-eps 1e-3 --tokenizer-type "
+    "NullTokenizer "
     "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0 "
     "--distributed-timeout-minutes 1 --attention-dropout 0.1 --hidden-dropout 0.1"
 ).split()
-"""A GPT whose step takes milliseconds, with every loss in the metrics file. Adam's epsilon is larger than the default:
-where a gradient is nearly zero, Adam divides rounding errors by it."""
+"""A GPT whose step takes milliseconds, with every loss in the metrics file. Adam's epsilon is
+larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it."""
 MOCK = ["--mock-data", "--vocab-size", "100"]
 
 
@@ -62,8 +69,13 @@ class Job:
     """
 
     def __init__(
-        self, n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None,
-        script: str = "pretrain_gpt.py", arms: Arms | None = None,
+        self,
+        n: int,
+        arguments: Sequence[str],
+        logs: Path,
+        env: Mapping[str, str] | None = None,
+        script: str = "pretrain_gpt.py",
+        arms: Arms | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._port = reserve_port()
@@ -71,18 +83,23 @@ class Job:
         self.logs = [logs / f"rank_{rank}.log" for rank in range(n)]
         self.processes = [
             Rank(
-                script, arguments, self.logs[rank],
+                script,
+                arguments,
+                self.logs[rank],
                 {**(rank_environment(rank, n, port) if n > 1 else {}), **(env or {})},
                 (_arm, [*(arms or {}).get(rank, ())]),
             )
             for rank in range(n)
-        ]  # fmt: skip
+        ]
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGCONT)  # one that was stopped
@@ -123,7 +140,9 @@ class Job:
         if not self.wait_for_end(range(len(self.processes)), timeout_s):
             left = [rank for rank, code in enumerate(self.codes) if code is None]
             self.__exit__(None, None, None)
-            raise Overdue(f"ranks {left} did not end within {timeout_s:.0f} s:\n{self.tail(left[0])}")
+            raise Overdue(
+                f"ranks {left} did not end within {timeout_s:.0f} s:\n{self.tail(left[0])}"
+            )
         return [code for code in self.codes if code is not None]
 
     def tail(self, rank: int = 0) -> str:
@@ -137,7 +156,11 @@ def _arm(arms: Sequence[tuple[Any, ...]]) -> None:
 
 
 def run_job(
-    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, arms: Arms | None = None
+    n: int,
+    arguments: Sequence[str],
+    logs: Path,
+    env: Mapping[str, str] | None = None,
+    arms: Arms | None = None,
 ) -> Job:
     """A job from start to end. Raises Overdue."""
     with Job(n, arguments, logs, env, arms=arms) as job:
@@ -146,18 +169,22 @@ def run_job(
 
 
 def run_well(n: int, arguments: Sequence[str], logs: Path, arms: Arms | None = None) -> None:
-    """A job that nobody disturbs, and that must succeed: raises RuntimeError with its output where it does not."""
+    """A job that nobody disturbs, and that must succeed: raises RuntimeError with its output where
+    it does not.
+    """
     job = run_job(n, arguments, logs, arms=arms)
     if any(job.codes):
         raise RuntimeError(f"an undisturbed run failed:\n{job.outputs()}")
 
 
-_tried = itertools.count(12000 + os.getpid() * 61 % 16000)  # processes that begin together begin far apart
+# processes that begin together begin far apart
+_tried = itertools.count(12000 + os.getpid() * 61 % 16000)
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens at, none of which this process was told before. Below the
-    range of outgoing connections, from which one of them could be taken before its daemon listens."""
+    """The first of `count` ports in a row that nobody listens at, none of which this process was
+    told before. Below the range of outgoing connections, from which one of them could be taken
+    before its daemon listens."""
     free: list[int] = []
     while len(free) < count:
         port = 12000 + (next(_tried) - 12000) % 20000

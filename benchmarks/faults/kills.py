@@ -1,13 +1,17 @@
-"""Runs that are killed again and again with SIGKILL, and go on each time, until their training is done.
+"""Runs that are killed again and again with SIGKILL, and go on each time, until their training is
+done.
 
-A chain is one training: it is started, killed at a named moment, started anew with the same command line, and so on.
-So each start both resumes from what the last kill left and is the next victim. In the end every loss that any of the
-incarnations wrote is compared with those of a run that nobody disturbed.
+A chain is one training: it is started, killed at a named moment, started anew with the same command
+line, and so on. So each start both resumes from what the last kill left and is the next victim. In
+the end every loss that any of the incarnations wrote is compared with those of a run that nobody
+disturbed.
 
-Moments are listed, not drawn: those of tests/helpers/fault_points.py that a run comes to which loads, trains, saves and
-removes old checkpoints. A seed says in which order they are tried, and which of them where not all are. Victims: all
-ranks at once, or one, after which the others have to end by themselves.
+Moments are listed, not drawn: those of tests/helpers/fault_points.py that a run comes to which
+loads, trains, saves and removes old checkpoints. A seed says in which order they are tried, and
+which of them where not all are. Victims: all ranks at once, or one, after which the others have to
+end by themselves.
 """
+
 from __future__ import annotations
 
 import random
@@ -25,7 +29,8 @@ from tests.helpers.fault_points import record, strike, strike_at
 
 SAVE_INTERVAL = 5
 STEP = "megatron.run.step"
-OTHERS_LEAVE_S = 60.0  # the others' --distributed-timeout-minutes: after it they miss a rank that never came
+# the others' --distributed-timeout-minutes: after it they miss a rank that never came
+OTHERS_LEAVE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,11 @@ class Chain:
 CHAINS = (
     Chain("1 process, fp32", 1, ("--keep-last", "2", "--keep-every", "20")),
     Chain("DP2, bf16, asynchronous", 2, ("--bf16", "--async-save", "--keep-last", "3")),
-    Chain("TP2, fp32, asynchronous", 2, ("--tensor-model-parallel-size", "2", "--async-save", "--keep-last", "1")),
+    Chain(
+        "TP2, fp32, asynchronous",
+        2,
+        ("--tensor-model-parallel-size", "2", "--async-save", "--keep-last", "1"),
+    ),
     Chain("PP2, bf16", 2, ("--pipeline-model-parallel-size", "2", "--bf16", "--keep-last", "2")),
 )
 
@@ -60,10 +69,13 @@ class Moment:
 
 @dataclass
 class Kill:
-    """One kill: the moment, the victims, where the run was and where it was resumed from; what was wrong with it.
+    """One kill: the moment, the victims, where the run was and where it was resumed from; what was
+    wrong with it.
 
-    reached    iterations that were done; `saved` is the last one whose checkpoint was said to be saved
-    resumed    iteration that the next start loaded, 0 for initial weights, None until one has loaded
+    reached    iterations that were done; `saved` is the last one whose checkpoint was said to be
+               saved
+    resumed    iteration that the next start loaded, 0 for initial weights, None until one has
+               loaded
     """
 
     moment: str
@@ -87,7 +99,11 @@ class Outcome:
     @property
     def wrong(self) -> list[str]:
         """Everything that was not as it must be."""
-        found = [f"kill {n} ({kill.moment}): {fault}" for n, kill in enumerate(self.kills) for fault in kill.faults]
+        found = [
+            f"kill {n} ({kill.moment}): {fault}"
+            for n, kill in enumerate(self.kills)
+            for fault in kill.faults
+        ]
         return found + self.faults
 
     @property
@@ -97,9 +113,15 @@ class Outcome:
 
 
 def run_chain(
-    chain: Chain, kills: int | None, folder: Path, chance: random.Random, say: Callable[[str], None] = lambda _: None
+    chain: Chain,
+    kills: int | None,
+    folder: Path,
+    chance: random.Random,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Kill a training at `kills` moments (None: at all there are), let it finish, compare it with one undisturbed."""
+    """Kill a training at `kills` moments (None: at all there are), let it finish, compare it with
+    one undisturbed.
+    """
     return _Running(chain, kills, folder, chance, say).run()
 
 
@@ -107,7 +129,12 @@ class _Running:
     """A chain on its way."""
 
     def __init__(
-        self, chain: Chain, kills: int | None, folder: Path, chance: random.Random, say: Callable[[str], None]
+        self,
+        chain: Chain,
+        kills: int | None,
+        folder: Path,
+        chance: random.Random,
+        say: Callable[[str], None],
     ) -> None:
         self.chain, self.folder, self.chance, self.say = chain, folder, chance, say
         self.save = folder / "run"
@@ -121,19 +148,39 @@ class _Running:
 
     def arguments(self, save: Path, *more: str) -> list[str]:
         return [
-            *TINY, *MOCK, *self.chain.flags, "--train-iters", str(self.last), "--save-interval", str(SAVE_INTERVAL),
-            "--save", str(save), "--load", str(save), "--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60), *more,
-        ]  # fmt: skip
+            *TINY,
+            *MOCK,
+            *self.chain.flags,
+            "--train-iters",
+            str(self.last),
+            "--save-interval",
+            str(SAVE_INTERVAL),
+            "--save",
+            str(save),
+            "--load",
+            str(save),
+            "--distributed-timeout-minutes",
+            str(OTHERS_LEAVE_S / 60),
+            *more,
+        ]
 
     def listed(self) -> list[Moment]:
         """The moments of every rank in a run that goes on from a checkpoint."""
         place, log, ranks = self.folder / "listed", self.folder / "moments", range(self.chain.ranks)
         place.mkdir(parents=True)
-        run_well(len(ranks), self.arguments(place, "--exit-interval", str(SAVE_INTERVAL)), self.folder / "logs_first")
+        run_well(
+            len(ranks),
+            self.arguments(place, "--exit-interval", str(SAVE_INTERVAL)),
+            self.folder / "logs_first",
+        )
         arms = {rank: [(record, str(place), f"{log}.{rank}")] for rank in ranks}
         run_well(len(ranks), self.arguments(place), self.folder / "logs_listed", arms)
         counts = {rank: Counter(Path(f"{log}.{rank}").read_text().splitlines()) for rank in ranks}
-        return [Moment(rank, name, times) for rank in ranks for name, times in sorted(counts[rank].items())]
+        return [
+            Moment(rank, name, times)
+            for rank in ranks
+            for name, times in sorted(counts[rank].items())
+        ]
 
     def run(self) -> Outcome:
         whole = self.folder / "whole"
@@ -151,7 +198,9 @@ class _Running:
         self.outcome.steps_compared = len(found)
         different = history.differing(found, reference)
         if different:
-            self.outcome.faults.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
+            self.outcome.faults.append(
+                f"losses of steps {different[:8]} are not those of the undisturbed run"
+            )
         if {iteration for iteration, _ in found} != set(range(1, self.last + 1)):
             self.outcome.faults.append("steps are missing")
         names = history.tensors_that_differ(history.newest(self.save), history.newest(whole))
@@ -170,15 +219,29 @@ class _Running:
         everybody = ranks == 1 or self.chance.random() < 0.5
         before = len(self.records())
         # A start that does not come to the moment is killed at a later step.
-        arms = [(strike_at, str(self.save), nth, "kill", moment.name), (strike, STEP, 4 * SAVE_INTERVAL, "kill")]
-        with Job(ranks, self.arguments(self.save), self.folder / f"logs_{number}", arms={moment.rank: arms}) as job:
+        arms = [
+            (strike_at, str(self.save), nth, "kill", moment.name),
+            (strike, STEP, 4 * SAVE_INTERVAL, "kill"),
+        ]
+        with Job(
+            ranks,
+            self.arguments(self.save),
+            self.folder / f"logs_{number}",
+            arms={moment.rank: arms},
+        ) as job:
             job.wait_for_end([moment.rank])
             if everybody:
                 job.kill()
             codes = job.wait(OTHERS_LEAVE_S + LIMIT_S)
-        others = [code for rank, code in enumerate(codes) if rank != moment.rank and code != -signal.SIGKILL]
+        others = [
+            code
+            for rank, code in enumerate(codes)
+            if rank != moment.rank and code != -signal.SIGKILL
+        ]
         # 0: training was done before the kill; 2: a lost peer; 75: the hang detector's.
-        faults = [f"another rank ended with exit code {code}" for code in others if code not in (0, 2, 75)]
+        faults = [
+            f"another rank ended with exit code {code}" for code in others if code not in (0, 2, 75)
+        ]
         if codes[moment.rank] not in (0, -signal.SIGKILL):
             faults.append(f"the victim ended with exit code {codes[moment.rank]}")
         loaded = self._settle(before)
@@ -189,21 +252,30 @@ class _Running:
             reached = saved = loaded
         made = self.records()[before:]
         kill = Kill(
-            f"rank {moment.rank}, {moment.name}, {nth}", "all" if everybody else "one",
+            f"rank {moment.rank}, {moment.name}, {nth}",
+            "all" if everybody else "one",
             max([r["iteration"] for r in made if r["event"] == "iteration"], default=reached),
-            max([r["iteration"] for r in made if r["event"] == "checkpoint"], default=saved), faults,
-        )  # fmt: skip
+            max([r["iteration"] for r in made if r["event"] == "checkpoint"], default=saved),
+            faults,
+        )
         self.outcome.kills.append(kill)
-        self.say(f"{self.chain.name}: kill {number + 1} of {kill.victims}, {kill.moment}; {kill.reached} steps done")
+        self.say(
+            f"{self.chain.name}: kill {number + 1} of {kill.victims}, {kill.moment}; "
+            f"{kill.reached} steps done"
+        )
 
     def _settle(self, before: int) -> int | None:
-        """Enter where the start that wrote the records from `before` on resumed from, into the kills since the last one
-        that did; None where it was killed before it loaded anything: then the next start tells."""
-        starts: list[int] = [record["iteration"] for record in self.records()[before:] if record["event"] == "start"]
+        """Enter where the start that wrote the records from `before` on resumed from, into the
+        kills since the last one that did; None where it was killed before it loaded anything: then
+        the next start tells."""
+        starts: list[int] = [
+            record["iteration"] for record in self.records()[before:] if record["event"] == "start"
+        ]
         if not starts:
             return None
         resumed = starts[0]
-        # An asynchronous save may be on its way for at most one interval: the next one waits for it.
+        # An asynchronous save may be on its way for at most one interval: the next one waits for
+        # it.
         most = SAVE_INTERVAL * (2 if self.chain.asynchronous else 1)
         for kill in self.outcome.kills:
             if kill.resumed is not None:

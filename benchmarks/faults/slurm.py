@@ -1,7 +1,10 @@
-"""Faults that only a scheduler makes, on a real Slurm on this machine (tests/helpers/slurm_testbed.sh).
+"""Faults that only a scheduler makes, on a real Slurm on this machine
+(tests/helpers/slurm_testbed.sh).
 
-A lost node with requeueing, USR1 before the time limit, and a time limit without a signal, of jobs on two nodes.
+A lost node with requeueing, USR1 before the time limit, and a time limit without a signal, of jobs
+on two nodes.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,9 +30,11 @@ class Scheduled:
     faults: tuple[str, ...]
 
 
-def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, again: str = "") -> str:
-    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's number.
-    `again`: more arguments when it comes out of the queue again."""
+def submit(
+    testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, again: str = ""
+) -> str:
+    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's
+    number. `again`: more arguments when it comes out of the queue again."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "job.sh"
     command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
@@ -42,21 +47,36 @@ def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str
         'code=$?; echo "end with code $code"; exit $code\n'
     )
     return testbed.sbatch(
-        "--nodes=2", "--ntasks-per-node=1", "--open-mode=append", *flags, f"--output={folder / 'job.log'}", script
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--open-mode=append",
+        *flags,
+        f"--output={folder / 'job.log'}",
+        script,
     )
 
 
 def training(save: Path, iterations: int) -> list[str]:
     """A run that goes on by itself."""
     return [
-        *TINY, *MOCK, "--train-iters", str(iterations), "--lr-decay-style", "constant", "--save-interval",
-        str(SAVE_INTERVAL), "--save", str(save), "--load", str(save),
-    ]  # fmt: skip
+        *TINY,
+        *MOCK,
+        "--train-iters",
+        str(iterations),
+        "--lr-decay-style",
+        "constant",
+        "--save-interval",
+        str(SAVE_INTERVAL),
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+    ]
 
 
 def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
-    """A node dies in the middle of a training of hours; Slurm puts the job back into the queue, it goes on, and ends
-    after more steps than it lost."""
+    """A node dies in the middle of a training of hours; Slurm puts the job back into the queue, it
+    goes on, and ends after more steps than it lost."""
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     again = f"--exit-interval {5 * SAVE_INTERVAL}"
     job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=60", again=again)
@@ -72,8 +92,12 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
     return Scheduled("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
 
 
-def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple[str, tuple[str, ...]]:
-    """What was resumed from, and whether all losses are those of an undisturbed run on the same layout."""
+def judge(
+    folder: Path, save: Path, iterations: int, faults: list[str]
+) -> tuple[str, tuple[str, ...]]:
+    """What was resumed from, and whether all losses are those of an undisturbed run on the same
+    layout.
+    """
     starts = [record["iteration"] for record in history.records(save, "start")]
     found = history.steps(save)
     again = [n for n in range(1, len(found)) if found[n][0] != found[n - 1][0] + 1]
@@ -94,14 +118,19 @@ def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple
 def near_the_limit(
     testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str
 ) -> Scheduled:
-    """A job of a minute that would train for hours: it saves, ends, goes back into the queue, and goes on.
+    """A job of a minute that would train for hours: it saves, ends, goes back into the queue, and
+    goes on.
 
     clock   whether the program itself looks at the time that is left
 
     Then it is cancelled, which is a SIGTERM: it saves again, and must not go back into the queue.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
-    arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
+    arguments = [
+        *training(save, iterations),
+        "--requeue",
+        *([] if clock else ["--walltime", "none"]),
+    ]
     job = submit(testbed, folder, arguments, "--time=1", "--requeue", *flags)
     faults: list[str] = []
     testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
@@ -114,7 +143,9 @@ def near_the_limit(
         faults.append(f"the log does not say {reason!r}")
     reached = max(int(i) for i in re.findall(r"(?m)^ iteration +(\d+)/", text))
     if int(history.newest(save).name.removeprefix("iter_")) != reached:
-        faults.append(f"step {reached} was reached, {history.newest(save).name} is the newest checkpoint")
+        faults.append(
+            f"step {reached} was reached, {history.newest(save).name} is the newest checkpoint"
+        )
     testbed.control("hurry", job)
     testbed.wait_for_log(log, rf"(?m)^ iteration +{reached + 1}/")
     testbed.ask("scancel", job)
@@ -124,20 +155,28 @@ def near_the_limit(
         faults.append("a job that was cancelled went back into the queue")
     reached = history.steps(save)[-1][0]
     if int(history.newest(save).name.removeprefix("iter_")) != reached:
-        faults.append(f"scancel came at step {reached}, {history.newest(save).name} is the newest checkpoint")
+        faults.append(
+            f"scancel came at step {reached}, {history.newest(save).name} is the newest checkpoint"
+        )
     return Scheduled(what, *judge(folder, save, iterations, faults))
 
 
 def usr1(testbed: Testbed, folder: Path) -> Scheduled:
-    """--signal=USR1@45 of sbatch: to every task. Slurm looks at its clock every 30 s, so that 15 to 45 s are left."""
+    """--signal=USR1@45 of sbatch: to every task. Slurm looks at its clock every 30 s, so that 15 to
+    45 s are left.
+    """
     what = "USR1 before the time limit, requeued by the program"
-    return near_the_limit(testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what)
+    return near_the_limit(
+        testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what
+    )
 
 
 def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
     """The program asks Slurm itself how much time is left."""
     what = "time limit without a signal, requeued by the program"
-    return near_the_limit(testbed, folder, clock=True, reason=r"exiting program .* left of the job", what=what)
+    return near_the_limit(
+        testbed, folder, clock=True, reason=r"exiting program .* left of the job", what=what
+    )
 
 
 def campaign(folder: Path) -> Iterator[Scheduled]:

@@ -1,4 +1,7 @@
-"""A real Slurm of virtual Frontier-like nodes on this machine, from Python: tests/helpers/slurm_testbed.sh."""
+"""A real Slurm of virtual Frontier-like nodes on this machine, from Python:
+tests/helpers/slurm_testbed.sh.
+"""
+
 from __future__ import annotations
 
 import os
@@ -31,8 +34,8 @@ class Testbed:
             job = testbed.sbatch("-N", "2", "job.sh")
             testbed.wait_for_state(job, *ENDED)
 
-    `paper_nodes` more exist in the controller's books only. The files lie in a folder of their own with a short name:
-    the path of a Unix socket has at most 107 bytes.
+    `paper_nodes` more exist in the controller's books only. The files lie in a folder of their own
+    with a short name: the path of a Unix socket has at most 107 bytes.
     """
 
     __test__ = False  # no class of tests, whatever its name
@@ -40,10 +43,13 @@ class Testbed:
     def __init__(self, nodes: int = 2, paper_nodes: int = 0) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="slurm"))
         self.env = {
-            **os.environ, "TESTBED_DIR": str(folder), "TESTBED_NODES": str(nodes),
-            "TESTBED_PAPER_NODES": str(paper_nodes), "TESTBED_PORT": str(free_ports(nodes + 1)),
+            **os.environ,
+            "TESTBED_DIR": str(folder),
+            "TESTBED_NODES": str(nodes),
+            "TESTBED_PAPER_NODES": str(paper_nodes),
+            "TESTBED_PORT": str(free_ports(nodes + 1)),
             "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
-        }  # fmt: skip
+        }
 
     def __enter__(self) -> Testbed:
         try:
@@ -55,7 +61,10 @@ class Testbed:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end()
 
@@ -71,19 +80,37 @@ class Testbed:
         """A command of slurm_testbed.sh."""
         # Its daemons would keep a pipe open.
         with open(self._log, "ab") as log:
-            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=900)
+            subprocess.run(
+                ["bash", str(SCRIPT), *words],
+                env=self.env,
+                check=True,
+                stdout=log,
+                stderr=log,
+                timeout=900,
+            )
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-        """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains about."""
+        """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains
+        about.
+        """
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=300
+            command,
+            env={**self.env, **(env or {})},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip() or done.stderr.strip()
 
-    def sbatch(self, *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-        """Submit a job with these options, script and arguments, from the folder `cwd`; the job's number."""
+    def sbatch(
+        self, *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    ) -> str:
+        """Submit a job with these options, script and arguments, from the folder `cwd`; the job's
+        number.
+        """
         return self.ask("sbatch", "--parsable", *map(str, words), env=env, cwd=cwd)
 
     def show(self, job: str) -> dict[str, str]:
@@ -94,8 +121,12 @@ class Testbed:
         """PENDING, RUNNING, COMPLETED, ... as Slurm tells it."""
         return self.show(job).get("JobState", "")
 
-    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = "") -> None:
-        """Until the job has said this. Raises Overdue; at once where the job's number is given and it has ended."""
+    def wait_for_log(
+        self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = ""
+    ) -> None:
+        """Until the job has said this. Raises Overdue; at once where the job's number is given and
+        it has ended.
+        """
         end, ended, asked = time.monotonic() + timeout_s, False, 0.0
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
             now = time.monotonic()
@@ -104,16 +135,26 @@ class Testbed:
                 when = f"before it was {self.state(job)}" if ended else f"within {timeout_s:.0f} s"
                 raise Overdue(f"the job did not say {pattern!r} {when}:\n{said}")
             time.sleep(0.05)
-            if job and now > asked + 1:  # before the next look at the log, so that no last line is missed
+            # before the next look at the log, so that no last line is missed
+            if job and now > asked + 1:
                 ended, asked = self.state(job) in ENDED, now
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 900.0, log: Path | None = None) -> str:
-        """Until the job is in one of these states. Raises Overdue, with the end of the log where it is given."""
+    def wait_for_state(
+        self, job: str, *states: str, timeout_s: float = 900.0, log: Path | None = None
+    ) -> str:
+        """Until the job is in one of these states. Raises Overdue, with the end of the log where it
+        is given.
+        """
         end = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
             if time.monotonic() > end:
-                said = f":\n{log.read_text(errors='replace')[-5000:]}" if log and log.exists() else ""
-                raise Overdue(f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} s{said}")
+                said = (
+                    f":\n{log.read_text(errors='replace')[-5000:]}" if log and log.exists() else ""
+                )
+                raise Overdue(
+                    f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} "
+                    f"s{said}"
+                )
             time.sleep(0.2)
         return state
 

@@ -1,9 +1,11 @@
-"""What every peer is told and how it answers: a JSON object as first argument, one JSON line a step in a file.
+"""What every peer is told and how it answers: a JSON object as first argument, one JSON line a step
+in a file.
 
-A peer trains on tokens drawn at random, which cost nothing to make, from the same ranges for every peer. A step's time
-is that from the end of the step before to its own end, as in the metrics file of pretrain_gpt.py; the loss is read in
-each step, as there.
+A peer trains on tokens drawn at random, which cost nothing to make, from the same ranges for every
+peer. A step's time is that from the end of the step before to its own end, as in the metrics file
+of pretrain_gpt.py; the loss is read in each step, as there.
 """
+
 from __future__ import annotations
 
 import json
@@ -19,9 +21,11 @@ import torch
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each replica.
+    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each
+    replica.
 
-    `defaults`: with the settings that the libraries have by default, also where they make it slower or do less.
+    `defaults`: with the settings that the libraries have by default, also where they make it slower
+    or do less.
     """
 
     layers: int
@@ -62,7 +66,9 @@ def world() -> tuple[int, int]:
 
 def micro_batch(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, [micro_batch, sequence] each."""
-    tokens = torch.randint(task.vocabulary, (task.micro_batch, task.sequence + 1), device=task.device)
+    tokens = torch.randint(
+        task.vocabulary, (task.micro_batch, task.sequence + 1), device=task.device
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -76,13 +82,15 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def run_steps(
-    task: Task, step: Callable[[], tuple[float | None, float]], state: Callable[[], Any] | None = None
+    task: Task,
+    step: Callable[[], tuple[float | None, float]],
+    state: Callable[[], Any] | None = None,
 ) -> None:
     """Call `step` task.steps times and write a line for each; rank 0 writes.
 
-    `step` returns the mean loss of the step (None where this process does not know it) and the time at which its
-    optimizer part began, by time.perf_counter. With task.save, rank 0 then stores what `state` returns, through
-    torch.save and to the disk, and writes a line with the seconds of that.
+    `step` returns the mean loss of the step (None where this process does not know it) and the time
+    at which its optimizer part began, by time.perf_counter. With task.save, rank 0 then stores what
+    `state` returns, through torch.save and to the disk, and writes a line with the seconds of that.
     """
     rank, _ = world()
     cuda = torch.cuda if task.device == "cuda" else None
@@ -93,7 +101,12 @@ def run_steps(
             if cuda:
                 cuda.synchronize()
             now = time.perf_counter()
-            record = {"step": index, "seconds": now - before, "optimizer_s": now - optimizer_began, "loss": loss}
+            record = {
+                "step": index,
+                "seconds": now - before,
+                "optimizer_s": now - optimizer_began,
+                "loss": loss,
+            }
             record["time"] = time.time()
             if cuda:
                 record["device_bytes"] = cuda.max_memory_allocated()

@@ -1,10 +1,13 @@
-"""megatron-core from PyPI, on CPUs: its GPT model, its pipeline schedules, its DDP and distributed optimizer.
+"""megatron-core from PyPI, on CPUs: its GPT model, its pipeline schedules, its DDP and distributed
+optimizer.
 
-megatron-core puts its buffers on "cuda" by name. Nothing of it is changed on disk: before it is imported, torch's
-factories here take "cuda" for the CPU, and what only makes sense on a GPU does nothing. What it calls where Apex and
-Transformer Engine are missing is torch: AdamW, which is given fused=True here (its own call would take the slow loop
-over tensors). GELU is torch's tanh form instead of megatron-core's chain of element-wise operators.
+megatron-core puts its buffers on "cuda" by name. Nothing of it is changed on disk: before it is
+imported, torch's factories here take "cuda" for the CPU, and what only makes sense on a GPU does
+nothing. What it calls where Apex and Transformer Engine are missing is torch: AdamW, which is given
+fused=True here (its own call would take the slow loop over tensors). GELU is torch's tanh form
+instead of megatron-core's chain of element-wise operators.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,10 +23,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import BETAS, CLIP, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Task, micro_batch, read_task, run_steps, world
+from common import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Task,
+    micro_batch,
+    read_task,
+    run_steps,
+    world,
+)
 
 CPU = torch.device("cpu")
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "linspace", "eye", "as_tensor")
+FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "linspace",
+    "eye",
+    "as_tensor",
+)
 
 
 class Stream(types.SimpleNamespace):
@@ -54,8 +80,15 @@ def cuda_means_cpu() -> None:
     for name in FACTORIES:
         setattr(torch, name, on_the_cpu(getattr(torch, name)))
     cuda = torch.cuda
-    for name in ("synchronize", "empty_cache", "set_device", "manual_seed", "reset_peak_memory_stats"):
-        setattr(cuda, name, lambda *_, **__: None)  # one for each name: torch.compile keeps a table of them
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+        "manual_seed",
+        "reset_peak_memory_stats",
+    ):
+        # one for each name: torch.compile keeps a table of them
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
         setattr(cuda, name, lambda *_, **__: Stream())
@@ -74,35 +107,57 @@ def build(task: Task) -> tuple[list[Any], Any]:
     """Model chunks of this process in megatron-core's DDP, and its optimizer."""
     import megatron.core.optimizer as mcore_optimizer
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(
-        task.tensor, task.pipeline, virtual_pipeline_model_parallel_size=task.chunks if task.chunks > 1 else None
+        task.tensor,
+        task.pipeline,
+        virtual_pipeline_model_parallel_size=task.chunks if task.chunks > 1 else None,
     )
     # Without dropout nothing is drawn on a device, and there is no device generator to switch.
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     kind = torch.bfloat16 if task.bf16 else torch.float32
     config = TransformerConfig(
-        num_layers=task.layers, hidden_size=task.hidden, num_attention_heads=task.heads, use_cpu_initialization=True,
-        tensor_model_parallel_size=task.tensor, pipeline_model_parallel_size=task.pipeline,
+        num_layers=task.layers,
+        hidden_size=task.hidden,
+        num_attention_heads=task.heads,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=task.tensor,
+        pipeline_model_parallel_size=task.pipeline,
         virtual_pipeline_model_parallel_size=task.chunks if task.chunks > 1 else None,
-        bf16=task.bf16, params_dtype=kind, pipeline_dtype=kind, hidden_dropout=0.0, attention_dropout=0.0,
-        activation_func=functools.partial(F.gelu, approximate="tanh"), bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, batch_p2p_comm=False,
-        attention_softmax_in_fp32=True, deallocate_pipeline_outputs=True,
-    )  # fmt: skip
+        bf16=task.bf16,
+        params_dtype=kind,
+        pipeline_dtype=kind,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_func=functools.partial(F.gelu, approximate="tanh"),
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        batch_p2p_comm=False,
+        attention_softmax_in_fp32=True,
+        deallocate_pipeline_outputs=True,
+    )
     chunks: list[Any] = []
     for chunk in range(task.chunks):
         place: dict[str, Any] = {"vp_stage": chunk} if task.chunks > 1 else {"vp_stage": None}
         model = GPTModel(
-            config, get_gpt_layer_local_spec(), task.vocabulary, task.sequence,
+            config,
+            get_gpt_layer_local_spec(),
+            task.vocabulary,
+            task.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            share_embeddings_and_output_weights=True, **place,
-        )  # fmt: skip
+            share_embeddings_and_output_weights=True,
+            **place,
+        )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(model.to(kind))
@@ -110,16 +165,25 @@ def build(task: Task) -> tuple[list[Any], Any]:
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
     )
     chunks = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
     ]
     mcore_optimizer.Adam = functools.partial(torch.optim.AdamW, fused=True)
     optimizer = mcore_optimizer.get_megatron_optimizer(
         mcore_optimizer.OptimizerConfig(
-            optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
-            adam_eps=EPSILON, clip_grad=CLIP, bf16=task.bf16, params_dtype=kind, use_distributed_optimizer=True,
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_eps=EPSILON,
+            clip_grad=CLIP,
+            bf16=task.bf16,
+            params_dtype=kind,
+            use_distributed_optimizer=True,
         ),
         chunks,
-    )  # fmt: skip
+    )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
@@ -145,7 +209,9 @@ def main() -> None:
         loss = output.float().mean()
         return loss, {"loss": loss.detach().clone()}  # the schedule divides its own in place
 
-    def forward(_: Iterator[None], model: torch.nn.Module, *__: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(
+        _: Iterator[None], model: torch.nn.Module, *__: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens, targets = micro_batch(task)
         return model(tokens, positions, mask, labels=targets), loss_of
 
@@ -158,13 +224,21 @@ def main() -> None:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = schedule(
-            forward_step_func=forward, data_iterator=iterators, model=chunks if task.chunks > 1 else chunks[0],
-            num_microbatches=task.accumulation, seq_length=task.sequence, micro_batch_size=task.micro_batch,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=iterators,
+            model=chunks if task.chunks > 1 else chunks[0],
+            num_microbatches=task.accumulation,
+            seq_length=task.sequence,
+            micro_batch_size=task.micro_batch,
+        )
         began = time.perf_counter()
         updated, _, _ = optimizer.step()
         assert updated, "megatron-core skipped the step"
-        total = torch.tensor(sum(float(loss["loss"]) for loss in losses) / max(1, len(losses)) if losses else math.nan)
+        total = torch.tensor(
+            sum(float(loss["loss"]) for loss in losses) / max(1, len(losses))
+            if losses
+            else math.nan
+        )
         if task.pipeline > 1:
             dist.broadcast(total, last)
         return float(total), began

@@ -1,10 +1,12 @@
-"""A plain PyTorch training loop: the shortest GPT-2 that trains well, eager or under torch.compile, DDP on several
-processes.
+"""A plain PyTorch training loop: the shortest GPT-2 that trains well, eager or under torch.compile,
+DDP on several processes.
 
-fp32 weights under autocast, as small training loops do it; attention by scaled_dot_product_attention, AdamW fused over
-fp32 weights, gradients clipped. On several processes torch's DistributedDataParallel sums the gradients; every process
-then updates all weights (ZeRO-1 would divide that work).
+fp32 weights under autocast, as small training loops do it; attention by
+scaled_dot_product_attention, AdamW fused over fp32 weights, gradients clipped. On several processes
+torch's DistributedDataParallel sums the gradients; every process then updates all weights (ZeRO-1
+would divide that work).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +15,18 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import BETAS, CLIP, EPSILON, LEARNING_RATE, Task, decay_groups, micro_batch, read_task, run_steps, world
+from common import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    LEARNING_RATE,
+    Task,
+    decay_groups,
+    micro_batch,
+    read_task,
+    run_steps,
+    world,
+)
 from torch import Tensor, nn
 
 
@@ -25,12 +38,19 @@ class Layer(nn.Module):
         hidden = task.hidden
         self.heads = task.heads
         self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.query_key_value, self.attention_output = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp_input, self.mlp_output = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.query_key_value, self.attention_output = (
+            nn.Linear(hidden, 3 * hidden),
+            nn.Linear(hidden, hidden),
+        )
+        self.mlp_input, self.mlp_output = (
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
         projected = self.query_key_value(self.before_attention(x))
-        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, n, s, d]
+        # [3, b, n, s, d]
+        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
         x = x + self.attention_output(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp_output(F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh"))
@@ -63,7 +83,9 @@ def main() -> None:
     torch.manual_seed(1)
     with torch.device(task.device):
         model = GPT(task)
-    optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
+    )
     run: nn.Module = torch.compile(model) if task.compiled else model  # type: ignore[assignment]
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
@@ -86,7 +108,9 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return total.item(), began
 
-    run_steps(task, step, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    run_steps(
+        task, step, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     if size > 1:
         dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
 """Hugging Face's GPT-2 under DeepSpeed's ZeRO-1, as their documentation puts the two together.
 
-transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the function of "gelu_new", which
-is a chain of operators); torch's fused AdamW inside ZeRO-1, which adds gradients up in fp32, as all other sides do.
-With `defaults` the activation is "gelu_new" and gradients are added up in bf16. DeepSpeed's start-up compiles an
-extension that no process here uses, unless it is told that no extension fits this machine.
+transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the function
+of "gelu_new", which is a chain of operators); torch's fused AdamW inside ZeRO-1, which adds
+gradients up in fp32, as all other sides do. With `defaults` the activation is "gelu_new" and
+gradients are added up in bf16. DeepSpeed's start-up compiles an extension that no process here
+uses, unless it is told that no extension fits this machine.
 """
+
 from __future__ import annotations
 
 import collections
@@ -17,8 +19,10 @@ import warnings
 
 if json.loads(sys.argv[1])["device"] == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # DeepSpeed's import of it takes 4 s, and nothing here compiles
-os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")  # a lock left by another run hangs
+# DeepSpeed's import of it takes 4 s, and nothing here compiles
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# a lock left by another run hangs
+os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -60,17 +64,31 @@ def main() -> None:
     _, size = world()
     deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     for name, value in {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }.items():  # fmt: skip
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         os.environ.setdefault(name, value)
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=task.vocabulary, n_positions=task.sequence, n_embd=task.hidden, n_layer=task.layers,
-        n_head=task.heads, activation_function="gelu_new" if task.defaults else "gelu_pytorch_tanh",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=task.vocabulary,
+        n_positions=task.sequence,
+        n_embd=task.hidden,
+        n_layer=task.layers,
+        n_head=task.heads,
+        activation_function="gelu_new" if task.defaults else "gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(task, size))
 
     def step() -> tuple[float, float]:

@@ -1,7 +1,9 @@
-"""Data of one's own: the bytes of the file that --data-path names (default: of this one), for --vocab-size 256.
+"""Data of one's own: the bytes of the file that --data-path names (default: of this one), for
+--vocab-size 256.
 
 The last tenth is for validation.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +15,9 @@ from megatron.errors import DataError
 class Bytes:
     def __init__(self, text: np.ndarray, samples: int, seq_length: int) -> None:
         if len(text) <= seq_length:
-            raise DataError(f"{len(text)} bytes of text are too few for samples of {seq_length + 1}")
+            raise DataError(
+                f"{len(text)} bytes of text are too few for samples of {seq_length + 1}"
+            )
         self.text, self.samples, self.seq_length = text, samples, seq_length
 
     def __len__(self) -> int:

@@ -1,7 +1,10 @@
-"""A layer of one's own: attention and MLP side by side behind one norm, and queries and keys normalised.
+"""A layer of one's own: attention and MLP side by side behind one norm, and queries and keys
+normalised.
 
-Both as in ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). Cut over tensor-parallel ranks by the linear layers.
+Both as in ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). Cut over tensor-parallel ranks by
+the linear layers.
 """
+
 from __future__ import annotations
 
 import torch
@@ -21,28 +24,44 @@ class ParallelLayer(torch.nn.Module):
         h, d = model.hidden_size, model.kv_channels
         fill, output_fill = weight_fills(model)
         inner = model.num_attention_heads * d
-        self.context, self.index, self.dropout, self.head_dim = context, index, model.hidden_dropout, d
+        self.context, self.index, self.dropout, self.head_dim = (
+            context,
+            index,
+            model.hidden_dropout,
+            d,
+        )
         self.norm = Norm(context, f"{name}.norm", h, model.normalization, model.layernorm_epsilon)
         self.q, self.k, self.v = (
-            ColumnParallelLinear(context, f"{name}.{x}", (inner, h), fill, bias=False) for x in "qkv"
+            ColumnParallelLinear(context, f"{name}.{x}", (inner, h), fill, bias=False)
+            for x in "qkv"
         )
         self.q_norm, self.k_norm = (
             Norm(context, f"{name}.{x}_norm", d, "rmsnorm", model.layernorm_epsilon) for x in "qk"
         )
         self.rotary = context.rotary(d, model.rotary_base)
         self.attention = CoreAttention(context, model, index)
-        self.dense = RowParallelLinear(context, f"{name}.dense", (h, inner), output_fill, bias=False)
+        self.dense = RowParallelLinear(
+            context, f"{name}.dense", (h, inner), output_fill, bias=False
+        )
         self.mlp = MLP(context, f"{name}.mlp", model, fill, output_fill)
 
     def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
         normed = self.norm(x)  # [s(/tp), b, h]
-        q, k, v = (part(normed).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
-        angles = self.rotary.angles(q.shape[0], call.position_ids, q.device)  # q, k, v [s, b, heads/tp, d]
-        q, k = self.rotary.rotate(self.q_norm(q), angles), self.rotary.rotate(self.k_norm(k), angles)
+        q, k, v = (
+            part(normed).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v)
+        )
+        # q, k, v [s, b, heads/tp, d]
+        angles = self.rotary.angles(q.shape[0], call.position_ids, q.device)
+        q, k = (
+            self.rotary.rotate(self.q_norm(q), angles),
+            self.rotary.rotate(self.k_norm(k), angles),
+        )
         attended, _ = self.dense(self.attention(call, q, k, v).flatten(2))  # [s(/tp), b, h]
         out, bias = self.mlp(normed)
         seed, place = call.hidden_mask(x, self.index, Site.MLP_OUTPUT, self.context)
-        return bias_dropout_add(attended + out, bias, x, self.dropout, seed, self.context.fusions.bias_dropout, place)
+        return bias_dropout_add(
+            attended + out, bias, x, self.dropout, seed, self.context.fusions.bias_dropout, place
+        )
 
 
 PIECES = {"layer": ParallelLayer}

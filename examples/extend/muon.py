@@ -1,9 +1,12 @@
-"""An optimizer of one's own that needs whole matrices: Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for
-the matrices of layers, Lion for all else. --adam-beta1 is the momentum of Muon; Lion has both betas.
+"""An optimizer of one's own that needs whole matrices: Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon) for the matrices of layers, Lion for all else. --adam-beta1 is
+the momentum of Muon; Lion has both betas.
 
-Updates of Muon are scaled by 0.2 sqrt(max(rows, columns)) so that a learning rate of Adam fits (Liu et al., arXiv
-2502.16982, section 2.2). A fused matrix, such as that of queries, keys and values, is orthogonalised as one.
+Updates of Muon are scaled by 0.2 sqrt(max(rows, columns)) so that a learning rate of Adam fits (Liu
+et al., arXiv 2502.16982, section 2.2). A fused matrix, such as that of queries, keys and values, is
+orthogonalised as one.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +15,9 @@ import torch
 
 
 def orthogonalise(name: str, matrix: torch.Tensor) -> torch.Tensor:
-    """Return U V^T of U S V^T = matrix [rows, columns], about, by five steps of Newton and Schulz, scaled."""
+    """Return U V^T of U S V^T = matrix [rows, columns], about, by five steps of Newton and Schulz,
+    scaled.
+    """
     x = matrix.flatten(1) / (matrix.norm() + 1e-7)
     wide = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):

@@ -1,5 +1,6 @@
-"""An optimizer of one's own: Lion (Chen et al., arXiv 2302.06675, algorithm 2). --adam-beta1 and --adam-beta2 are its
-betas; learning rate and weight decay follow their schedules."""
+"""An optimizer of one's own: Lion (Chen et al., arXiv 2302.06675, algorithm 2). --adam-beta1 and
+--adam-beta2 are its betas; learning rate and weight decay follow their schedules."""
+
 from __future__ import annotations
 
 from typing import Any

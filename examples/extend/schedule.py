@@ -1,4 +1,7 @@
-"""A schedule of one's own: GPipe (Huang et al., arXiv 1811.06965), all forward passes, then all backward passes."""
+"""A schedule of one's own: GPipe (Huang et al., arXiv 1811.06965), all forward passes, then all
+backward passes.
+"""
+
 from __future__ import annotations
 
 from megatron.errors import ConfigError

@@ -1,18 +1,22 @@
-"""The small files of a checkpoint: their names, how they are written, and the manifest that covers them.
+"""The small files of a checkpoint: their names, how they are written, and the manifest that covers
+them.
 
-    {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the rest}
+    {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
+    rest}
 
-The manifest has size and digest of every file but the data files, and of itself. Shards in data files have their
-digests in the shard lists (shards.py), which the manifest covers in turn. So a flipped bit or a truncation anywhere in
-a checkpoint is found by the reader of the affected part, before it is used.
+The manifest has size and digest of every file but the data files, and of itself. Shards in data
+files have their digests in the shard lists (shards.py), which the manifest covers in turn. So a
+flipped bit or a truncation anywhere in a checkpoint is found by the reader of the affected part,
+before it is used.
 
-The generation gives the order in which the checkpoints of a folder were saved. Iterations do not when a run went back,
-and clocks may be wrong. Each save counts one up from the largest that is there; checkpoints without a generation are
-older than all others.
+The generation gives the order in which the checkpoints of a folder were saved. Iterations do not
+when a run went back, and clocks may be wrong. Each save counts one up from the largest that is
+there; checkpoints without a generation are older than all others.
 
-Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as fast as memory can be
-read. They detect accidents and are no signature.
+Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
+fast as memory can be read. They detect accidents and are no signature.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -37,12 +41,14 @@ Written = tuple[int, str]
 """Size in bytes and digest of a file that was written."""
 
 _OTHER = "load another checkpoint"
-_MANIFEST_LIMIT_BYTES, _FILE_LIMIT_BYTES = 64 << 20, 1 << 30  # of the manifest, and of a file that it lists
+# of the manifest, and of a file that it lists
+_MANIFEST_LIMIT_BYTES, _FILE_LIMIT_BYTES = 64 << 20, 1 << 30
 _LARGEST_GENERATION = 1 << 62  # the next save can still count up
 
 
 def digest(data: Any) -> str:
-    """Return 32 hex digits for bytes, or anything else with the buffer protocol (a memoryview, a numpy array).
+    """Return 32 hex digits for bytes, or anything else with the buffer protocol (a memoryview, a
+    numpy array).
 
     >>> digest(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -58,8 +64,8 @@ def file_digest(path: str | os.PathLike[str]) -> Written:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Return JSON text. Raises CheckpointError naming `what` for values that JSON cannot hold or that could not be
-    read back."""
+    """Return JSON text. Raises CheckpointError naming `what` for values that JSON cannot hold or
+    that could not be read back."""
     try:
         text = json.dumps(value, indent=1, sort_keys=True) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -93,38 +99,56 @@ class Manifest:
     generation: int = 0
 
     def read_bytes(self, name: str) -> bytes:
-        """Return the content of a file, checked against the manifest. Raises CheckpointError naming the file."""
+        """Return the content of a file, checked against the manifest. Raises CheckpointError naming
+        the file.
+        """
         if name not in self.files:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}")
         (size, expected), path = self.files[name], self.folder / name
         data = read_bytes(path, size, error=CheckpointError)
         if len(data) != size:
-            raise CheckpointError(f"{path} has {len(data)} bytes where {size} were written: {_OTHER}")
+            raise CheckpointError(
+                f"{path} has {len(data)} bytes where {size} were written: {_OTHER}"
+            )
         if digest(data) != expected:
-            raise CheckpointError(f"{path} is damaged: digest {digest(data)}, expected {expected}: {_OTHER}")
+            raise CheckpointError(
+                f"{path} is damaged: digest {digest(data)}, expected {expected}: {_OTHER}"
+            )
         return data
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file, checked against the manifest. Raises CheckpointError naming the file."""
-        found: dict[str, Any] = parse_json(self.read_bytes(name), self.folder / name, error=CheckpointError)
+        """Return the JSON object in a file, checked against the manifest. Raises CheckpointError
+        naming the file.
+        """
+        found: dict[str, Any] = parse_json(
+            self.read_bytes(name), self.folder / name, error=CheckpointError
+        )
         return found
 
 
 def write_manifest(
-    folder: Path, names: Iterable[str], known: Mapping[str, Written] | None = None, generation: int = 0
+    folder: Path,
+    names: Iterable[str],
+    known: Mapping[str, Written] | None = None,
+    generation: int = 0,
 ) -> Written:
-    """Write the manifest for the files `names` of a folder and return its size and digest. Raises OSError.
+    """Write the manifest for the files `names` of a folder and return its size and digest. Raises
+    OSError.
 
-    known   {name: (bytes, digest)} from write_text. These files are not read again, so that corruption on their way to
-            the disk is found when they are loaded
+    known   {name: (bytes, digest)} from write_text. These files are not read again, so that
+            corruption on their way to the disk is found when they are loaded
     """
     known = known or {}
     files = {name: known[name] if name in known else file_digest(folder / name) for name in names}
-    return write_text(folder / MANIFEST, _text({"format": FORMAT, "generation": generation, "files": files}))
+    return write_text(
+        folder / MANIFEST, _text({"format": FORMAT, "generation": generation, "files": files})
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError naming the file when it is missing or damaged."""
+    """Return the manifest of a checkpoint. Raises CheckpointError naming the file when it is
+    missing or damaged.
+    """
     path = folder / MANIFEST
     text = read_bytes(path, _MANIFEST_LIMIT_BYTES, error=CheckpointError)
     content = parse_json(text, path, error=CheckpointError)
@@ -133,10 +157,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its digest does not match its content: {_OTHER}")
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, this program reads {FORMAT}: use the version that wrote it"
+            f"{path} has format {content.get('format')!r}, this program reads {FORMAT}: use the "
+            "version that wrote it"
         )
     files, generation = content.get("files"), content.get("generation", 0)
-    if not isinstance(files, dict) or not all(map(_is_entry, files.items())) or not is_count(generation):
+    if (
+        not isinstance(files, dict)
+        or not all(map(_is_entry, files.items()))
+        or not is_count(generation)
+    ):
         raise CheckpointError(f"{path} does not list files with their sizes and digests: {_OTHER}")
     listed = {name: (size, value) for name, (size, value) in files.items()}
     return Manifest(folder, listed, min(generation, _LARGEST_GENERATION))
@@ -144,11 +173,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _is_entry(item: tuple[str, Any]) -> bool:
     name, entry = item
-    pair = isinstance(entry, list) and len(entry) == 2 and is_count(entry[0]) and isinstance(entry[1], str)
+    pair = (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and is_count(entry[0])
+        and isinstance(entry[1], str)
+    )
     return is_file_name(name) and pair and entry[0] <= _FILE_LIMIT_BYTES
 
 
 def _text(content: dict[str, Any]) -> str:
-    """Return the text of a manifest: `content` and the digest of its compact form. Every byte follows from it."""
+    """Return the text of a manifest: `content` and the digest of its compact form. Every byte
+    follows from it.
+    """
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps(content | {"digest": own}, indent=1, sort_keys=True) + "\n"

@@ -1,10 +1,12 @@
 """Which checkpoint to load: the newest good one, or the one that is asked for.
 
-A good checkpoint has its final name, a valid manifest, and every small file as the manifest has it. The bytes in data
-files are checked by the ranks that read them (load.py). The tracker file names the last checkpoint of the run, but it
-may be lost: the folders are enough, because a folder gets its name only when all of it is on disk. Times of files or
-saves are never used, as clocks may be wrong.
+A good checkpoint has its final name, a valid manifest, and every small file as the manifest has it.
+The bytes in data files are checked by the ranks that read them (load.py). The tracker file names
+the last checkpoint of the run, but it may be lost: the folders are enough, because a folder gets
+its name only when all of it is on disk. Times of files or saves are never used, as clocks may be
+wrong.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import BOXES, CONFIG, FORMAT, MANIFEST, STATE, Manifest, read_manifest
+from megatron.checkpoint.files import (
+    BOXES,
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    STATE,
+    Manifest,
+    read_manifest,
+)
 from megatron.checkpoint.folder import TRACKER, folder_name, new_tracker, tagged_name
 from megatron.config.settings import SECTIONS
 from megatron.errors import CheckpointError
@@ -57,7 +67,8 @@ class Found:
 class Checkpoint:
     """The small files of a checkpoint, checked.
 
-    state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration", "optimizer"
+    state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration",
+               "optimizer"
     config     the configuration, section by section
     """
 
@@ -73,19 +84,26 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if self.state.get("format") != FORMAT:
             raise CheckpointError(
-                f"{self.folder / STATE} has format {self.state.get('format')!r}, this program reads {FORMAT}: use "
+                f"{self.folder / STATE} has format {self.state.get('format')!r}, this program "
+                f"reads {FORMAT}: use "
                 f"the version that wrote it"
             )
         expected: dict[str, Callable[[Any], bool]] = {
-            "iteration": is_count, "optimizer": lambda value: isinstance(value, bool), "state": _is_dict,
+            "iteration": is_count,
+            "optimizer": lambda value: isinstance(value, bool),
+            "state": _is_dict,
             "engine": _is_dict,
-        }  # fmt: skip
+        }
         wrong = [name for name, is_kind in expected.items() if not is_kind(self.state.get(name))]
         if wrong:
-            raise CheckpointError(f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong type")
+            raise CheckpointError(
+                f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong type"
+            )
         wrong = [name for name in SECTIONS if not _is_dict(self.config.get(name, {}))]
         if wrong:
-            raise CheckpointError(f"{self.folder / CONFIG} is damaged: {', '.join(wrong)} hold no settings")
+            raise CheckpointError(
+                f"{self.folder / CONFIG} is damaged: {', '.join(wrong)} hold no settings"
+            )
 
 
 def _is_dict(value: Any) -> bool:
@@ -109,23 +127,34 @@ def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
     """Read the tracker file. Never raises: problems are part of the result."""
     path = Path(directory) / TRACKER
     try:
-        text = read_bytes(path, _TRACKER_LIMIT_BYTES, error=CheckpointError).decode(errors="replace").strip()
+        text = (
+            read_bytes(path, _TRACKER_LIMIT_BYTES, error=CheckpointError)
+            .decode(errors="replace")
+            .strip()
+        )
     except CheckpointError as error:
         missing = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
         return Tracker(path, None, None if missing else f"cannot be used ({error})")
     if re.fullmatch("[0-9]{1,18}", text):
         return Tracker(path, int(text))
-    return Tracker(path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty")
+    return Tracker(
+        path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty"
+    )
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the iteration in a folder's name; None where it is not the name of a finished checkpoint.
+    """Return the iteration in a folder's name; None where it is not the name of a finished
+    checkpoint.
 
     >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
     (100, None)
     """
     match = _NAME.fullmatch(folder.name)
-    return int(match[1]) if match and folder.name.removesuffix(".old") == folder_name(int(match[1])) else None
+    return (
+        int(match[1])
+        if match and folder.name.removesuffix(".old") == folder_name(int(match[1]))
+        else None
+    )
 
 
 def number_of(folder: Path) -> int:
@@ -136,18 +165,27 @@ def number_of(folder: Path) -> int:
 
 
 def folders(directory: str | os.PathLike[str]) -> list[Path]:
-    """List the folders with the name of a finished checkpoint, newest first. Raises CheckpointError.
+    """List the folders with the name of a finished checkpoint, newest first. Raises
+    CheckpointError.
 
-    A checkpoint that was about to be replaced when its run was killed may exist under the name ".old" alone
-    (folder.commit_folder). It counts.
+    A checkpoint that was about to be replaced when its run was killed may exist under the name
+    ".old" alone (folder.commit_folder). It counts.
     """
     names = set(_names(Path(directory)))
-    found = [Path(directory) / name for name in names if name.removesuffix(".old") not in names - {name}]
-    return sorted((f for f in found if iteration_of(f) is not None and f.is_dir()), key=number_of, reverse=True)
+    found = [
+        Path(directory) / name for name in names if name.removesuffix(".old") not in names - {name}
+    ]
+    return sorted(
+        (f for f in found if iteration_of(f) is not None and f.is_dir()),
+        key=number_of,
+        reverse=True,
+    )
 
 
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
-    """Return the generation of each checkpoint whose manifest is valid; opening the others reports the damage."""
+    """Return the generation of each checkpoint whose manifest is valid; opening the others reports
+    the damage.
+    """
     found = {}
     for folder in numbered:
         with contextlib.suppress(CheckpointError):
@@ -156,15 +194,19 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: str | os.PathLike[str]) -> int:
-    """Return the generation of a save that follows all those in some directories. Raises CheckpointError."""
+    """Return the generation of a save that follows all those in some directories. Raises
+    CheckpointError.
+    """
     there = [folder for directory in directories for folder in folders(directory)]
     return 1 + max(generations(there).values(), default=0)
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
-    """Return the checkpoints, of {folder: generation}, that are older saves than one of an earlier iteration.
+    """Return the checkpoints, of {folder: generation}, that are older saves than one of an earlier
+    iteration.
 
-    The run went back before them. They do not replace a broken checkpoint, as they have what the run went back for.
+    The run went back before them. They do not replace a broken checkpoint, as they have what the
+    run went back for.
     """
     found: list[Path] = []
     latest = 0
@@ -176,7 +218,9 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check the small files of a checkpoint. Raises CheckpointError naming the file that is damaged."""
+    """Read and check the small files of a checkpoint. Raises CheckpointError naming the file that
+    is damaged.
+    """
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder")
@@ -185,13 +229,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             missing = [str(folder / name) for name in _NEEDED if name not in names]
             raise CheckpointError(
                 f"{folder} is not a checkpoint of this program, or is incomplete: "
-                + (f"{', '.join(missing)} missing" if missing else "some of its files are not regular files")
+                + (
+                    f"{', '.join(missing)} missing"
+                    if missing
+                    else "some of its files are not regular files"
+                )
                 + (f". It looks foreign: {_CONVERT}" if any(map(_FOREIGN.fullmatch, names)) else "")
             )
         manifest = read_manifest(folder)
         lacking = {STATE, CONFIG, BOXES} - manifest.files.keys()
         if lacking:
-            raise CheckpointError(f"the manifest of {folder} does not list {', '.join(sorted(lacking))}")
+            raise CheckpointError(
+                f"the manifest of {folder} does not list {', '.join(sorted(lacking))}"
+            )
         for name in manifest.files:
             manifest.read_bytes(name)
         return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
@@ -199,13 +249,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def find(directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None) -> Found:
-    """Find the newest good checkpoint of a directory, or the one that `tag` (an iteration or a folder) names.
+def find(
+    directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None
+) -> Found:
+    """Find the newest good checkpoint of a directory, or the one that `tag` (an iteration or a
+    folder) names.
 
     before   only checkpoints of earlier iterations, without notes
 
-    Raises CheckpointError where the checkpoint of a `tag` does not exist or is broken, and where the directory holds
-    checkpoints of other programs only.
+    Raises CheckpointError where the checkpoint of a `tag` does not exist or is broken, and where
+    the directory holds checkpoints of other programs only.
     """
     root = Path(directory)
     if tag is not None:
@@ -214,10 +267,17 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
     missing = None if tracker.iteration is None else root / folder_name(tracker.iteration)
     if any(number_of(folder) == tracker.iteration for folder in there):
         missing = None
-    # A tracker that names a missing folder may be damaged, e.g. cut to fewer digits: then it tells nothing of others.
+    # A tracker that names a missing folder may be damaged, e.g. cut to fewer digits: then it tells
+    # nothing of others.
     known = generations(there)
-    skipped = [] if missing else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
-    skipped += [f for f in overtaken(known) if f not in skipped and number_of(f) != tracker.iteration]
+    skipped = (
+        []
+        if missing
+        else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
+    )
+    skipped += [
+        f for f in overtaken(known) if f not in skipped and number_of(f) != tracker.iteration
+    ]
     rejected: list[Rejected] = []
     good = None
     if missing and before is None:
@@ -242,20 +302,27 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
 
 
 def required(directory: str | os.PathLike[str], found: Found) -> Path:
-    """Return the folder that was found. Raises CheckpointError, naming what is broken, where there is none."""
+    """Return the folder that was found. Raises CheckpointError, naming what is broken, where there
+    is none.
+    """
     if found.folder is not None:
         return found.folder
     if found.rejected:
         listed = "; ".join(map(str, found.rejected))
         raise CheckpointError(
-            f"no good checkpoint in {directory}: {listed}. A run does not start from scratch beside broken "
+            f"no good checkpoint in {directory}: {listed}. A run does not start from scratch "
+            "beside broken "
             f"checkpoints: restore or remove them, or name another folder"
         )
-    raise CheckpointError(f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load")
+    raise CheckpointError(
+        f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load"
+    )
 
 
 def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
-    """Return the newest good checkpoint, or the one that `tag` names. Raises CheckpointError where there is none."""
+    """Return the newest good checkpoint, or the one that `tag` names. Raises CheckpointError where
+    there is none.
+    """
     return required(directory, find(directory, tag))
 
 
@@ -265,14 +332,17 @@ def _names(root: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"cannot list {root}: {error.strerror or error}. Check --load") from error
+        raise CheckpointError(
+            f"cannot list {root}: {error.strerror or error}. Check --load"
+        ) from error
 
 
 def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bool:
     """Return whether a checkpoint is later than the tracker's iteration and not to be loaded.
 
-    It is of another run, or from before a user went back by writing the tracker. If its save was killed just before the
-    tracker was renamed, the temporary tracker file is still there and the checkpoint counts.
+    It is of another run, or from before a user went back by writing the tracker. If its save was
+    killed just before the tracker was renamed, the temporary tracker file is still there and the
+    checkpoint counts.
     """
     if tracker.iteration is None or number_of(folder) <= tracker.iteration:
         return False
@@ -287,34 +357,47 @@ def _tagged(root: Path, tag: str) -> Path:
     try:
         open_checkpoint(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {folder}, which --load-tag names, is broken: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {folder}, which --load-tag names, is broken: {error}"
+        ) from error
     return folder
 
 
 def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator[str]:
     if skipped:
         yield (
-            f"{', '.join(folder.name for folder in skipped)} not considered: the run went back before them, or "
+            f"{', '.join(folder.name for folder in skipped)} not considered: the run went back "
+            "before them, or "
             f"{tracker.path} names iteration {tracker.iteration}; load one with --load-tag"
         )
     if good is None:
         return
     if tracker.iteration is None:
-        yield f"{tracker.path} {tracker.problem or 'is missing'}: the newest good checkpoint was found without it"
+        yield (
+            f"{tracker.path} {tracker.problem or 'is missing'}: the newest good checkpoint was "
+            "found without it"
+        )
     elif number_of(good) > tracker.iteration:
-        yield f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was saved after it"
+        yield (
+            f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was "
+            "saved after it"
+        )
 
 
 def _check_foreign(root: Path) -> None:
-    """Raise CheckpointError where a directory without checkpoints of ours is one itself, or holds foreign ones."""
+    """Raise CheckpointError where a directory without checkpoints of ours is one itself, or holds
+    foreign ones.
+    """
     names = _names(root)
     if MANIFEST in names:
         raise CheckpointError(
-            f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} --load-tag {root.name}"
+            f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} "
+            f"--load-tag {root.name}"
         )
     foreign = [name for name in sorted(names) if _FOREIGN.fullmatch(name)]
     if foreign:
         raise CheckpointError(
-            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look foreign: {_CONVERT}; "
+            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look "
+            f"foreign: {_CONVERT}; "
             f"name an empty folder to start from scratch"
         )

@@ -1,8 +1,9 @@
 """A directory of checkpoints: names, the commit of a new one, and the removal of old ones.
 
-A folder has a temporary name until all of it is on disk, and loses its final name before anything in it is deleted. So
-under a checkpoint's name there is always a complete one.
+A folder has a temporary name until all of it is on disk, and loses its final name before anything
+in it is deleted. So under a checkpoint's name there is always a complete one.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -41,8 +42,8 @@ def tagged_name(tag: str) -> str:
 def start_folder(folder: Path) -> Path:
     """Create an empty folder beside `folder`, under a temporary name, to write to.
 
-    The name is unique to the save: two runs that save to one directory, such as a requeued job beside one that has not
-    ended, cannot write to each other's folders.
+    The name is unique to the save: two runs that save to one directory, such as a requeued job
+    beside one that has not ended, cannot write to each other's folders.
     """
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
@@ -50,15 +51,19 @@ def start_folder(folder: Path) -> Path:
 
 
 def new_tracker(folder: Path, generation: int) -> Path:
-    """Return the temporary name of a save's tracker file, which is written before the checkpoint gets its name."""
+    """Return the temporary name of a save's tracker file, which is written before the checkpoint
+    gets its name.
+    """
     return folder.with_name(f"{TRACKER}.{generation}.tmp")
 
 
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
-    """Give a complete folder its final name and write the tracker file. Raises OSError, with both as before.
+    """Give a complete folder its final name and write the tracker file. Raises OSError, with both
+    as before.
 
-    The only exception is a failure of the very last sync: then a power cut could still undo the commit. An older
-    checkpoint of the same name is replaced. At no moment does the tracker name a checkpoint that does not exist.
+    The only exception is a failure of the very last sync: then a power cut could still undo the
+    commit. An older checkpoint of the same name is replaced. At no moment does the tracker name a
+    checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
     renewed, old = new_tracker(folder, generation), folder.with_name(folder.name + ".old")
@@ -109,11 +114,13 @@ def to_remove(
     """Return the iterations whose checkpoints are to be removed, oldest first.
 
     iterations    good checkpoints. Damaged ones neither count as kept nor are removed
-    newest_good   newest checkpoint of this run. It is kept, and so are newer ones, which this run did not write
+    newest_good   newest checkpoint of this run. It is kept, and so are newer ones, which this run
+                  did not write
     keep_last     number of checkpoints to keep, `newest_good` included; None keeps all
     keep_every    multiples of it are kept in addition
     keep          kept in any case
-    left_behind   do not count towards `keep_last`: the run went back before them and has saved others since
+    left_behind   do not count towards `keep_last`: the run went back before them and has saved
+                  others since
 
     >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)
     [100, 150]
@@ -127,7 +134,9 @@ def to_remove(
 
 
 def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
-    """Rename checkpoints, oldest first, so that they no longer count; return the folders to delete."""
+    """Rename checkpoints, oldest first, so that they no longer count; return the folders to
+    delete.
+    """
     renamed = []
     for iteration in iterations:
         folder = directory / folder_name(iteration)
@@ -139,11 +148,12 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 
 
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
-    """Return the folders that killed saves and removals left; `current` is being written and is none of them.
+    """Return the folders that killed saves and removals left; `current` is being written and is
+    none of them.
 
-    A checkpoint that was to be replaced by one of the same iteration, which never came, gets its name back. A folder
-    that another run may still be writing is renamed before anything in it is deleted: that run's save fails, and no
-    partial checkpoint comes of it.
+    A checkpoint that was to be replaced by one of the same iteration, which never came, gets its
+    name back. A folder that another run may still be writing is renamed before anything in it is
+    deleted: that run's save fails, and no partial checkpoint comes of it.
     """
     found = []
     for path in sorted(directory.iterdir()):
@@ -153,7 +163,8 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
         elif path.suffix == ".tmp":
-            with contextlib.suppress(OSError):  # it just got its final name, or is removed next time
+            # it just got its final name, or is removed next time
+            with contextlib.suppress(OSError):
                 found.append(path.rename(path.with_suffix(".removed")))
         else:
             found.append(path)

@@ -1,7 +1,9 @@
 """The contents of a checkpoint, whether every byte of it is correct, and how two differ.
 
-One process without a group or GPU does this; it holds at most two whole tensors in memory, and often one shard.
+One process without a group or GPU does this; it holds at most two whole tensors in memory, and
+often one shard.
 """
+
 from __future__ import annotations
 
 import fnmatch
@@ -13,8 +15,24 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.files import BOXES, CONFIG, MANIFEST, PASSPORT, STATE, Manifest, read_manifest
-from megatron.checkpoint.find import Checkpoint, find, folders, iteration_of, open_checkpoint, read_tracker, required
+from megatron.checkpoint.files import (
+    BOXES,
+    CONFIG,
+    MANIFEST,
+    PASSPORT,
+    STATE,
+    Manifest,
+    read_manifest,
+)
+from megatron.checkpoint.find import (
+    Checkpoint,
+    find,
+    folders,
+    iteration_of,
+    open_checkpoint,
+    read_tracker,
+    required,
+)
 from megatron.checkpoint.folder import folder_name
 from megatron.checkpoint.load import read_shards, read_whole
 from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
@@ -56,31 +74,47 @@ class Contents:
         for name in self.stored:
             kind, _, parameter = name.partition(".")
             found[parameter] = (*found.get(parameter, ()), kind)
-        return {name: tuple(sorted(kinds, key=lambda kind: (kind != MASTER, kind))) for name, kinds in found.items()}
+        return {
+            name: tuple(sorted(kinds, key=lambda kind: (kind != MASTER, kind)))
+            for name, kinds in found.items()
+        }
 
     @property
     def weights(self) -> int:
         """Number of elements of all parameters."""
-        return sum(math.prod(s["shape"]) for name, s in self.stored.items() if name.startswith(f"{MASTER}."))
+        return sum(
+            math.prod(s["shape"])
+            for name, s in self.stored.items()
+            if name.startswith(f"{MASTER}.")
+        )
 
     @property
     def layout(self) -> dict[str, Any]:
         """Layout of the job that wrote it, from the provenance or else the configuration."""
         parallel = self.checkpoint.config.get("parallel", {})
-        fields = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
-                  "data": "data_parallel_size", "sequence_parallel": "sequence_parallel"}  # fmt: skip
+        fields = {
+            "tensor": "tensor_model_parallel_size",
+            "pipeline": "pipeline_model_parallel_size",
+            "data": "data_parallel_size",
+            "sequence_parallel": "sequence_parallel",
+        }
         configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
         layout: dict[str, Any] = self.passport.get("layout") or configured
         return layout
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of checkpoints."""
-    return iteration_of(path) is not None or any((path / name).is_file() for name in (STATE, CONFIG, MANIFEST, BOXES))
+    """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of
+    checkpoints.
+    """
+    return iteration_of(path) is not None or any(
+        (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, BOXES)
+    )
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at a path: itself, or the newest good one in it, or the one that `tag` names there.
+    """Return the checkpoint at a path: itself, or the newest good one in it, or the one that `tag`
+    names there.
 
     Raises CheckpointError.
     """
@@ -100,11 +134,15 @@ def contents(folder: Path) -> Contents:
 
 
 def matching(found: Contents, pattern: str | None) -> list[str]:
-    """Return the names of tensors that a shell pattern matches, or whose parameters it matches; None matches all."""
+    """Return the names of tensors that a shell pattern matches, or whose parameters it matches;
+    None matches all.
+    """
     return [
-        name for name in found.stored
-        if pattern is None or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
-    ]  # fmt: skip
+        name
+        for name in found.stored
+        if pattern is None
+        or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
+    ]
 
 
 # --- norms
@@ -112,7 +150,9 @@ def matching(found: Contents, pattern: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Norm:
-    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64; the number of the others."""
+    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64; the
+    number of the others.
+    """
 
     norm: float
     largest: float
@@ -142,8 +182,9 @@ def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tu
 def verify(folder: Path, count: Count = bool) -> list[str]:
     """List what is wrong with a checkpoint, each problem with the file or tensor it is in.
 
-    Everything is checked, also after a problem was found: the manifest, the small files, every shard of the data files,
-    bytes and files that belong to nothing, and that the shards make up each tensor exactly once.
+    Everything is checked, also after a problem was found: the manifest, the small files, every
+    shard of the data files, bytes and files that belong to nothing, and that the shards make up
+    each tensor exactly once.
     """
     problems: list[str] = []
     try:
@@ -162,8 +203,12 @@ def verify(folder: Path, count: Count = bool) -> list[str]:
     return problems + incomplete(stored)
 
 
-def _data_files(folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count) -> Iterator[str]:
-    """Yield damaged shards, bytes of the data files that no shard accounts for, and files that belong to nothing."""
+def _data_files(
+    folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count
+) -> Iterator[str]:
+    """Yield damaged shards, bytes of the data files that no shard accounts for, and files that
+    belong to nothing.
+    """
     files: dict[str, list[tuple[int, str, Shard]]] = {}
     for name, entry in stored.items():
         for shard in entry["boxes"]:
@@ -219,7 +264,8 @@ class TensorDifference:
     elements     number of elements whose bits differ
     of           elements of the tensor
     largest      largest absolute difference; inf where one of them is not finite
-    relative     Euclidean norm of the difference over that of the first; inf where that is 0 or not finite
+    relative     Euclidean norm of the difference over that of the first; inf where that is 0 or not
+                 finite
     """
 
     elements: int
@@ -253,8 +299,11 @@ class Difference:
         return not (self.only_first or self.only_second or self.kinds or self.tensors or self.state)
 
 
-def compare(first: Contents, second: Contents, pattern: str | None = None, count: Count = bool) -> Difference:
-    """Compare two checkpoints, whatever layouts wrote them; of tensors, only those that `pattern` matches.
+def compare(
+    first: Contents, second: Contents, pattern: str | None = None, count: Count = bool
+) -> Difference:
+    """Compare two checkpoints, whatever layouts wrote them; of tensors, only those that `pattern`
+    matches.
 
     Raises CheckpointError naming the file that is damaged.
     """
@@ -267,9 +316,14 @@ def compare(first: Contents, second: Contents, pattern: str | None = None, count
             continue
         ours, theirs = first.stored[name], second.stored[name]
         if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
-            kinds.append((name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}"))
+            kinds.append(
+                (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
+            )
             continue
-        a, b = read_whole(first.folder, name, first.stored), read_whole(second.folder, name, second.stored)
+        a, b = (
+            read_whole(first.folder, name, first.stored),
+            read_whole(second.folder, name, second.stored),
+        )
         count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
         difference = tensor_difference(a, b)
         if difference is None:
@@ -277,11 +331,15 @@ def compare(first: Contents, second: Contents, pattern: str | None = None, count
         else:
             tensors[name] = difference
     return Difference(
-        [name for name in names if name not in others], sorted(others - set(names)), kinds, tensors, equal,
+        [name for name in names if name not in others],
+        sorted(others - set(names)),
+        kinds,
+        tensors,
+        equal,
         _changes(first.checkpoint.config, second.checkpoint.config),
         # Older versions kept the time of the save in the state.
         _changes(*({**c.checkpoint.state, "saved_at_s": None} for c in (first, second))),
-    )  # fmt: skip
+    )
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
@@ -289,7 +347,9 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | No
     elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
     for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
         bytes_of = (x.numel(), x.element_size())
-        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(dim=1)
+        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(
+            dim=1
+        )
         elements += int(different.sum())
         exact, other = x.double(), y.double()
         norm += float(torch.dot(exact, exact))

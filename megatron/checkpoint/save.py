@@ -1,4 +1,7 @@
-"""Saving a checkpoint: of a run, while training waits or continues, and of whole tensors in one process."""
+"""Saving a checkpoint: of a run, while training waits or continues, and of whole tensors in one
+process.
+"""
+
 from __future__ import annotations
 
 import atexit
@@ -28,7 +31,14 @@ from megatron.checkpoint.files import (
     write_manifest,
     write_text,
 )
-from megatron.checkpoint.find import folders, generations, iteration_of, next_generation, number_of, overtaken
+from megatron.checkpoint.find import (
+    folders,
+    generations,
+    iteration_of,
+    next_generation,
+    number_of,
+    overtaken,
+)
 from megatron.checkpoint.folder import (
     clear,
     commit_folder,
@@ -61,9 +71,13 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
 WHOLE_UP_TO = 4096
-"""Ranks of the largest job that writes .metadata: about 10 shards per rank, 5 MB and a second of rank 0's time."""
+"""Ranks of the largest job that writes .metadata: about 10 shards per rank, 5 MB and a second of
+rank 0's time.
+"""
 SHARD_BYTES = 64 << 20
-"""Largest shard of `write_offline`: a loading rank reads whole shards, and may need little of a tensor."""
+"""Largest shard of `write_offline`: a loading rank reads whole shards, and may need little of a
+tensor.
+"""
 FILE_BYTES = 16 << 30
 """Size after which `write_offline` begins another data file."""
 _POLL_S = 0.1  # how often a rank that waits for its thread looks for progress
@@ -86,19 +100,26 @@ class Saved:
 
 
 class Saver:
-    """Writes checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in the same order.
+    """Writes checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in the
+    same order.
 
-    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every select the older
-             checkpoints to keep; the one that .load_tag names in the same directory is never removed
+    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every
+             select the older checkpoints to keep; the one that .load_tag names in the same
+             directory is never removed
     alive    called on the calling thread whenever more has been written
 
-    A checkpoint gets its name only when all ranks have written and synced their files and together they hold every
-    element once; the tracker file follows. When any rank fails, a CheckpointError is raised on all: no checkpoint has
-    appeared, temporary files are gone, older checkpoints and the tracker are as before, and the next save may start.
+    A checkpoint gets its name only when all ranks have written and synced their files and together
+    they hold every element once; the tracker file follows. When any rank fails, a CheckpointError
+    is raised on all: no checkpoint has appeared, temporary files are gone, older checkpoints and
+    the tracker are as before, and the next save may start.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], topology: Topology, config: Any, alive: Alive = nothing
+        self,
+        directory: str | os.PathLike[str],
+        topology: Topology,
+        config: Any,
+        alive: Alive = nothing,
     ) -> None:
         self._directory = Path(directory).absolute()
         self._topology = topology
@@ -117,7 +138,9 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's thread has finished its part of the pending save or failed. Nothing is communicated."""
+        """Whether this rank's thread has finished its part of the pending save or failed. Nothing
+        is communicated.
+        """
         return self._pending is not None and self._pending.done
 
     @property
@@ -126,25 +149,32 @@ class Saver:
         return self._snapshot.bytes
 
     def prepare(self, engine: Engine) -> str:
-        """Get the host memory for saves in the background and pin it, which takes seconds; return a note where it could
-        not be pinned on this rank. Raises CheckpointError on every rank where one has no memory."""
+        """Get the host memory for saves in the background and pin it, which takes seconds; return a
+        note where it could not be pinned on this rank. Raises CheckpointError on every rank where
+        one has no memory."""
         with together(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
         return self._snapshot.note
 
     def start(
-        self, iteration: int, engine: Engine, state: dict[str, Any], passport: Any = None, background: bool = False
+        self,
+        iteration: int,
+        engine: Engine,
+        state: dict[str, Any],
+        passport: Any = None,
+        background: bool = False,
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
-        state       the caller's own counters, JSON-ready and the same on every rank; `load` returns them
+        state       the caller's own counters, JSON-ready and the same on every rank; `load` returns
+                    them
         passport    provenance of the run, JSON-ready; that of rank 0 is written
-        background  copy the state to host memory, which takes as much as a rank's part of it, and let a thread write
-                    the copy. Returns None as soon as the copy is made: from then on the engine may change. `commit`
-                    completes the checkpoint.
+        background  copy the state to host memory, which takes as much as a rank's part of it, and
+                    let a thread write the copy. Returns None as soon as the copy is made: from then
+                    on the engine may change. `commit` completes the checkpoint.
 
-        An earlier save that is still pending is committed first; if that fails, its error is raised and no new save is
-        started.
+        An earlier save that is still pending is committed first; if that fails, its error is raised
+        and no new save is started.
         """
         if self._pending is not None:
             self.commit()
@@ -152,7 +182,9 @@ class Saver:
         pending = _Pending(folder, iteration, self._topology.rank)
         try:
             with together(self._topology, pending.what):
-                texts = _texts(iteration, self._config, state, engine.scalars(), self._optimizer, passport)
+                texts = _texts(
+                    iteration, self._config, state, engine.scalars(), self._optimizer, passport
+                )
                 tensors = tensors_to_save(engine, self._topology, self._optimizer)
                 pending.tensors = self._snapshot.take(tensors) if background else tensors
                 if self._topology.world.is_first:
@@ -207,7 +239,9 @@ class Saver:
         self._remove(pending)
 
     def _complete(self, pending: _Pending, mine: dict[str, Stored]) -> int:
-        """Collect the shards of all ranks, write the lists and commit the folder; return its bytes."""
+        """Collect the shards of all ranks, write the lists and commit the folder; return its
+        bytes.
+        """
         topology = self._topology
         whole = topology.world.size <= WHOLE_UP_TO
         stored = merged(gather_objects(mine, topology.data, everywhere=False))
@@ -234,7 +268,9 @@ class Saver:
         return decided_by_first(topology, complete)
 
     def _next_generation(self) -> int:
-        """Count up from the last save; the first one from all in the directory and in that of --load."""
+        """Count up from the last save; the first one from all in the directory and in that of
+        --load.
+        """
         if self._generation is not None:
             return self._generation + 1
         load = self._config.checkpoint.load
@@ -244,22 +280,33 @@ class Saver:
         """On rank 0, after the commit of `iteration`: remove older checkpoints."""
         settings = self._config.checkpoint
         keep = set()
-        if settings.load and settings.load_tag and Path(settings.load).resolve() == self._directory.resolve():
+        if (
+            settings.load
+            and settings.load_tag
+            and Path(settings.load).resolve() == self._directory.resolve()
+        ):
             keep = {iteration_of(Path(tagged_name(str(settings.load_tag))))}
         # The checkpoint is complete: what could not be removed is removed after the next one.
         with contextlib.suppress(OSError, CheckpointError):
             good = generations(folders(self._directory))
             left_behind = set(map(number_of, overtaken(good)))
             old = to_remove(
-                map(number_of, good), iteration, settings.keep_last, settings.keep_every, keep, left_behind
-            )  # fmt: skip
+                map(number_of, good),
+                iteration,
+                settings.keep_last,
+                settings.keep_every,
+                keep,
+                left_behind,
+            )
             self._clean(retire(self._directory, old))
 
     def _clean(self, folders: list[Path]) -> None:
         """Delete folders in a thread, which the process waits for at its end."""
         self._cleaners = [cleaner for cleaner in self._cleaners if cleaner.is_alive()]
         if folders:
-            self._cleaners.append(threading.Thread(target=clear, args=(folders,), name="remove-checkpoints"))
+            self._cleaners.append(
+                threading.Thread(target=clear, args=(folders,), name="remove-checkpoints")
+            )
             self._cleaners[-1].start()
 
     def _remove(self, pending: _Pending) -> None:
@@ -277,7 +324,8 @@ def save(
     state: dict[str, Any],
     passport: Any = None,
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks call it.
+    """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks
+    call it.
 
     Arguments and errors are those of `Saver`.
     """
@@ -289,16 +337,27 @@ def save(
 
 
 _Part = tuple[tuple[str, Written], Totals, int, Mapping[str, Stored]]
-"""What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of data, shards."""
+"""What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of
+data, shards.
+"""
 
 
 def _texts(
-    iteration: int, config: Any, state: Mapping[str, Any], scalars: Mapping[str, Any], optimizer: bool, passport: Any
+    iteration: int,
+    config: Any,
+    state: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    optimizer: bool,
+    passport: Any,
 ) -> dict[str, str]:
     """Return the small files that are known when a save starts, by name."""
     contents = {
-        "format": FORMAT, "iteration": iteration, "state": state, "engine": scalars, "optimizer": optimizer,
-    }  # fmt: skip
+        "format": FORMAT,
+        "iteration": iteration,
+        "state": state,
+        "engine": scalars,
+        "optimizer": optimizer,
+    }
     return {
         STATE: to_json(contents, "the state of the training loop"),
         CONFIG: to_json(plain(config), "the configuration"),
@@ -306,8 +365,11 @@ def _texts(
     }
 
 
-def _write_lists(folder: Path, parts: list[_Part], small: Mapping[str, Written], whole: bool, generation: int) -> int:
-    """Check that all elements are there and write the shard lists and the manifest; return the checkpoint's bytes.
+def _write_lists(
+    folder: Path, parts: list[_Part], small: Mapping[str, Written], whole: bool, generation: int
+) -> int:
+    """Check that all elements are there and write the shard lists and the manifest; return the
+    checkpoint's bytes.
 
     small   the small files that were written before
     whole   whether to write .metadata
@@ -332,7 +394,8 @@ def _own_folder(pending: _Pending) -> Iterator[None]:
         if pending.temporary.exists():
             raise
         raise CheckpointError(
-            f"{pending.temporary} was removed while it was written ({error}): is another run saving to the same folder?"
+            f"{pending.temporary} was removed while it was written ({error}): is another run "
+            "saving to the same folder?"
         ) from error
 
 
@@ -378,8 +441,12 @@ class _Pending:
         self.tensors = {}
 
     def start(self) -> None:
-        """Write in a thread, which communicates with no rank and does not keep the process from ending."""
-        self._thread = threading.Thread(target=self.write, args=(self._count,), name="write-checkpoint", daemon=True)
+        """Write in a thread, which communicates with no rank and does not keep the process from
+        ending.
+        """
+        self._thread = threading.Thread(
+            target=self.write, args=(self._count,), name="write-checkpoint", daemon=True
+        )
         self._thread.start()
         atexit.register(self.stop)  # a thread that outlives the interpreter may crash the process
 
@@ -421,18 +488,20 @@ def write_offline(
     optimizer: bool,
     passport: Mapping[str, Any],
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN from whole tensors, make it the last checkpoint, and return its path.
+    """Write DIRECTORY/iter_NNNNNNN from whole tensors, make it the last checkpoint, and return its
+    path.
 
     One process without a model writes it, tensor by tensor, in bounded memory.
 
-    tensors    (name, whole tensor in host memory), with names as in tensors.py. They are taken one at a time
+    tensors    (name, whole tensor in host memory), with names as in tensors.py. They are taken one
+               at a time
     state      counters of the training loop
     scalars    those of the engine: optimizer_step, skipped_steps, loss_scale
     optimizer  whether its state is among the tensors
     passport   provenance of the checkpoint, JSON-ready
 
-    Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no checkpoint has
-    appeared.
+    Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no
+    checkpoint has appeared.
     """
     folder = Path(directory).absolute() / folder_name(iteration)
     texts = _texts(iteration, config, dict(state), dict(scalars), optimizer, dict(passport))
@@ -454,7 +523,9 @@ def write_offline(
     return folder
 
 
-def _write_whole_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Stored]:
+def _write_whole_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, Stored]:
     """Write tensors one after another, into as many files as needed; return their shards."""
     found: dict[str, Stored] = {}
     iterator, number, more = iter(tensors), 0, True

@@ -1,4 +1,7 @@
-"""The configuration inside a checkpoint, whether another one can hold its weights, and its size. Needs no torch."""
+"""The configuration inside a checkpoint, whether another one can hold its weights, and its size.
+Needs no torch.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,11 +18,26 @@ if TYPE_CHECKING:
     from megatron.config import Config
 
 ARCHITECTURE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_key_value_heads",
-    "vocab_size", "normalization", "apply_layernorm_1p", "layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu",
-    "add_bias_linear", "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
-    "rotary_base", "apply_residual_connection_post_layernorm",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "num_key_value_heads",
+    "vocab_size",
+    "normalization",
+    "apply_layernorm_1p",
+    "layernorm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "openai_gelu",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "apply_residual_connection_post_layernorm",
+)
 """Fields of config.model that determine which weights there are, or what they mean."""
 
 
@@ -28,7 +46,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Pieces):
         return value.describe()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
+        return {
+            f.name: plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if not f.name.startswith("_")
+        }
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -53,12 +75,15 @@ def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
     ]
     if different:
         raise CheckpointError(
-            f"{where} has another architecture: {'; '.join(different)}. Use the checkpoint's settings "
+            f"{where} has another architecture: {'; '.join(different)}. Use the checkpoint's "
+            "settings "
             f"(--use-checkpoint-args) or another checkpoint"
         )
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: 4 for each weight and, with the optimizer, those of its state."""
+    """Return the bytes of a checkpoint: 4 for each weight and, with the optimizer, those of its
+    state.
+    """
     state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
     return (4 + state) * parameters_of(config)

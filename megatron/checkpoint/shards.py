@@ -1,15 +1,20 @@
-"""Which file of a checkpoint holds which shard of which tensor: collected from the ranks, written, and read back.
+"""Which file of a checkpoint holds which shard of which tensor: collected from the ranks, written,
+and read back.
 
-A shard is a box of a tensor's index space. A large job has hundreds of thousands of them. In one list they would cost
-the rank that writes it, and each rank that reads it, minutes and gigabytes. So they are collected in two steps, from
-the ranks of a data-parallel group to its first, and from those to rank 0:
+A shard is a box of a tensor's index space. A large job has hundreds of thousands of them. In one
+list they would cost the rank that writes it, and each rank that reads it, minutes and gigabytes. So
+they are collected in two steps, from the ranks of a data-parallel group to its first, and from
+those to rank 0:
 
     boxes.json           the pieces in which each tensor's shards are listed
-    boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel rank 17
+    boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
+                         rank 17
     .metadata            up to save.WHOLE_UP_TO ranks: all shards in torch's own form, for its tools
 
-A rank that loads reads the pieces of the tensors that it holds, and no others. .metadata, a pickle, is never read.
+A rank that loads reads the pieces of the tensors that it holds, and no others. .metadata, a pickle,
+is never read.
 """
+
 from __future__ import annotations
 
 import json
@@ -34,23 +39,38 @@ from megatron.checkpoint.files import BOXES, Manifest, Written, write_text
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)}  # fmt: skip
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
 
 _OVERHEAD_BYTES = 1 << 16  # upper bound of what torch.save adds to a tensor's numbers
 _NAMED = 8
 
 Index = tuple[int, ...]
 Stored = dict[str, Any]
-"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values, ready for JSON."""
+"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values,
+ready for JSON.
+"""
 Totals = dict[str, tuple[Index, int]]
 """Shape and number of stored elements of each tensor, by name."""
 
 
 class Shard(NamedTuple):
-    """A box of a tensor: global offset and sizes; its bytes, from `start` of `file`, and their digest."""
+    """A box of a tensor: global offset and sizes; its bytes, from `start` of `file`, and their
+    digest.
+    """
 
     offset: Index
     sizes: Index
@@ -87,7 +107,9 @@ def stored_bytes(stored: Mapping[str, Stored]) -> int:
 
 
 def check_complete(parts: Iterable[Totals]) -> None:
-    """Raise CheckpointError unless the parts together have as many elements of every tensor as it has."""
+    """Raise CheckpointError unless the parts together have as many elements of every tensor as it
+    has.
+    """
     held: dict[str, int] = {}
     shapes: dict[str, Index] = {}
     for part in parts:
@@ -105,7 +127,11 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
     for name, entry in stored.items():
         shape, boxes = tuple(entry["shape"]), entry["boxes"]
         held = _elements(entry)
-        if any(o + n > d for shard in boxes for o, n, d in zip(shard.offset, shard.sizes, shape, strict=True)):
+        if any(
+            o + n > d
+            for shard in boxes
+            for o, n, d in zip(shard.offset, shard.sizes, shape, strict=True)
+        ):
             problems.append(f"{name} has shards outside of its shape {shape}")
         elif held != math.prod(shape):
             problems.append(f"{name} has {held} of its {math.prod(shape)} elements")
@@ -115,7 +141,9 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
 
 
 def _intersect(boxes: list[Shard]) -> bool:
-    """Return whether two of sorted shards have elements in common: a sweep along the first dimension."""
+    """Return whether two of sorted shards have elements in common: a sweep along the first
+    dimension.
+    """
     running: list[Shard] = []
     for shard in boxes:
         running = [other for other in running if other.offset[0] + other.sizes[0] > shard.offset[0]]
@@ -128,7 +156,8 @@ def _intersect(boxes: list[Shard]) -> bool:
 def overlap(
     offset: Index, sizes: Index, other: Index, other_sizes: Index
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of two boxes, in coordinates of the one and of the other; None where it is empty.
+    """Return the intersection of two boxes, in coordinates of the one and of the other; None where
+    it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))
@@ -158,14 +187,17 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
     for number, part in enumerate(parts):
         for name in part:
             pieces.setdefault(name, []).append(number)
-    return BOXES, write_text(folder / BOXES, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n")
+    return BOXES, write_text(
+        folder / BOXES, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n"
+    )
 
 
 def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
     """Write all shards in torch's form, with torch's own writer."""
     tensors: dict[str, Any] = {}
     files: list[WriteResult] = []
-    # Shards of the same place and size share an object: half of the memory, and of the pickle's bytes.
+    # Shards of the same place and size share an object: half of the memory, and of the pickle's
+    # bytes.
     chunks: dict[tuple[Index, Index], ChunkStorageMetadata] = {}
     for name, s in stored.items():
         properties = TensorProperties(getattr(torch, s["dtype"]))
@@ -183,13 +215,17 @@ def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
 def read_index(manifest: Manifest) -> dict[str, list[int]]:
     """Return the pieces that list each tensor of a checkpoint, by name. Raises CheckpointError."""
     listed = manifest.read_json(BOXES).get("pieces")
-    if not isinstance(listed, dict) or not all(isinstance(n, list) and all(map(is_count, n)) for n in listed.values()):
+    if not isinstance(listed, dict) or not all(
+        isinstance(n, list) and all(map(is_count, n)) for n in listed.values()
+    ):
         raise _damaged(manifest, BOXES)
     return listed
 
 
 def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
-    """Return the entries of the tensors `names` (None: all) that the checkpoint has. Raises CheckpointError."""
+    """Return the entries of the tensors `names` (None: all) that the checkpoint has. Raises
+    CheckpointError.
+    """
     listed = read_index(manifest)
     wanted = set(listed if names is None else names)
     parts = []
@@ -200,30 +236,43 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(manifest, piece_name(number)) from error
     stored = merged(parts)
-    if any((s["shape"], s["dtype"]) != (stored[n]["shape"], stored[n]["dtype"]) for p in parts for n, s in p.items()):
+    if any(
+        (s["shape"], s["dtype"]) != (stored[n]["shape"], stored[n]["dtype"])
+        for p in parts
+        for n, s in p.items()
+    ):
         raise _damaged(manifest, BOXES)
     return stored
 
 
 def _checked(stored: Any) -> Stored:
-    """Return a tensor's entry from JSON, with tuples where `Stored` has them; raises where it is malformed."""
+    """Return a tensor's entry from JSON, with tuples where `Stored` has them; raises where it is
+    malformed.
+    """
     shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
     size = _DTYPES[dtype].itemsize
     if not all(map(is_count, shape)):
         raise ValueError("not a shape")
     for offset, sizes, file, start, length, value in stored["boxes"]:
-        if not all(map(is_count, (*offset, *sizes, start, length))) or not len(shape) == len(offset) == len(sizes):
+        if not all(map(is_count, (*offset, *sizes, start, length))) or not len(shape) == len(
+            offset
+        ) == len(sizes):
             raise ValueError("a shard is not a box of its tensor")
         if not is_file_name(file) or not isinstance(value, str):
             raise ValueError("a shard is in no file")
-        if math.prod(sizes) > math.prod(shape) or not 0 <= length - math.prod(sizes) * size <= _OVERHEAD_BYTES:
+        if (
+            math.prod(sizes) > math.prod(shape)
+            or not 0 <= length - math.prod(sizes) * size <= _OVERHEAD_BYTES
+        ):
             raise ValueError("a shard's bytes do not match its elements")
         boxes.append(Shard(tuple(offset), tuple(sizes), file, start, length, value))
     return {"shape": shape, "dtype": dtype, "boxes": boxes}
 
 
 def _damaged(manifest: Manifest, name: str) -> CheckpointError:
-    return CheckpointError(f"{manifest.folder / name} is not a list of shards: load another checkpoint")
+    return CheckpointError(
+        f"{manifest.folder / name} is not a list of shards: load another checkpoint"
+    )
 
 
 def piece_name(number: int) -> str:

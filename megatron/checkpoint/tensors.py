@@ -1,8 +1,10 @@
-"""Which tensors a checkpoint has, which shards of them a rank holds, and a copy of these in host memory.
+"""Which tensors a checkpoint has, which shards of them a rank holds, and a copy of these in host
+memory.
 
-    master.NAME       fp32 weights
-    exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
+master.NAME       fp32 weights
+exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +22,8 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 MASTER = "master"
-_ALIGNED = 64  # bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
+# bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
+_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -41,26 +44,35 @@ def _flat(fragment: Fragment, kind: str) -> torch.Tensor:
 
 
 def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
-    """Return what this rank writes, by name. Each element of the model is written by exactly one rank.
+    """Return what this rank writes, by name. Each element of the model is written by exactly one
+    rank.
 
-    Padding is left out, and so are copies that another model-parallel rank writes. Where all data-parallel ranks hold
-    the same (ZeRO stage 0), each writes a part.
+    Padding is left out, and so are copies that another model-parallel rank writes. Where all
+    data-parallel ranks hold the same (ZeRO stage 0), each writes a part.
     """
     copies, mine = engine.data_parallel_copies, topology.data.rank
     out: dict[str, Shards] = {}
     for f in engine.fragments():
         if is_copy(f.parameter, topology):
             continue
-        start, stop = (f.numel * mine // copies, f.numel * (mine + 1) // copies) if copies > 1 else (0, f.numel)
+        start, stop = (
+            (f.numel * mine // copies, f.numel * (mine + 1) // copies)
+            if copies > 1
+            else (0, f.numel)
+        )
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind in engine_kinds(engine, optimizer):
             flat = _flat(f, kind).narrow(0, start, stop - start)
-            out[f"{kind}.{f.sharding.name}"] = Shards(f.sharding.global_shape, dict(part.real(flat)))
+            out[f"{kind}.{f.sharding.name}"] = Shards(
+                f.sharding.global_shape, dict(part.real(flat))
+            )
     return out
 
 
 def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
-    """Return views of this rank's masters and moments, copies included, to be filled from a checkpoint."""
+    """Return views of this rank's masters and moments, copies included, to be filled from a
+    checkpoint.
+    """
     return {
         f"{kind}.{f.sharding.name}": Shards(f.sharding.global_shape, dict(f.real(_flat(f, kind))))
         for f in engine.fragments()
@@ -77,11 +89,15 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 
 
 def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shards]:
-    """Return views of the parameters themselves, without padding, for a model that has no engine."""
+    """Return views of the parameters themselves, without padding, for a model that has no
+    engine.
+    """
     out = {}
     for p in parameters:
         s = sharding_of(p)
-        pieces = {s.offset: p.detach()[tuple(slice(0, n) for n in s.extent)]} if all(s.extent) else {}
+        pieces = (
+            {s.offset: p.detach()[tuple(slice(0, n) for n in s.extent)]} if all(s.extent) else {}
+        )
         out[f"{MASTER}.{s.name}"] = Shards(s.global_shape, pieces)
     return out
 
@@ -89,11 +105,12 @@ def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shard
 class Snapshot:
     """Host memory for a copy of what a rank writes, reused by later saves.
 
-    It is as large as this rank's part of the state; torch's allocator of pinned memory would round it up to a power of
-    two. Where the state is on a GPU the memory is pinned by the driver, CUDA's or HIP's, once, in `reserve`: copies run
-    at the speed of the bus while the GPU computes.
+    It is as large as this rank's part of the state; torch's allocator of pinned memory would round
+    it up to a power of two. Where the state is on a GPU the memory is pinned by the driver, CUDA's
+    or HIP's, once, in `reserve`: copies run at the speed of the bus while the GPU computes.
 
-    cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a GPU
+    cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a
+             GPU
     note     why the memory could not be pinned; "" where it was, or need not be
     """
 
@@ -108,18 +125,23 @@ class Snapshot:
         return self._memory.numel()
 
     def reserve(self, tensors: Mapping[str, Shards]) -> None:
-        """Get the memory for a copy of `tensors`, unless there is enough. Raises OSError where it is not available."""
+        """Get the memory for a copy of `tensors`, unless there is enough. Raises OSError where it
+        is not available.
+        """
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
             return
         self.release()  # before the new memory is allocated
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            mapping.madvise(mmap.MADV_DONTFORK)  # or after a fork writes would go to other pages than the device's
+            # or after a fork writes would go to other pages than the device's
+            mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer to pin
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         device = next((view.device for view in _views(tensors) if view.device.type == "cuda"), None)
-        cudart = torch.cuda.cudart() if device is not None and self._cudart is None else self._cudart
+        cudart = (
+            torch.cuda.cudart() if device is not None and self._cudart is None else self._cudart
+        )
         if cudart is not None:
             self._register(cudart, device)
 
@@ -138,7 +160,8 @@ class Snapshot:
             self.note = ""
             return
         self.note = (
-            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be pinned (cudaHostRegister: "
+            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be pinned "
+            "(cudaHostRegister: "
             f"error {code}; see ulimit -l): training pauses longer while the copy is made"
         )
         if device is not None:
@@ -147,7 +170,8 @@ class Snapshot:
                 torch.ones(1, device=device)
 
     def take(self, tensors: Mapping[str, Shards]) -> dict[str, Shards]:
-        """Return a copy of `tensors`, valid until the next one is taken. The originals may change afterwards.
+        """Return a copy of `tensors`, valid until the next one is taken. The originals may change
+        afterwards.
 
         Raises OSError where there is no memory for it.
         """

@@ -1,4 +1,7 @@
-"""Errors of one rank become errors of all, so that no rank continues alone or waits for one that stopped."""
+"""Errors of one rank become errors of all, so that no rank continues alone or waits for one that
+stopped.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,9 +26,11 @@ def describe(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def together(topology: Topology, what: str) -> Iterator[None]:
-    """Run the body on all ranks; when it fails on any, raise CheckpointError on all, naming ranks and reasons.
+    """Run the body on all ranks; when it fails on any, raise CheckpointError on all, naming ranks
+    and reasons.
 
-    Every rank must enter. The body may make collective calls only where those share their errors themselves.
+    Every rank must enter. The body may make collective calls only where those share their errors
+    themselves.
     """
     caught: Exception | None = None
     try:
@@ -38,7 +43,9 @@ def together(topology: Topology, what: str) -> Iterator[None]:
 
 
 def failures(topology: Topology, what: str, error: Exception | None) -> str | None:
-    """Return on all ranks the text of what failed on any, with ranks and reasons; None where nothing did."""
+    """Return on all ranks the text of what failed on any, with ranks and reasons; None where
+    nothing did.
+    """
     world = topology.world
     mine = None if error is None else describe(error)
     errors = [mine]
@@ -54,7 +61,9 @@ def failures(topology: Topology, what: str, error: Exception | None) -> str | No
     if not reasons:
         return None
     listed = [
-        reason if len(ranks) == world.size else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}"
+        reason
+        if len(ranks) == world.size
+        else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}"
         for reason, ranks in list(reasons.items())[:_SHOWN]
     ]
     if len(reasons) > _SHOWN:
@@ -63,9 +72,11 @@ def failures(topology: Topology, what: str, error: Exception | None) -> str | No
 
 
 def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
-    """Return on all ranks the result of `decide` on rank 0; what it raises becomes a CheckpointError on all.
+    """Return on all ranks the result of `decide` on rank 0; what it raises becomes a
+    CheckpointError on all.
 
-    File systems do not show every node the same at the same moment: one rank looks, so that all load the same.
+    File systems do not show every node the same at the same moment: one rank looks, so that all
+    load the same.
     """
     outcome: tuple[Any, str | None] = None, None
     caught: Exception | None = None

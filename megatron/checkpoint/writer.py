@@ -1,11 +1,15 @@
-"""Writing data files: tensors one after another, each as torch.save makes it, with a digest of each shard.
+"""Writing data files: tensors one after another, each as torch.save makes it, with a digest of each
+shard.
 
-torch's own checkpoint writer copies every view before it writes it, and takes no digests. Here a contiguous view in
-host memory is written without a copy; anything else is copied one shard at a time. So a save needs, beside the state,
-at most as much memory as the largest shard that is on a device or not contiguous.
+torch's own checkpoint writer copies every view before it writes it, and takes no digests. Here a
+contiguous view in host memory is written without a copy; anything else is copied one shard at a
+time. So a save needs, beside the state, at most as much memory as the largest shard that is on a
+device or not contiguous.
 
-The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it, at a tenth of its cost.
+The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it, at
+a tenth of its cost.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -42,7 +46,8 @@ class ShardWriter:
 
     alive   called after every shard, and within large ones; what it raises ends the writing
 
-    Without a shard there is no file. Raises OSError with the system's own reason. Nothing is communicated.
+    Without a shard there is no file. Raises OSError with the system's own reason. Nothing is
+    communicated.
     """
 
     def __init__(self, folder: Path, rank: int, alive: Alive = nothing) -> None:
@@ -63,17 +68,22 @@ class ShardWriter:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            if self._error is not None:  # torch's zip writer hides it behind a position in its own source
+            # torch's zip writer hides it behind a position in its own source
+            if self._error is not None:
                 raise self._error from None
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
         length, found = self._at - start, self._digest.hexdigest()
-        stored["boxes"].append(Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found))
+        stored["boxes"].append(
+            Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found)
+        )
         self._alive()
 
     def write(self, data: Any) -> int:
-        """Append bytes, for torch.save: update the digest, pass large parts on uncopied, keep the first error."""
+        """Append bytes, for torch.save: update the digest, pass large parts on uncopied, keep the
+        first error.
+        """
         assert self._file is not None, "`add` opens it"
         try:
             view = memoryview(data).cast("B")
@@ -84,10 +94,13 @@ class ShardWriter:
                 self._at += len(part)
                 if len(part) == _CHUNK:
                     self._alive()
-                if self._at - self._sent >= _CHUNK:  # the system begins to write to disk, while more comes
+                # the system begins to write to disk, while more comes
+                if self._at - self._sent >= _CHUNK:
                     if hasattr(os, "posix_fadvise"):
                         size = self._at - self._sent
-                        os.posix_fadvise(self._file.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED)
+                        os.posix_fadvise(
+                            self._file.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED
+                        )
                     self._sent = self._at
                 if self._at - self._synced >= _SYNC:
                     self._sync(self._file)
@@ -120,11 +133,14 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._file is not None:
-            with contextlib.suppress(*(() if kind is None else (OSError,))):  # the same error as before
+            # the same error as before
+            with contextlib.suppress(*(() if kind is None else (OSError,))):
                 self._file.close()
 
 
-def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing) -> dict[str, Stored]:
+def write_tensors(
+    tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing
+) -> dict[str, Stored]:
     """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
     with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
@@ -135,8 +151,8 @@ def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC-32. The setting is global: what another thread saves meanwhile has none either, which
-    torch.load accepts."""
+    """Turn off torch.save's CRC-32. The setting is global: what another thread saves meanwhile has
+    none either, which torch.load accepts."""
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -146,7 +162,8 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same values in host memory, in a storage that holds nothing else: torch.save writes whole storages.
+    """Return the same values in host memory, in a storage that holds nothing else: torch.save
+    writes whole storages.
 
     Nothing is copied that is contiguous and in host memory already.
     """
@@ -155,4 +172,8 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
         return view.cpu().contiguous()
     if not view.numel():
         return view.clone()
-    return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
+    return (
+        torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy())
+        .view(view.dtype)
+        .view(view.shape)
+    )

@@ -1,9 +1,11 @@
-"""The configuration: frozen dataclasses, made from a command line, from arguments or from a saved dictionary.
+"""The configuration: frozen dataclasses, made from a command line, from arguments or from a saved
+dictionary.
 
 >>> config = Config.create(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32)
 >>> config.model.ffn_hidden_size, config.origin("ffn_hidden_size")
 (256, 'derived from hidden-size')
 """
+
 from megatron.config.command_line import command_line_of, parse_args, parse_command_line
 from megatron.config.config import Config
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
@@ -12,7 +14,13 @@ from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
 from megatron.config.presets import PRESETS
 from megatron.config.show import render_config
-from megatron.config.training import BatchConfig, KernelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.training import (
+    BatchConfig,
+    KernelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "PRESETS",

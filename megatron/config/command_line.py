@@ -1,4 +1,7 @@
-"""The command line: flags generated from the settings, every problem found together, readable help."""
+"""The command line: flags generated from the settings, every problem found together, readable
+help.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -23,15 +26,20 @@ from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_l
 from megatron.errors import ConfigError
 
 OWN_FLAGS: Mapping[str, str] = {
-    "--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--rank": "1", "--preset": "1",
+    "--help": "0",
+    "-h": "0",
+    "--print-config": "0",
+    "--dry-run": "0",
+    "--rank": "1",
+    "--preset": "1",
     "--pieces": "1",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What one spelling does. kind: 'value', 'set' (to `value`), 'weak' (set unless another flag does), 'translated',
-    'foreign' or 'own'."""
+    """What one spelling does. kind: 'value', 'set' (to `value`), 'weak' (set unless another flag
+    does), 'translated', 'foreign' or 'own'."""
 
     kind: str
     option: Option | None = None
@@ -56,7 +64,10 @@ def settings_flags() -> Mapping[str, Flag]:
 
     for option in all_options().values():
         for spelling in option.flags:
-            add(spelling, Flag("set", option, True) if option.kind is bool else Flag("value", option))
+            add(
+                spelling,
+                Flag("set", option, True) if option.kind is bool else Flag("value", option),
+            )
         for spelling in option.off_flags:
             add(spelling, Flag("set", option, False))
         for spelling, value in option.shortcuts.items():
@@ -73,7 +84,9 @@ def settings_flags() -> Mapping[str, Flag]:
 
 
 class _AllFlags(Mapping[str, Flag]):
-    """Every accepted spelling. Those that are no settings are looked up in their file, and only when asked for."""
+    """Every accepted spelling. Those that are no settings are looked up in their file, and only
+    when asked for.
+    """
 
     def __getitem__(self, spelling: str) -> Flag:
         flag = settings_flags().get(spelling)
@@ -99,7 +112,9 @@ def flag_table() -> Mapping[str, Flag]:
 
 @dataclass
 class Scanned:
-    """The words of a command line, by flag. `flags` has each spelling once, with the words of its last use."""
+    """The words of a command line, by flag. `flags` has each spelling once, with the words of its
+    last use.
+    """
 
     flags: dict[str, list[str]]
     problems: list[str]
@@ -112,14 +127,18 @@ def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
 
 
 def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
-    """The flags of pretrain_gpt.py with the preset that a tool was given. Raises ConfigError for two presets."""
+    """The flags of pretrain_gpt.py with the preset that a tool was given. Raises ConfigError for
+    two presets.
+    """
     if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
         raise ConfigError(f"--preset {name} stands beside another --preset: give one")
     return list(flags) if name is None else ["--preset", name, *flags]
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The words of a tool, and after the first -- the flags of pretrain_gpt.py. None: the words of this process."""
+    """The words of a tool, and after the first -- the flags of pretrain_gpt.py. None: the words of
+    this process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -132,7 +151,8 @@ def scan(argv: Sequence[str]) -> Scanned:
     words: list[str] | None = None  # where the next word belongs; None: to no flag
     for place, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
-        if "_" in spelling and spelling not in flag_table():  # as forks write them, and Megatron-LM's attributes
+        # as forks write them, and Megatron-LM's attributes
+        if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
             problems += [f"'{stray}' belongs to no flag" for stray in argv[place + 1 :]]
@@ -154,8 +174,15 @@ def scan(argv: Sequence[str]) -> Scanned:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word is meant as a flag: it begins with a dash, is no negative number, and no text with spaces."""
-    return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?[0-9]", word) and not re.search(r"\s", word)
+    """Whether a word is meant as a flag: it begins with a dash, is no negative number, and no text
+    with spaces.
+    """
+    return (
+        word.startswith("-")
+        and len(word) > 1
+        and not re.match(r"-\.?[0-9]", word)
+        and not re.search(r"\s", word)
+    )
 
 
 def parse_command_line(
@@ -163,8 +190,9 @@ def parse_command_line(
 ) -> tuple[Config, list[str]]:
     """(configuration, notices) of a training command line.
 
-    world_size: processes that the launcher started; None when there is no launcher. --help and --print-config print
-    and raise SystemExit(0). Raises ConfigError with all problems as a numbered list.
+    world_size: processes that the launcher started; None when there is no launcher. --help and
+    --print-config print and raise SystemExit(0). Raises ConfigError with all problems as a numbered
+    list.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -186,25 +214,34 @@ def parse_command_line(
 
 
 def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
-    """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
-    will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
+    """The configuration of a command line that is looked at before a launch: --world-size says how
+    many processes there will be, and what only a run needs (data, a length, a learning rate) may be
+    absent. Raises ConfigError."""
     return finish(read_settings(argv, pieces))
 
 
 def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
-    """What a command line chooses, a preset's values included: not yet resolved; what is wrong is among `problems`."""
+    """What a command line chooses, a preset's values included: not yet resolved; what is wrong is
+    among `problems`.
+    """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
     _give_flags(settings, scanned.flags)
     return settings
 
 
-def parse_args(argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN) -> Config:
-    """The configuration of a training command line, with pieces of one's own; see parse_command_line."""
+def parse_args(
+    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
+) -> Config:
+    """The configuration of a training command line, with pieces of one's own; see
+    parse_command_line.
+    """
     return parse_command_line(argv, world_size, pieces)[0]
 
 
-def _give_launch(settings: Settings, world_size: int | None, flags: dict[str, list[str]], printing: bool) -> None:
+def _give_launch(
+    settings: Settings, world_size: int | None, flags: dict[str, list[str]], printing: bool
+) -> None:
     words = flags.get("--world-size")
     if world_size is None or (printing and words is not None):
         return
@@ -212,7 +249,8 @@ def _give_launch(settings: Settings, world_size: int | None, flags: dict[str, li
         del flags["--world-size"]
         if words != [str(world_size)]:
             settings.problems.append(
-                f"--world-size {' '.join(words)} contradicts the launcher, which started {world_size} processes: "
+                f"--world-size {' '.join(words)} contradicts the launcher, which started "
+                f"{world_size} processes: "
                 "remove it; it is for --print-config"
             )
     settings.give("world_size", world_size, "launcher")
@@ -243,14 +281,20 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
 def _give_pieces(settings: Settings, words: list[str]) -> None:
     try:
         if len(words) != 1 or settings.pieces != PLAIN:
-            raise ConfigError(f"--pieces {' '.join(words)}: give one file, and none to a program that has its own")
+            raise ConfigError(
+                f"--pieces {' '.join(words)}: give one file, and none to a program that has its own"
+            )
         settings.pieces = load_pieces(words[0])
     except ConfigError as error:
         settings.problems.append(str(error))
 
 
-def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[str, tuple[str, Any]]:
-    """setting -> (flag as written, value). Two flags that give one setting different values are a problem."""
+def _chosen_values(
+    settings: Settings, flags: Mapping[str, list[str]]
+) -> dict[str, tuple[str, Any]]:
+    """setting -> (flag as written, value). Two flags that give one setting different values are a
+    problem.
+    """
     chosen: dict[str, tuple[str, Any]] = {}
     weak: dict[str, tuple[str, Any]] = {}
     for spelling, words in flags.items():
@@ -275,11 +319,20 @@ def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[s
 def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> dict[str, Any]:
     """The settings that one flag gives; what is wrong with its words is noted."""
     direct = DIRECT.get(spelling)
-    names = direct.settings if direct is not None else (flag.option.name,) if flag.option is not None else ()
+    names = (
+        direct.settings
+        if direct is not None
+        else (flag.option.name,)
+        if flag.option is not None
+        else ()
+    )
     written = " ".join([spelling, *words])
     try:
         if direct is not None and not is_off(words):
-            found = {name: all_options()[name].accept(value) for name, value in direct.read(words).items()}
+            found = {
+                name: all_options()[name].accept(value)
+                for name, value in direct.read(words).items()
+            }
             settings.notices.append(meaning(written, found))
             return found
         if flag.option is None:
@@ -328,7 +381,9 @@ def _foreign(settings: Settings, spelling: str, foreign: Foreign, words: list[st
 
 
 def command_line_of(config: Config) -> list[str]:
-    """A command line that gives the same configuration: only what was chosen, in the order of the sections."""
+    """A command line that gives the same configuration: only what was chosen, in the order of the
+    sections.
+    """
     argv: list[str] = []
     for name, option in all_options().items():
         if name not in config.given or not option.flags:
@@ -343,4 +398,3 @@ def command_line_of(config: Config) -> list[str]:
         else:
             argv.append(f"{option.flags[0]}={value}")
     return argv if config.pieces.file is None else [*argv, "--pieces", config.pieces.file]
-

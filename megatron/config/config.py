@@ -1,4 +1,5 @@
 """The configuration of a run: one frozen object with a section for each subject."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,8 +16,21 @@ from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConf
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.resolve import resolve
-from megatron.config.settings import SECTIONS, Settings, all_options, did_you_mean, raise_problems, section_of
-from megatron.config.training import BatchConfig, KernelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.settings import (
+    SECTIONS,
+    Settings,
+    all_options,
+    did_you_mean,
+    raise_problems,
+    section_of,
+)
+from megatron.config.training import (
+    BatchConfig,
+    KernelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
@@ -25,7 +39,8 @@ from megatron.errors import ConfigError
 class Config:
     """All settings, resolved and checked. Make one with Config.create(...) or parse_args(...).
 
-    `pieces` are those of one's own (with_pieces); they stay through replace(...) and are in no dictionary.
+    `pieces` are those of one's own (with_pieces); they stay through replace(...) and are in no
+    dictionary.
     """
 
     model: ModelConfig
@@ -44,17 +59,19 @@ class Config:
     given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
-    # The notices that do not follow from the settings: of flags that are no settings, and of the DeepSpeed JSON.
+    # The notices that do not follow from the settings: of flags that are no settings, and of the
+    # DeepSpeed JSON.
     standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     pieces: Pieces = PLAIN
 
     @classmethod
     def create(cls, preset: str | None = None, **values: Any) -> Config:
-        """A configuration from flat setting names: Config.create(num_layers=4, hidden_size=64, ...).
+        """A configuration from flat setting names: Config.create(num_layers=4, hidden_size=64,
+        ...).
 
-        Required: num_layers, hidden_size, num_attention_heads, seq_length. Where absent: micro_batch_size 1,
-        lr 1e-4, train_iters 1, world_size one replica. `preset` names a preset to start from. Raises ConfigError
-        with all problems.
+        Required: num_layers, hidden_size, num_attention_heads, seq_length. Where absent:
+        micro_batch_size 1, lr 1e-4, train_iters 1, world_size one replica. `preset` names a preset
+        to start from. Raises ConfigError with all problems.
         """
         settings = Settings()
         if preset is not None:
@@ -64,18 +81,24 @@ class Config:
         return finish(settings)
 
     def replace(self, **values: Any) -> Config:
-        """A copy with some settings changed; what follows from them is computed anew. None un-sets a setting."""
+        """A copy with some settings changed; what follows from them is computed anew. None un-sets
+        a setting.
+        """
         settings = Settings(
-            given=dict(self.given), origins={n: self.origins[n] for n in self.given},
-            notices=list(self.standing_notices), pieces=self.pieces,
-        )  # fmt: skip
+            given=dict(self.given),
+            origins={n: self.origins[n] for n in self.given},
+            notices=list(self.standing_notices),
+            pieces=self.pieces,
+        )
         for name, value in values.items():
             settings.give(name, value, "argument")
         merge = values.get("deepspeed_config") is not None
         return finish(settings, merge_json=merge)
 
     def with_pieces(self, **pieces: Any) -> Config:
-        """A copy with pieces of one's own: layer, model, datasets, optimizer, schedule, callbacks (see Pieces)."""
+        """A copy with pieces of one's own: layer, model, datasets, optimizer, schedule, callbacks
+        (see Pieces).
+        """
         return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, **pieces))
 
     @property
@@ -87,10 +110,16 @@ class Config:
     def schedule_name(self) -> str:
         """Name of the schedule, for people."""
         own = self.pieces.schedule
-        return self.parallel.schedule if own is None else str(getattr(own, "__name__", type(own).__name__))
+        return (
+            self.parallel.schedule
+            if own is None
+            else str(getattr(own, "__name__", type(own).__name__))
+        )
 
     def origin(self, name: str) -> str:
-        """Where a setting is from: 'default', 'command line', 'preset X', 'FILE:LINE: key', 'derived ...' ..."""
+        """Where a setting is from: 'default', 'command line', 'preset X', 'FILE:LINE: key',
+        'derived ...' ...
+        """
         self._check_name(name)
         return self.origins[name]
 
@@ -117,7 +146,8 @@ class Config:
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
         if size % per_round:
             raise ConfigError(
-                f"global batch size {size} is not a multiple of micro-batch-size {self.batch.micro_batch_size} x "
+                f"global batch size {size} is not a multiple of micro-batch-size "
+                f"{self.batch.micro_batch_size} x "
                 f"data-parallel size {self.parallel.data_parallel_size} = {per_round}"
             )
         return size // per_round
@@ -134,7 +164,11 @@ class Config:
         """
         options = all_options()
         default = {n: _plain(o.default) for n, o in options.items()}
-        chosen = {n: v for n, v in values.items() if n not in options or (not options[n].internal and v != default[n])}
+        chosen = {
+            n: v
+            for n, v in values.items()
+            if n not in options or (not options[n].internal and v != default[n])
+        }
         follows = {n for n in chosen if n in options and options[n].derived}
         first = Settings()
         for name in chosen.keys() - follows:
@@ -148,13 +182,23 @@ class Config:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+    return (
+        list(value)
+        if isinstance(value, tuple)
+        else dict(value)
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _note_inert(settings: Settings) -> None:
     for name, value in settings.given.items():
         option = all_options()[name]
-        if option.inert and value != option.default and not settings.origins[name].startswith("preset"):
+        if (
+            option.inert
+            and value != option.default
+            and not settings.origins[name].startswith("preset")
+        ):
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
 
 
@@ -177,6 +221,10 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
         for attribute, section in SECTIONS.items()
     }
     return Config(
-        **sections, given=settings.given, origins=settings.origins, notices=tuple(dict.fromkeys(settings.notices)),
-        standing_notices=standing, pieces=settings.pieces,
+        **sections,
+        given=settings.given,
+        origins=settings.origins,
+        notices=tuple(dict.fromkeys(settings.notices)),
+        standing_notices=standing,
+        pieces=settings.pieces,
     )

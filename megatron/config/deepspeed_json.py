@@ -1,9 +1,11 @@
 """Merge a DeepSpeed JSON into the settings.
 
-"auto" leaves a value to the command line. A value that only the JSON has is taken over. A value that contradicts a
-chosen one is a problem that names both values, both places, and the line of the file to change. Entries that the engine
-sets itself are reported, and unknown ones are handed to DeepSpeed as they are.
+"auto" leaves a value to the command line. A value that only the JSON has is taken over. A value
+that contradicts a chosen one is a problem that names both values, both places, and the line of the
+file to change. Entries that the engine sets itself are reported, and unknown ones are handed to
+DeepSpeed as they are.
 """
+
 from __future__ import annotations
 
 import json
@@ -74,10 +76,14 @@ _LOSS_SCALE: tuple[tuple[str, str, _Convert], ...] = (
     ("fp16.min_loss_scale", "min_loss_scale", _same),
 )
 
-# Entries whose other values would change the numbers or need what this engine has not: (harmless values, what to do).
+# Entries whose other values would change the numbers or need what this engine has not: (harmless
+# values, what to do).
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "scheduler": ((None, {}), "remove it and use --lr, --lr-decay-style and --lr-warmup-iters"),
-    "zero_optimization.offload_optimizer.device": ((None, "none"), "remove it: there is no offloading"),
+    "zero_optimization.offload_optimizer.device": (
+        (None, "none"),
+        "remove it: there is no offloading",
+    ),
     "zero_optimization.offload_param.device": ((None, "none"), "remove it: there is no offloading"),
     "zero_optimization.cpu_offload": ((False, None), "remove it: there is no offloading"),
     "optimizer.params.bias_correction": ((True, None), "set it to true"),
@@ -98,7 +104,8 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "autotuning.enabled": ((False, None), "set it to false: it is not supported"),
 }
 
-# Entries that the engine or the loop decides itself: why the JSON's value has no effect. A whole subtree may be named.
+# Entries that the engine or the loop decides itself: why the JSON's value has no effect. A whole
+# subtree may be named.
 _OWN: Mapping[str, str] = {
     "zero_optimization.overlap_comm": "--overlap-grad-reduce and --no-overlap-grad-reduce decide",
     "zero_optimization.contiguous_gradients": "the engine sets it",
@@ -112,13 +119,15 @@ _OWN: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "the engine sets it",
     "zero_force_ds_cpu_optimizer": "the engine sets it",
     "managed_gradient_accumulation": "the pipeline executor accumulates",
-    "communication_data_type": "gradients are reduced in the format of their sums, --main-grads-dtype",
+    "communication_data_type": "gradients are reduced in the format of their sums, "
+    "--main-grads-dtype",
     "prescale_gradients": "gradients are scaled by the loss, before they are summed",
     "gradient_predivide_factor": "gradients are scaled by the loss, before they are summed",
     "fp16": "the engine sets it",
     "bf16": "the engine sets it",
     "bfloat16": "the engine sets it",
-    "optimizer.params.adam_w_mode": "the optimizer is handed to DeepSpeed, and its weight decay is decoupled (AdamW)",
+    "optimizer.params.adam_w_mode": "the optimizer is handed to DeepSpeed, and its weight decay is "
+    "decoupled (AdamW)",
     "optimizer.params.torch_adam": "the engine chooses the fastest AdamW of the device",
     "optimizer.params.fused": "the engine chooses the fastest AdamW of the device",
     "activation_checkpointing": "recomputation is set by --recompute-granularity",
@@ -138,7 +147,9 @@ _MOST_BYTES = 1 << 20  # of such a file, which has a few thousand
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The object in the file. ConfigError when it is missing, no JSON (with line and column) or no object."""
+    """The object in the file. ConfigError when it is missing, no JSON (with line and column) or no
+    object.
+    """
     return _read(path)[0]
 
 
@@ -146,7 +157,9 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The object in the file, and the line of each of its keys."""
     try:
         text = read_text(path, _MOST_BYTES, error=ConfigError)
-        content = parse_json(text, path, error=ConfigError, object_pairs_hook=lambda pairs: _object(pairs, path))
+        content = parse_json(
+            text, path, error=ConfigError, object_pairs_hook=lambda pairs: _object(pairs, path)
+        )
     except ConfigError as error:
         raise ConfigError(f"--deepspeed_config: {error}") from None
     return content, key_lines(text)
@@ -156,7 +169,7 @@ def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"{path}: the key \"{key}\" is there twice in one object")
+            raise ConfigError(f'{path}: the key "{key}" is there twice in one object')
         found[key] = value
     return found
 
@@ -175,9 +188,13 @@ def merge_deepspeed_json(settings: Settings) -> None:
 
 
 class _Merge:
-    """One merge. Entries leave `rest` as they are dealt with; what is left at the end is unknown."""
+    """One merge. Entries leave `rest` as they are dealt with; what is left at the end is
+    unknown.
+    """
 
-    def __init__(self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]) -> None:
+    def __init__(
+        self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]
+    ) -> None:
         self.settings, self.path, self.lines = settings, path, lines
         self.rest = json.loads(json.dumps(content))  # a copy, to take entries out of
         self.content = content
@@ -187,7 +204,8 @@ class _Merge:
         for key, name, convert in _TAKEN:
             self._take(key, name, convert)
         self._both_precisions()
-        # With fp16 off the loss-scale entries say nothing, as scripts leave them there beside "enabled": false.
+        # With fp16 off the loss-scale entries say nothing, as scripts leave them there beside
+        # "enabled": false.
         if self.settings.given.get("fp16"):
             for key, name, convert in _LOSS_SCALE:
                 self._take(key, name, convert)
@@ -197,7 +215,9 @@ class _Merge:
             value = self._find(key)
             if value not in harmless and value != "auto":
                 written = json.dumps(value)
-                self.settings.problems.append(f"{self._at(key)}: {key} {written} is not supported: {instead}")
+                self.settings.problems.append(
+                    f"{self._at(key)}: {key} {written} is not supported: {instead}"
+                )
             self._drop(key)
         for key, why in _OWN.items():
             value = self._find(key, self.rest)
@@ -212,7 +232,9 @@ class _Merge:
             value = self._find(parent)
             if value is not None and not isinstance(value, dict):
                 written = json.dumps(value)
-                self.settings.problems.append(f"{self._at(parent)}: {parent} must be an object, got {written}")
+                self.settings.problems.append(
+                    f"{self._at(parent)}: {parent} must be an object, got {written}"
+                )
                 self._drop(parent)
 
     def _at(self, key: str) -> str:
@@ -252,21 +274,26 @@ class _Merge:
             self._contradiction(name, key, value, as_it_is=convert is _same)
 
     def _dynamic(self, place: str) -> None:
-        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its file alone: runs with
-        such a flag, of which there are many, had a dynamic one."""
+        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its
+        file alone: runs with such a flag, of which there are many, had a dynamic one."""
         scale, where = self.settings.given["loss_scale"], self.settings.origins["loss_scale"]
         self.settings.give("loss_scale", None, place)
         self.settings.notices.append(
-            f"--loss-scale {scale:g} ({where}) has no effect: the loss scale is dynamic, as DeepSpeed takes it from "
+            f"--loss-scale {scale:g} ({where}) has no effect: the loss scale is dynamic, as "
+            "DeepSpeed takes it from "
             f"its file ({place} 0); for a fixed one, write it there"
         )
 
     def _both_precisions(self) -> None:
-        """Two places that each switch on another format; `_take` finds one format switched on here and off there."""
+        """Two places that each switch on another format; `_take` finds one format switched on here
+        and off there.
+        """
         given, origins = self.settings.given, self.settings.origins
         if not (given.get("fp16") and given.get("bf16")) or origins["fp16"] == origins["bf16"]:
             return
-        in_file, chosen = ("fp16", "bf16") if origins["fp16"].startswith(self.path) else ("bf16", "fp16")
+        in_file, chosen = (
+            ("fp16", "bf16") if origins["fp16"].startswith(self.path) else ("bf16", "fp16")
+        )
         key = origins[in_file].rpartition(" ")[2]
         if origins[chosen].startswith(self.path):
             other = origins[chosen].rpartition(" ")[2]
@@ -274,18 +301,22 @@ class _Merge:
             problem = f"{self.path}: {lines} are both on: write false in one of them"
         else:
             problem = (
-                f"{chosen} is on ({origins[chosen]}), but line {self.lines[key]} of {self.path} switches {in_file} on "
+                f"{chosen} is on ({origins[chosen]}), but line {self.lines[key]} of {self.path} "
+                f"switches {in_file} on "
                 f"({key}): write false in that line, or give --{in_file} instead of --{chosen}"
             )
         self.settings.mark_bad("bf16", problem, "argument")
 
     def _contradiction(self, name: str, key: str, value: Any, as_it_is: bool) -> None:
-        """`as_it_is`: the file has the setting's own value, so that the message can say what to write there."""
+        """`as_it_is`: the file has the setting's own value, so that the message can say what to
+        write there.
+        """
         chosen, where = self.settings.given[name], self.settings.origins[name]
         option = all_options()[name]
         right = f'{json.dumps(chosen)} or "auto"' if as_it_is else '"auto"'
         self.settings.problems.append(
-            f"{option.flag} is {chosen} ({where}), but {key} means {value} ({self._at(key)}): write {right} in line "
+            f"{option.flag} is {chosen} ({where}), but {key} means {value} ({self._at(key)}): "
+            f"write {right} in line "
             f"{self.lines[key]} of {self.path}, or give {option.written(value)}"
         )
 
@@ -296,18 +327,23 @@ class _Merge:
             self._drop(key)
 
     def _accumulation(self) -> None:
-        """gradient_accumulation_steps x micro-batch x replicas = global batch: check it, or find the missing one."""
+        """gradient_accumulation_steps x micro-batch x replicas = global batch: check it, or find
+        the missing one.
+        """
         steps = self._find("gradient_accumulation_steps")
         if steps is None or steps == "auto":
             return
         place = self._at("gradient_accumulation_steps")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             self.settings.problems.append(
-                f"{place}: gradient_accumulation_steps must be a whole number of at least 1, got {json.dumps(steps)}"
+                f"{place}: gradient_accumulation_steps must be a whole number of at least 1, got "
+                f"{json.dumps(steps)}"
             )
             return
         given = self.settings.given
-        replica = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
+        replica = given.get("tensor_model_parallel_size", 1) * given.get(
+            "pipeline_model_parallel_size", 1
+        )
         world = given.get("world_size", replica)
         if world % replica:
             return  # reported by the check of the world size
@@ -317,14 +353,16 @@ class _Merge:
         origin = f"{place}: gradient_accumulation_steps"
         if total is None and micro is None:
             self.settings.problems.append(
-                f"{origin} {steps} needs a micro-batch or a global batch size: give --micro-batch-size"
+                f"{origin} {steps} needs a micro-batch or a global batch size: give "
+                "--micro-batch-size"
             )
         elif micro is not None and total is None:
             self.settings.give("global_batch_size", micro * steps * replicas, origin)
         elif total is not None and micro is None:
             if total % (steps * replicas):
                 self.settings.problems.append(
-                    f"global batch size {total} ({self.settings.origins['global_batch_size']}) is not a multiple of "
+                    f"global batch size {total} ({self.settings.origins['global_batch_size']}) is "
+                    "not a multiple of "
                     f"gradient_accumulation_steps {steps} ({place}) x data-parallel size {replicas}"
                 )
             else:
@@ -334,18 +372,21 @@ class _Merge:
                 f"gradient_accumulation_steps is {steps} ({place}), but global batch size {total} "
                 f"({self.settings.origins['global_batch_size']}) / micro-batch size {micro} "
                 f"({self.settings.origins['micro_batch_size']}) / data-parallel size {replicas} is "
-                f"{total / (micro * replicas):g}: make them agree, or write \"auto\" in line "
+                f'{total / (micro * replicas):g}: make them agree, or write "auto" in line '
                 f"{self.lines['gradient_accumulation_steps']} of {self.path}"
             )
 
     def _pass_on(self) -> None:
-        known = {k.split(".")[0] for k in (*_REFUSED, *_OWN, *_HANDLED)} | {k.split(".")[0] for k, *_ in _TAKEN}
+        known = {k.split(".")[0] for k in (*_REFUSED, *_OWN, *_HANDLED)} | {
+            k.split(".")[0] for k, *_ in _TAKEN
+        }
         for key in [k for k, v in self.rest.items() if v in ({}, "auto") or _only_empty(v)]:
             self.rest.pop(key)
         if "optimizer" in self.rest:
             unknown = json.dumps(self.rest.pop("optimizer"))
             self.settings.problems.append(
-                f"{self._at('optimizer')}: optimizer has entries that are not supported: {unknown}: remove them"
+                f"{self._at('optimizer')}: optimizer has entries that are not supported: "
+                f"{unknown}: remove them"
             )
         for key in self.rest:
             hint = "" if key in known else did_you_mean(key, known)

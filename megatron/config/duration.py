@@ -1,4 +1,5 @@
 """Durations as Slurm writes them."""
+
 from __future__ import annotations
 
 import re
@@ -7,9 +8,10 @@ _FORMS = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})
 
 
 def duration_s(text: str) -> int | None:
-    """Seconds of D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS or whole minutes; None for anything else, such as
-    Slurm's UNLIMITED, NOT_SET and INVALID. The first part may have nine digits, those after it are less than 60 (hours
-    after days less than 24). The forms are those of sbatch's --time.
+    """Seconds of D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS or whole minutes; None for anything
+    else, such as Slurm's UNLIMITED, NOT_SET and INVALID. The first part may have nine digits, those
+    after it are less than 60 (hours after days less than 24). The forms are those of sbatch's
+    --time.
 
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")
     (93630, 5400, 7200, None)

@@ -1,8 +1,9 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that are no settings here.
 
-They stand in flags_of_others.toml, by family. It is read when a command line has a flag that is none of ours, and for
---help: most runs do without.
+They stand in flags_of_others.toml, by family. It is read when a command line has a flag that is
+none of ours, and for --help: most runs do without.
 """
+
 from __future__ import annotations
 
 import functools
@@ -29,7 +30,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag. `values`: how many it takes, '0', '1', '?' or '*'. `harmless`: those that leave a feature off."""
+    """One such flag. `values`: how many it takes, '0', '1', '?' or '*'. `harmless`: those that
+    leave a feature off.
+    """
 
     name: str
     family: Family
@@ -39,17 +42,21 @@ class Foreign:
     def miscounted(self, words: list[str]) -> str:
         """What number of values it takes, where these are another; else nothing."""
         switched = self.values == "0" and len(words) == 1 and words[0].lower() in ("true", "false")
-        fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[self.values]
+        fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[
+            self.values
+        ]
         return "" if fits else f"takes {_HOW_MANY[self.values]}, got {len(words)}"
 
     def is_harmless(self, words: list[str], value_of: Callable[[str], Any]) -> bool:
-        """Whether these words leave the feature off; numbers compare as numbers. `value_of` gives the value of a
-        setting, for what is @setting in the file."""
+        """Whether these words leave the feature off; numbers compare as numbers. `value_of` gives
+        the value of a setting, for what is @setting in the file."""
         if self.miscounted(words):
             return False
         if self.values == "0":
             return [word.lower() for word in words] == ["false"]
-        allowed = [str(value_of(value[1:])) if value.startswith("@") else value for value in self.harmless]
+        allowed = [
+            str(value_of(value[1:])) if value.startswith("@") else value for value in self.harmless
+        ]
         given = words or (["true"] if self.values == "?" else [])
         return all(any(_equal(word, value) for value in (*allowed, *_OFF)) for word in given)
 
@@ -88,14 +95,21 @@ def _plain(name: str) -> str:
 
 
 def find(spelling: str) -> Foreign | None:
-    """The flag of this spelling; dashes and underscores are the same, as Primus writes its keys with underscores."""
+    """The flag of this spelling; dashes and underscores are the same, as Primus writes its keys
+    with underscores.
+    """
     found = _entries().get(_plain(spelling[2:])) if spelling.startswith("--") else None
     if found is None:
         return None
     entry, family = found
     head, equals, harmless = entry.partition("=")
     name, _, values = head.partition(":")
-    return Foreign(name, family, values or ("1" if equals else "0"), tuple(harmless.split("|")) if equals else ())
+    return Foreign(
+        name,
+        family,
+        values or ("1" if equals else "0"),
+        tuple(harmless.split("|")) if equals else (),
+    )
 
 
 def spellings() -> Iterator[str]:

@@ -1,4 +1,5 @@
 """The text of --help: settings by section, with defaults, at most 100 columns wide."""
+
 from __future__ import annotations
 
 import textwrap
@@ -22,18 +23,29 @@ def render_help() -> str:
         "usage: pretrain_gpt.py [--preset NAME] [--flag VALUE ...]",
         "",
         *textwrap.wrap(
-            "Train a GPT. Flags have Megatron's names and are written in full; --flag VALUE and --flag=VALUE are the "
-            "same, and of a repeated flag the last one counts. Switches have a --no- form.", WIDTH,
+            "Train a GPT. Flags have Megatron's names and are written in full; --flag VALUE and "
+            "--flag=VALUE are the "
+            "same, and of a repeated flag the last one counts. Switches have a --no- form.",
+            WIDTH,
         ),
         "",
         "start:",
         *_entry("--help, -h", "Show this text and exit."),
-        *_entry("--print-config", "Show the resolved configuration, with where each value came from, and exit."),
         *_entry(
-            "--dry-run", "Take a step without data or devices, for any --world-size and --cluster: whether it runs, "
-            "and what every kind of rank needs of memory; exit with 0, or 3 where it does not fit or run.",
+            "--print-config",
+            "Show the resolved configuration, with where each value came from, and exit.",
         ),
-        *_entry("--pieces FILE", "A Python file with a layer, optimizer, data ... of your own (docs/extending.md)."),
+        *_entry(
+            "--dry-run",
+            "Take a step without data or devices, for any --world-size and --cluster: whether it "
+            "runs, "
+            "and what every kind of rank needs of memory; exit with 0, or 3 where it does not fit "
+            "or run.",
+        ),
+        *_entry(
+            "--pieces FILE",
+            "A Python file with a layer, optimizer, data ... of your own (docs/extending.md).",
+        ),
         *_entry("--preset NAME", f"Start from a known model; flags beside it win. One of {names}."),
     ]
     for section in SECTIONS.values():
@@ -46,16 +58,26 @@ def render_help() -> str:
 
 def _others() -> list[str]:
     """The flags of other frameworks: too many to list."""
-    lines = [f"flags of other frameworks (megatron/config/{FILE.name} lists them, with the reasons):"]
+    lines = [
+        f"flags of other frameworks (megatron/config/{FILE.name} lists them, with the reasons):"
+    ]
     parts = [("Read as settings: " + ", ".join((*DIRECT, *LATE)))]
-    for title, refused in (("Accepted without effect", False),
-                           ("Refused with what to use instead, unless the value leaves the feature off", True)):
+    for title, refused in (
+        ("Accepted without effect", False),
+        ("Refused with what to use instead, unless the value leaves the feature off", True),
+    ):
         found = [family for family in families() if family.refused == refused]
         total = sum(len(family.flags) for family in found)
-        large = [f"{family.name} ({len(family.flags)})" for family in found if len(family.flags) >= _LARGE]
+        large = [
+            f"{family.name} ({len(family.flags)})"
+            for family in found
+            if len(family.flags) >= _LARGE
+        ]
         parts.append(f"{title}, {total} flags: {'; '.join(large)}; and others")
     for part in parts:
-        lines += textwrap.wrap(f"{part}.", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            f"{part}.", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
     return lines
 
 
@@ -97,10 +119,14 @@ def _description(option: Option) -> str:
     if option.kind is bool:
         shown = _heading(option)
         own = "--no-" + option.name.replace("_", "-")
-        also = [f for f in (*option.flags, *option.off_flags) if f not in (shown, own, option.flags[0])]
+        also = [
+            f for f in (*option.flags, *option.off_flags) if f not in (shown, own, option.flags[0])
+        ]
     if also:
         meanings = {**option.shortcuts, **option.weak_shortcuts}
-        text += f" Also {', '.join(f'{f} (= {meanings[f]})' if f in meanings else f for f in also)}."
+        text += (
+            f" Also {', '.join(f'{f} (= {meanings[f]})' if f in meanings else f for f in also)}."
+        )
     if option.inert:
         text += f" No effect: {option.inert}."
     return f"{text} {_default(option)}".rstrip()

@@ -1,4 +1,5 @@
 """On which line of a JSON text each key stands, so that a message can say which line to change."""
+
 from __future__ import annotations
 
 import json
@@ -16,7 +17,8 @@ def key_lines(text: str) -> dict[str, int]:
     {'fp16': 1, 'fp16.enabled': 2}
     """
     lines: dict[str, int] = {}
-    open_keys: list[str | None] = []  # of each open object the key that is being read, of each open list None
+    # of each open object the key that is being read, of each open list None
+    open_keys: list[str | None] = []
     awaits_key = False
     line, counted = 1, 0
     for match in _TOKEN.finditer(text):

@@ -1,4 +1,5 @@
 """A layout of a run, and how it is written: tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
+
 from __future__ import annotations
 
 import re
@@ -46,28 +47,52 @@ class Layout(NamedTuple):
         return self.world // (self.tp * self.pp)
 
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
-        """What Config.replace needs for a model of so many layers; `stages`: its --pipeline-layout, which says the
-        chunks."""
+        """What Config.replace needs for a model of so many layers; `stages`: its --pipeline-layout,
+        which says the chunks."""
         chunked = self.chunks > 1 and stages is None
         return {
-            "world_size": self.world, "global_batch_size": self.batch, "micro_batch_size": self.micro,
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
+            "world_size": self.world,
+            "global_batch_size": self.batch,
+            "micro_batch_size": self.micro,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
             # Not whole: the configuration says what is wrong with it.
-            "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks)) if chunked else None,
-            "enable_zbh1_pipeline": self.schedule == "zb-h1", "sequence_parallel": self.sp,
-            "tp_comm_overlap": self.overlap, "zero_stage": self.zero,
-            "rank_order": self.rank_order or None, "device_order": self.device_order or None,
+            "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks))
+            if chunked
+            else None,
+            "enable_zbh1_pipeline": self.schedule == "zb-h1",
+            "sequence_parallel": self.sp,
+            "tp_comm_overlap": self.overlap,
+            "zero_stage": self.zero,
+            "rank_order": self.rank_order or None,
+            "device_order": self.device_order or None,
             **recompute_settings(self.recompute),
-        }  # fmt: skip
+        }
 
     def write(self, per_node: int) -> str:
-        """As `parse_layout` reads it, on nodes of so many devices; what makes no difference is left out."""
-        values = {d.names[0]: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.names[0])}
-        return ",".join(f"{name}={write_value(value)}" for name, value in values.items() if value not in ("", ()))
+        """As `parse_layout` reads it, on nodes of so many devices; what makes no difference is left
+        out.
+        """
+        values = {
+            d.names[0]: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.names[0])
+        }
+        return ",".join(
+            f"{name}={write_value(value)}"
+            for name, value in values.items()
+            if value not in ("", ())
+        )
 
     def has_choice(self, name: str) -> bool:
-        """Whether a dimension can have several values with so many tensor, pipeline and data-parallel ranks."""
-        ranks = {"sp": self.tp, "overlap": self.tp, "chunks": self.pp, "schedule": self.pp, "zero": self.replicas}
+        """Whether a dimension can have several values with so many tensor, pipeline and
+        data-parallel ranks.
+        """
+        ranks = {
+            "sp": self.tp,
+            "overlap": self.tp,
+            "chunks": self.pp,
+            "schedule": self.pp,
+            "zero": self.replicas,
+        }
         return ranks.get(name, 2) > 1
 
 
@@ -80,11 +105,20 @@ def layout_of(config: Config) -> Layout:
     elif kind == "full":
         recompute = f"full:{again.recompute_method}:{again.recompute_num_layers}"
     return Layout(
-        parallel.world_size, config.batch.global_batch_size, parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size, parallel.num_chunks, config.schedule_name, config.batch.micro_batch_size,
-        parallel.sequence_parallel, parallel.tp_comm_overlap, config.engine.zero_stage, recompute,
-        parallel.rank_order or "", tuple(parallel.device_order or ()),
-    )  # fmt: skip
+        parallel.world_size,
+        config.batch.global_batch_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+        config.schedule_name,
+        config.batch.micro_batch_size,
+        parallel.sequence_parallel,
+        parallel.tp_comm_overlap,
+        config.engine.zero_stage,
+        recompute,
+        parallel.rank_order or "",
+        tuple(parallel.device_order or ()),
+    )
 
 
 def recompute_settings(text: str) -> dict[str, Any]:
@@ -99,8 +133,9 @@ def recompute_settings(text: str) -> dict[str, Any]:
     return {
         "recompute_granularity": None if kind == "none" else kind,
         "recompute_modules": tuple(rest.split("+")) if kind == "selective" else None,
-        "recompute_method": method if full else None, "recompute_num_layers": int(layers) if full else None,
-    }  # fmt: skip
+        "recompute_method": method if full else None,
+        "recompute_num_layers": int(layers) if full else None,
+    }
 
 
 def kind_of_recompute(text: str) -> str:
@@ -108,12 +143,12 @@ def kind_of_recompute(text: str) -> str:
     return text.rpartition(":")[0] if text.startswith("full:") else text
 
 
-# -- dimensions --------------------------------------------------------------------------------------------------------
+# -- dimensions ------------------------------------------------------------------------------------
 
 
 class Dimension(NamedTuple):
-    """One thing that is chosen: its names (the first is shown), a title, the field of a layout, and what words mean;
-    `words` says what others may look like, which `pattern` matches."""
+    """One thing that is chosen: its names (the first is shown), a title, the field of a layout, and
+    what words mean; `words` says what others may look like, which `pattern` matches."""
 
     names: tuple[str, ...]
     title: str
@@ -132,10 +167,16 @@ class Dimension(NamedTuple):
         if word in self.values:
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
-            raise ValueError(f"{self.names[0]} is {', '.join(self.values) or self.words}, not '{word}'")
+            raise ValueError(
+                f"{self.names[0]} is {', '.join(self.values) or self.words}, not '{word}'"
+            )
         if self.field == "recompute":
             kind, _, modules = word.partition(":")
-            return f"{kind}:{_in_order(modules.split('+'))}" if kind == "selective" and modules else word
+            return (
+                f"{kind}:{_in_order(modules.split('+'))}"
+                if kind == "selective" and modules
+                else word
+            )
         return int(word) if self.field != "device_order" else tuple(map(int, word.split("-")))
 
 
@@ -162,22 +203,37 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(("sp",), "sequence parallel", "sp", _SWITCH),
     Dimension(("overlap",), "tensor overlap", "overlap", _SWITCH),
     Dimension(("zero",), "ZeRO stage", "zero", _names((0, 1))),
-    Dimension(("recompute",), "recomputation", "recompute", pattern=_RECOMPUTE,
-              words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or full[:uniform|block[:LAYERS]]"),
+    Dimension(
+        ("recompute",),
+        "recomputation",
+        "recompute",
+        pattern=_RECOMPUTE,
+        words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or "
+        "full[:uniform|block[:LAYERS]]",
+    ),
     Dimension(("order",), "rank order", "rank_order", _names(RANK_ORDERS)),
-    Dimension(("devices",), "device order", "device_order", pattern=r"\d{1,4}(-\d{1,4})*",
-              words="such as 0-1-6-7-2-3-4-5"),
-)  # fmt: skip
-_BY_NAME: Mapping[str, Dimension] = {name: dimension for dimension in DIMENSIONS for name in dimension.names}
+    Dimension(
+        ("devices",),
+        "device order",
+        "device_order",
+        pattern=r"\d{1,4}(-\d{1,4})*",
+        words="such as 0-1-6-7-2-3-4-5",
+    ),
+)
+_BY_NAME: Mapping[str, Dimension] = {
+    name: dimension for dimension in DIMENSIONS for name in dimension.names
+}
 
 Wanted = Mapping[str, tuple[Any, ...]]
 """Values that are allowed, by the first name of a dimension; what is not named may be anything."""
 
 
 def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
-    """The values in tp=4,pp=8,16,recompute=selective: a word without = is one more value of the name before it.
+    """The values in tp=4,pp=8,16,recompute=selective: a word without = is one more value of the
+    name before it.
 
-    Raises ConfigError that begins with `flag` for an unknown name, an unreadable value and a name given twice.
+    Raises ConfigError that begins with `flag` for an unknown name, an unreadable value and a name
+    given twice.
     """
     found: dict[str, tuple[Any, ...]] = {}
     name = ""
@@ -187,27 +243,44 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
             given = before.strip().lower().replace("_", "-").lstrip("-")
             if given not in _BY_NAME:
                 known = ", ".join(d.names[0] for d in DIMENSIONS)
-                raise ConfigError(f"{flag} {text}: '{given}' is unknown{did_you_mean(given, _BY_NAME)}; known: {known}")
+                raise ConfigError(
+                    f"{flag} {text}: '{given}' is unknown{did_you_mean(given, _BY_NAME)}; known: "
+                    f"{known}"
+                )
             name = _BY_NAME[given].names[0]
             if name in found:
-                raise ConfigError(f"{flag} {text}: {name} is given twice: several values are {name}=A,B")
+                raise ConfigError(
+                    f"{flag} {text}: {name} is given twice: several values are {name}=A,B"
+                )
         elif not name:
-            raise ConfigError(f"{flag} {text}: '{item}' is not NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none")
+            raise ConfigError(
+                f"{flag} {text}: '{item}' is not NAME=VALUE, such as "
+                "tp=4,pp=16,mbs=1,recompute=none"
+            )
         try:
             found[name] = (*found.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
         except ValueError as error:
             raise ConfigError(f"{flag} {text}: {error}") from None
     if not found:
-        raise ConfigError(f"{flag} '{text}' names nothing: give NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none")
+        raise ConfigError(
+            f"{flag} '{text}' names nothing: give NAME=VALUE, such as "
+            "tp=4,pp=16,mbs=1,recompute=none"
+        )
     return found
 
 
 def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Any, ...]]:
-    """What both allow: values named twice must be in both lists, where recompute=full is all that begin so."""
+    """What both allow: values named twice must be in both lists, where recompute=full is all that
+    begin so.
+    """
     both = {**first, **second}
     for name in first.keys() & second.keys():
         narrow = [value for value in first[name] if allowed(value, name, second)]
-        both[name] = tuple(dict.fromkeys([*narrow, *(value for value in second[name] if allowed(value, name, first))]))
+        both[name] = tuple(
+            dict.fromkeys(
+                [*narrow, *(value for value in second[name] if allowed(value, name, first))]
+            )
+        )
     return both
 
 
@@ -217,7 +290,9 @@ def matches(value: Any, pattern: Any) -> bool:
     >>> matches("full:block:2", "full"), matches("full:block:2", "full:block:1")
     (True, False)
     """
-    return value == pattern or (isinstance(pattern, str) and isinstance(value, str) and value.startswith(f"{pattern}:"))
+    return value == pattern or (
+        isinstance(pattern, str) and isinstance(value, str) and value.startswith(f"{pattern}:")
+    )
 
 
 def allowed(value: Any, name: str, wanted: Wanted) -> bool:

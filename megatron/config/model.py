@@ -1,4 +1,5 @@
 """Settings of the model and of its tokenizer."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,66 +15,121 @@ class ModelConfig:
     title: ClassVar[str] = "model"
 
     num_layers: int = option(
-        None, "Transformer layers.", at_least=1, at_most=MOST_LAYERS, flags=("--num-layers", "--encoder-num-layers")
+        None,
+        "Transformer layers.",
+        at_least=1,
+        at_most=MOST_LAYERS,
+        flags=("--num-layers", "--encoder-num-layers"),
     )
     hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=MOST_WIDTH)
     ffn_hidden_size: int = option(
-        None, "Width of the MLP.", at_least=1, at_most=16 * MOST_WIDTH,
-        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64"
+        None,
+        "Width of the MLP.",
+        at_least=1,
+        at_most=16 * MOST_WIDTH,
+        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64",
     )
     num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
     kv_channels: int = option(
-        None, "Width of one attention head.", at_least=1, at_most=MOST_WIDTH,
+        None,
+        "Width of one attention head.",
+        at_least=1,
+        at_most=MOST_WIDTH,
         derived="hidden-size / num-attention-heads",
     )
     num_key_value_heads: int = option(
-        None, "Heads of keys and values (grouped-query attention).", at_least=1, at_most=MOST_WIDTH,
-        flags=("--num-key-value-heads", "--num-query-groups"), derived="num-attention-heads",
+        None,
+        "Heads of keys and values (grouped-query attention).",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        flags=("--num-key-value-heads", "--num-query-groups"),
+        derived="num-attention-heads",
     )
     seq_length: int = option(
-        None, "Tokens of a sample.", at_least=1, at_most=MOST_POSITIONS, flags=("--seq-length", "--encoder-seq-length")
+        None,
+        "Tokens of a sample.",
+        at_least=1,
+        at_most=MOST_POSITIONS,
+        flags=("--seq-length", "--encoder-seq-length"),
     )
     max_position_embeddings: int = option(
-        None, "Learned positions.", at_least=1, at_most=MOST_POSITIONS, derived="seq-length",
+        None,
+        "Learned positions.",
+        at_least=1,
+        at_most=MOST_POSITIONS,
+        derived="seq-length",
         flags=("--max-position-embeddings", "--max-absolute-position-embeddings"),
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1,
+        128,
+        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        at_least=1,
         at_most=MOST_WIDTH,
     )
     vocab_size: int | None = option(
-        None, "Vocabulary entries before padding; the tokenizer knows it, so only needed without one.", at_least=1
+        None,
+        "Vocabulary entries before padding; the tokenizer knows it, so only needed without one.",
+        at_least=1,
     )
     layernorm_epsilon: float = option(
-        1e-5, "Epsilon of the norms.", flags=("--layernorm-epsilon", "--norm-epsilon"), at_least=LEAST_NORMAL, at_most=1
+        1e-5,
+        "Epsilon of the norms.",
+        flags=("--layernorm-epsilon", "--norm-epsilon"),
+        at_least=LEAST_NORMAL,
+        at_most=1,
     )
     normalization: str = option(
-        "layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"), shortcuts={"--RMSNorm": "rmsnorm"},
+        "layernorm",
+        "Kind of norm.",
+        choices=("layernorm", "rmsnorm"),
+        shortcuts={"--RMSNorm": "rmsnorm"},
     )
-    apply_layernorm_1p: bool = option(False, "Store norm weights minus one, so that weight decay pulls them to one.")
+    apply_layernorm_1p: bool = option(
+        False, "Store norm weights minus one, so that weight decay pulls them to one."
+    )
     swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
     squared_relu: bool = option(False, "Squared ReLU instead of GELU in the MLP.")
     openai_gelu: bool = option(
-        False, "The tanh form of GELU, as in GPT-2.", inert="GELU is always computed in its tanh form"
+        False,
+        "The tanh form of GELU, as in GPT-2.",
+        inert="GELU is always computed in its tanh form",
     )
-    add_bias_linear: bool = option(True, "Biases of the linear layers.", flags=(), off_flags=("--disable-bias-linear",))
-    untie_embeddings_and_output_weights: bool = option(False, "An output layer with weights of its own.")
+    add_bias_linear: bool = option(
+        True, "Biases of the linear layers.", flags=(), off_flags=("--disable-bias-linear",)
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "An output layer with weights of its own."
+    )
     position_embedding_type: str = option(
-        "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope", "none", "alibi"),
+        "learned_absolute",
+        "How positions enter.",
+        choices=("learned_absolute", "rope", "none", "alibi"),
         value_names={"absolute": "learned_absolute", "rotary": "rope"},
-        shortcuts={"--use-rotary-position-embeddings": "rope", "--use-alibi-position-embeddings": "alibi"},
+        shortcuts={
+            "--use-rotary-position-embeddings": "rope",
+            "--use-alibi-position-embeddings": "alibi",
+        },
         weak_shortcuts={"--no-position-embedding": "none"},
     )
     rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
     rotary_base: float = option(
-        10000.0, "Base of RoPE's frequencies.", above=1, at_most=1e15,
-        flags=("--rotary-base", "--rotary-position-embeddings-theta", "--rotary-theta", "--rope-theta"),
+        10000.0,
+        "Base of RoPE's frequencies.",
+        above=1,
+        at_most=1e15,
+        flags=(
+            "--rotary-base",
+            "--rotary-position-embeddings-theta",
+            "--rotary-theta",
+            "--rope-theta",
+        ),
     )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual after the norm instead of before."
     )
     apply_query_key_layer_scaling: bool = option(
-        False, "Divide scores by the layer number and multiply back in the softmax.",
+        False,
+        "Divide scores by the layer number and multiply back in the softmax.",
         inert="it is the same function, and attention keeps its scores in a safe range",
         off_flags=("--no-query-key-layer-scaling",),
     )
@@ -81,9 +137,15 @@ class ModelConfig:
         False, "Softmax of attention in fp32.", inert="the softmax is always computed in fp32"
     )
     fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
-    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", at_least=0, below=1)
-    hidden_dropout: float = option(0.1, "Dropout probability of the residual branches.", at_least=0, below=1)
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", above=0, at_most=100)
+    attention_dropout: float = option(
+        0.1, "Dropout probability of the attention weights.", at_least=0, below=1
+    )
+    hidden_dropout: float = option(
+        0.1, "Dropout probability of the residual branches.", at_least=0, below=1
+    )
+    init_method_std: float = option(
+        0.02, "Standard deviation of the initial weights.", above=0, at_most=100
+    )
     init_method_xavier_uniform: bool = option(False, "Xavier uniform initial weights.")
 
     @property
@@ -95,8 +157,12 @@ class ModelConfig:
         return "gelu"
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Vocabulary entries with padding, a multiple of make_vocab_size_divisible_by x tensor_parallel_size."""
-        assert self.vocab_size is not None, "vocab_size is unknown until the tokenizer has been read"
+        """Vocabulary entries with padding, a multiple of make_vocab_size_divisible_by x
+        tensor_parallel_size.
+        """
+        assert self.vocab_size is not None, (
+            "vocab_size is unknown until the tokenizer has been read"
+        )
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -108,40 +174,66 @@ class TokenizerConfig:
     title: ClassVar[str] = "tokenizer"
 
     tokenizer_type: str | None = option(
-        None, "Kind of tokenizer.",
+        None,
+        "Kind of tokenizer.",
         choices=(
-            "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HFTokenizer",
-            "TikTokenizer", "NullTokenizer",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HFTokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
         ),
         value_names={
-            **dict.fromkeys(("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"),
+            **dict.fromkeys(
+                ("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"
+            ),
             "llama3tokenizer": "TikTokenizer",
         },
         implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
-        hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model of Llama 3",
+        hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model "
+        "of Llama 3",
         derived="GPT2BPETokenizer with --vocab-file and --merge-file",
     )
     tokenizer_model: str | None = option(
-        None, "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of tiktoken.",
+        None,
+        "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of "
+        "tiktoken.",
         metavar="PATH",
-        flags=("--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file", "--hf_tokenizer_path"),
+        flags=(
+            "--tokenizer-model",
+            "--tokenizer-name-or-path",
+            "--tokenizer-file",
+            "--hf_tokenizer_path",
+        ),
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
     vocab_extra_ids: int = option(
-        0, "Extra entries at the end of a SentencePieceTokenizer's vocabulary.", at_least=0, at_most=MOST_WIDTH
+        0,
+        "Extra entries at the end of a SentencePieceTokenizer's vocabulary.",
+        at_least=0,
+        at_most=MOST_WIDTH,
     )
     tiktoken_pattern: str | None = option(
-        None, "How a TikTokenizer cuts text into pieces before it merges bytes.",
+        None,
+        "How a TikTokenizer cuts text into pieces before it merges bytes.",
         choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
         derived="known for published rank files, v2 for a JSON vocabulary",
     )
     tiktoken_num_special_tokens: int | None = option(
-        None, "Ids that a TikTokenizer keeps for special tokens.", at_least=1, at_most=MOST_WIDTH,
+        None,
+        "Ids that a TikTokenizer keeps for special tokens.",
+        at_least=1,
+        at_most=MOST_WIDTH,
         derived="1000 for a JSON vocabulary, the tokens named or published for a rank file",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
-        None, "Names of a TikTokenizer's special tokens, in the order of their ids.", metavar="NAME",
+        None,
+        "Names of a TikTokenizer's special tokens, in the order of their ids.",
+        metavar="NAME",
         flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
-        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary, <|endoftext|> for a rank file",
+        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary, <|endoftext|> for "
+        "a rank file",
     )

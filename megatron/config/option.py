@@ -1,7 +1,10 @@
-"""What one setting is: its type, its flags, its limits and its help, kept beside the dataclass field itself.
+"""What one setting is: its type, its flags, its limits and its help, kept beside the dataclass
+field itself.
 
-The command line, the type checks, the range checks, --help and --print-config are all made from these.
+The command line, the type checks, the range checks, --help and --print-config are all made from
+these.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -16,16 +19,23 @@ from megatron.errors import ConfigError
 
 _KEY = "option"
 _KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
-_ARTICLE = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping"}
+_ARTICLE = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    dict: "a mapping",
+}
 _SHOWN = 40  # characters of a bad value
 
-# Upper ends of ranges, far above what any run has had. Larger numbers are slips, and would end in a full memory, in
-# minutes of work before the first step, or as infinity in fp32. MOST is that of all settings without one of their own:
-# iterations, minutes, entries of a vocabulary.
+# Upper ends of ranges, far above what any run has had. Larger numbers are slips, and would end in a
+# full memory, in minutes of work before the first step, or as infinity in fp32. MOST is that of all
+# settings without one of their own: iterations, minutes, entries of a vocabulary.
 MOST = 10**9
 MOST_LAYERS = 2**16
 MOST_WIDTH = 2**20  # a matrix of this width squared has 4 TiB in fp32
-MOST_POSITIONS = 2**24  # beyond it fp32, in which angles are computed, does not tell positions apart
+# beyond it fp32, in which angles are computed, does not tell positions apart
+MOST_POSITIONS = 2**24
 MOST_PROCESSES = 2**20  # ten times the devices of the largest machines
 MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
 MOST_SAMPLES = 10**12
@@ -35,12 +45,14 @@ LEAST_NORMAL = 2.0**-126  # of fp32; what is smaller may be zero
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. `name` and `kind` are read from the dataclass field; the rest is written there with `option(...)`.
+    """One setting. `name` and `kind` are read from the dataclass field; the rest is written there
+    with `option(...)`.
 
-    flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a bool off.
-    shortcuts: spellings without a value that set the field to the given one. weak_shortcuts: the same, but they
-    yield to any other flag of the field. value_names: other accepted names of a choice, or other accepted words for a
-    number, in lower case. implies: a spelling, or a name of a value, that also sets other fields unless a flag does.
+    flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a
+    bool off. shortcuts: spellings without a value that set the field to the given one.
+    weak_shortcuts: the same, but they yield to any other flag of the field. value_names: other
+    accepted names of a choice, or other accepted words for a number, in lower case. implies: a
+    spelling, or a name of a value, that also sets other fields unless a flag does.
     """
 
     name: str = ""
@@ -56,10 +68,12 @@ class Option:
     value_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     implies: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     inert: str = ""  # why the setting has no effect, for those that existing scripts give
-    hint: str = ""  # what to do about a value that is no choice; why another word is read as a number
+    # what to do about a value that is no choice; why another word is read as a number
+    hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
-    implied: Any = None  # the value meant by the flag without a value, for the few flags that allow it
+    # the value meant by the flag without a value, for the few flags that allow it
+    implied: Any = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -92,7 +106,9 @@ class Option:
                 texts = [part for text in texts for part in text.split(",")]
             return self.accept([self._parse_one(text) for text in texts])
         if len(texts) != 1:
-            raise ValueError(f"takes one value, got {len(texts)}" + (f": {' '.join(texts)}" if texts else ""))
+            raise ValueError(
+                f"takes one value, got {len(texts)}" + (f": {' '.join(texts)}" if texts else "")
+            )
         if self.has_none and texts[0].lower() == "none":
             return None
         return self.accept(self._parse_one(texts[0]))
@@ -112,11 +128,15 @@ class Option:
                 try:
                     return float(text)  # 1e6 is a whole number too; accept() refuses 1.5
                 except ValueError:
-                    raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'") from None
+                    raise ValueError(
+                        f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'"
+                    ) from None
         return text
 
     def accept(self, value: Any) -> Any:
-        """The value in the field's own type and spelling; ValueError for a wrong type, choice or range."""
+        """The value in the field's own type and spelling; ValueError for a wrong type, choice or
+        range.
+        """
         if self.many:
             if not isinstance(value, (list, tuple)):
                 raise ValueError(f"expected a list, got {value!r}")
@@ -144,7 +164,9 @@ class Option:
             if value.lower() in by_name:
                 return by_name[value.lower()]
         hint = f": {self.hint}" if self.hint else ""
-        raise ValueError(f"'{_shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}")
+        raise ValueError(
+            f"'{_shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
+        )
 
     def _check_range(self, value: Any) -> None:
         for wrong, words, limit in (
@@ -158,11 +180,15 @@ class Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a tool's own words: a mistake is a ConfigError as any other, names are written in full, and the help
-    keeps the lines of its texts."""
+    """A parser of a tool's own words: a mistake is a ConfigError as any other, names are written in
+    full, and the help keeps the lines of its texts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
+        kwargs = {
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "allow_abbrev": False,
+            **kwargs,
+        }
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
@@ -175,7 +201,9 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """An argparse type for the tools: a number above 0, or from `least` on, written as for a setting."""
+    """An argparse type for the tools: a number above 0, or from `least` on, written as for a
+    setting.
+    """
     above = 0 if least is None else None
     return functools.partial(_number, Option(kind=float, at_least=least, above=above, at_most=most))
 
@@ -197,9 +225,11 @@ def _shown(value: Any) -> str:
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
-    """A dataclass field with an Option beside it. `default` None means unset (required, derived or simply off).
+    """A dataclass field with an Option beside it. `default` None means unset (required, derived or
+    simply off).
 
-    `flags` defaults to the field's name with dashes. Use flags=() for a field with no flag of its own.
+    `flags` defaults to the field's name with dashes. Use flags=() for a field with no flag of its
+    own.
     """
     attributes.setdefault("flags", None)
     metadata = {_KEY: {"help": help, "default": default, **attributes}}
@@ -230,9 +260,16 @@ def _read(f: dataclasses.Field[Any]) -> Option:
     flags, off_flags = tuple(flags), tuple(attributes.pop("off_flags", ()))
     shown_off = kind is bool and not flags
     if kind is bool and not f.name.startswith("no_"):
-        # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON switched on.
+        # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON
+        # switched on.
         flags = flags or (own,)
         off_flags = off_flags if off in off_flags else (*off_flags, off)
     return Option(
-        name=f.name, kind=kind, many=many, flags=flags, off_flags=off_flags, shown_off=shown_off, **attributes
+        name=f.name,
+        kind=kind,
+        many=many,
+        flags=flags,
+        off_flags=off_flags,
+        shown_off=shown_off,
+        **attributes,
     )

@@ -1,4 +1,7 @@
-"""Pieces of one's own: what a run takes in place of the project's. megatron/protocols.py has their protocols."""
+"""Pieces of one's own: what a run takes in place of the project's. megatron/protocols.py has their
+protocols.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,7 +31,10 @@ class Pieces:
     def __post_init__(self) -> None:
         for name, piece in vars(self).items():
             if name not in ("callbacks", "file") and piece is not None and not callable(piece):
-                raise ConfigError(f"{name}={piece!r} cannot be called: give a function or a class, not what it makes")
+                raise ConfigError(
+                    f"{name}={piece!r} cannot be called: give a function or a class, not what it "
+                    "makes"
+                )
 
     def own(self) -> Iterator[tuple[str, Any]]:
         """(name, piece) of those that are not the project's."""
@@ -41,7 +47,10 @@ class Pieces:
 
     def describe(self) -> dict[str, str]:
         """{name: where it is defined}, for logs and for comparing ranks."""
-        return {name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}" for name, p in self.own()}
+        return {
+            name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
+            for name, p in self.own()
+        }
 
     def files(self) -> list[str]:
         """The files in which they are defined."""
@@ -59,12 +68,14 @@ PLAIN = Pieces()
 
 
 def load_pieces(file: str) -> Pieces:
-    """Run a Python file, which the user has named, and take its PIECES: a dictionary of what Pieces has.
+    """Run a Python file, which the user has named, and take its PIECES: a dictionary of what Pieces
+    has.
 
     Raises ConfigError for a file that is not there, and for one without them.
     """
     path = Path(file)
-    name = f"pieces_{path.stem}"  # under which functions and classes are found again in another process
+    # under which functions and classes are found again in another process
+    name = f"pieces_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"--pieces {file}: there is no such Python file")
@@ -74,7 +85,8 @@ def load_pieces(file: str) -> Pieces:
     found = getattr(sys.modules[name], "PIECES", None)
     if not isinstance(found, dict) or not found.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
-            f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, schedule or "
+            f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, "
+            "schedule or "
             f"callbacks, not {found!r}"
         )
     return Pieces(**found, file=str(path))

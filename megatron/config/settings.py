@@ -1,4 +1,7 @@
-"""The flat form of a configuration while it is put together: values, where each came from, and what is wrong."""
+"""The flat form of a configuration while it is put together: values, where each came from, and what
+is wrong.
+"""
+
 from __future__ import annotations
 
 import difflib
@@ -59,12 +62,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """', did you mean --x or --y?', or nothing. Names that begin with the word come first."""
     names = sorted(known)
     longer = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
-    near = longer if 1 <= len(longer) <= 3 else difflib.get_close_matches(word, names, n=3, cutoff=0.75)
+    near = (
+        longer
+        if 1 <= len(longer) <= 3
+        else difflib.get_close_matches(word, names, n=3, cutoff=0.75)
+    )
     return f", did you mean {' or '.join(near)}?" if near else ""
 
 
 def raise_problems(problems: list[str]) -> None:
-    """ConfigError with all problems as a numbered list, or one alone on one line; nothing when there are none."""
+    """ConfigError with all problems as a numbered list, or one alone on one line; nothing when
+    there are none.
+    """
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         raise ConfigError(f"the configuration has 1 problem: {unique[0]}")
@@ -75,9 +84,11 @@ def raise_problems(problems: list[str]) -> None:
 
 @dataclass
 class Settings:
-    """Values by setting name. `given` holds what somebody chose; `values` adds defaults and what follows from them.
+    """Values by setting name. `given` holds what somebody chose; `values` adds defaults and what
+    follows from them.
 
-    A setting in `bad` had an unusable value: its problem is on the list, and checks that need it are left out.
+    A setting in `bad` had an unusable value: its problem is on the list, and checks that need it
+    are left out.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +123,9 @@ class Settings:
     def mark_bad(self, name: str, problem: str, origin: str) -> None:
         """Record that a setting has no usable value."""
         self.bad.add(name)
-        self.problems.append(problem if origin in ("command line", "argument") else f"{problem} ({origin})")
+        self.problems.append(
+            problem if origin in ("command line", "argument") else f"{problem} ({origin})"
+        )
 
     def fill_defaults(self) -> None:
         """Start `values` from the defaults and what was given."""

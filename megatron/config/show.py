@@ -1,4 +1,5 @@
 """The resolved configuration as text."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ def render_config(config: Config) -> str:
         for option in options_of(section):
             value = _text(getattr(getattr(config, attribute), option.name))
             dots = "." * max(3, _NAME_WIDTH - len(option.name))
-            lines.append(f"  {option.name} {dots} {value:<{_VALUE_WIDTH}} ({config.origin(option.name)})")
+            lines.append(
+                f"  {option.name} {dots} {value:<{_VALUE_WIDTH}} ({config.origin(option.name)})"
+            )
     lines.append("-------------------- end of arguments ---------------------")
     return "\n".join(lines)
 

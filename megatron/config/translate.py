@@ -1,8 +1,10 @@
 """Flags of other frameworks that say in their own way what settings here say.
 
-DIRECT ones mean settings by themselves. LATE ones depend on other settings, such as the number of layers, so that they
-are read when a preset and all flags have given theirs. Each is accepted with a notice of what it means here.
+DIRECT ones mean settings by themselves. LATE ones depend on other settings, such as the number of
+layers, so that they are read when a preset and all flags have given theirs. Each is accepted with a
+notice of what it means here.
 """
+
 from __future__ import annotations
 
 import functools
@@ -24,7 +26,10 @@ _MOST_LETTERS = 2**18  # of a layout, written out
 NO_PIPELINE = "--no-pipeline-parallel"
 PARTITION = "--pp-partition-method"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+EMBEDDING, LOSS = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 LAYOUT = "--pipeline-model-parallel-layout"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may give.
@@ -37,7 +42,9 @@ LATE: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Direct:
-    """A flag that means settings by itself. `read` gives values of some; ValueError says what is wrong with words."""
+    """A flag that means settings by itself. `read` gives values of some; ValueError says what is
+    wrong with words.
+    """
 
     settings: tuple[str, ...]
     read: Callable[[list[str]], dict[str, Any]]
@@ -53,7 +60,11 @@ def meaning(written: str, values: Mapping[str, Any]) -> str:
     said = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not said:
         return f"{written} has no effect: that is always so here"
-    return f"{written} means {said}" if len(said) <= _NOTICE else f"{written} means {said[:_NOTICE]}..."
+    return (
+        f"{written} means {said}"
+        if len(said) <= _NOTICE
+        else f"{written} means {said[:_NOTICE]}..."
+    )
 
 
 def _one(words: list[str]) -> str:
@@ -82,7 +93,9 @@ def _gated_activation(words: list[str]) -> dict[str, Any]:
 
 
 def _profiled_steps(words: list[str]) -> dict[str, Any]:
-    """The first and the last profiled step, counted from 1; --profile-step-end is the iteration at which it ends."""
+    """The first and the last profiled step, counted from 1; --profile-step-end is the iteration at
+    which it ends.
+    """
     first, comma, last = _one(words).partition(",")
     if not comma:
         raise ValueError(f"expected FIRST,LAST, got '{first}'")
@@ -90,7 +103,12 @@ def _profiled_steps(words: list[str]) -> dict[str, Any]:
 
 
 def _timeout(words: list[str]) -> dict[str, Any]:
-    return {"distributed_timeout_minutes": all_options()["distributed_timeout_minutes"].parse([_one(words)]) / 60}
+    return {
+        "distributed_timeout_minutes": all_options()["distributed_timeout_minutes"].parse(
+            [_one(words)]
+        )
+        / 60
+    }
 
 
 # ---- data
@@ -99,10 +117,13 @@ _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
 def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
-    """The WEIGHT PREFIX pairs of BigScience's weighted paths, which also have a name and a part of each file."""
+    """The WEIGHT PREFIX pairs of BigScience's weighted paths, which also have a name and a part of
+    each file.
+    """
     if len(groups) != 1:
         raise ValueError(
-            f"names {len(groups)} data sets: one is possible, so use {all_options()[setting].flag} with one blend, or "
+            f"names {len(groups)} data sets: one is possible, so use {all_options()[setting].flag} "
+            "with one blend, or "
             f"quote the text as a whole: {_WEIGHTED}"
         )
     pairs: list[str] = []
@@ -113,7 +134,8 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
         weight, (start, end), prefix = fields[0], map(float, fields[1].split(":")), fields[2]
         if (start, end) != (0, 1):
             raise ValueError(
-                f"takes the part {fields[1]} of {prefix}: files are taken whole (0:1) here; use --data-path with "
+                f"takes the part {fields[1]} of {prefix}: files are taken whole (0:1) here; use "
+                "--data-path with "
                 "--split where the parts of all files are the same, else files of their own"
             )
         pairs += [weight, prefix]
@@ -123,7 +145,7 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
 def _blend_of_file(setting: str, words: list[str]) -> dict[str, Any]:
     groups = re.findall(r'"([^"]*)"', _text(_one(words)))
     if not groups:
-        raise ValueError(f"{words[0]} does not hold \"{_WEIGHTED[1:-1]}\" in double quotes")
+        raise ValueError(f'{words[0]} does not hold "{_WEIGHTED[1:-1]}" in double quotes')
     return _blend(setting, groups)
 
 
@@ -149,7 +171,9 @@ def _splits_of_file(words: list[str]) -> dict[str, Any]:
         if listed is not None and not isinstance(listed, (list, str)):
             raise ValueError(f'{words[0]}: "{split}" is no list of WEIGHT PREFIX pairs')
         if listed:
-            found[f"{split}_data_path"] = listed.split() if isinstance(listed, str) else list(map(str, listed))
+            found[f"{split}_data_path"] = (
+                listed.split() if isinstance(listed, str) else list(map(str, listed))
+            )
     return found
 
 
@@ -171,7 +195,9 @@ DIRECT: Mapping[str, Direct] = {
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
     "--data-args-path": Direct(("data_path",), _words_of_file),
-    "--per-split-data-args-path": Direct(("train_data_path", "valid_data_path", "test_data_path"), _splits_of_file),
+    "--per-split-data-args-path": Direct(
+        ("train_data_path", "valid_data_path", "test_data_path"), _splits_of_file
+    ),
 }
 
 
@@ -197,11 +223,15 @@ def _no_pipeline(settings: Settings) -> None:
             f"({settings.origins['pipeline_model_parallel_size']}): remove one"
         )
     else:
-        settings.notices.append(f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides")
+        settings.notices.append(
+            f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides"
+        )
 
 
 class _Stages:
-    """How many layers each stage has, from flags that say it by what the first and the last stage have besides."""
+    """How many layers each stage has, from flags that say it by what the first and the last stage
+    have besides.
+    """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
         self.settings, self.flags = settings, flags
@@ -210,18 +240,33 @@ class _Stages:
         self.embedding, self.loss = self._is_on(EMBEDDING), self._is_on(LOSS)
 
     def give(self) -> None:
-        """Give pipeline_layout, or the layers of a chunk. Raises ValueError for what cannot be had here."""
+        """Give pipeline_layout, or the layers of a chunk. Raises ValueError for what cannot be had
+        here.
+        """
         ways: dict[Callable[[int, int], list[int]], list[str]] = {
-            self._by_partition: [PARTITION], self._by_ends: [FIRST, LAST], self._by_text: [LAYOUT],
+            self._by_partition: [PARTITION],
+            self._by_ends: [FIRST, LAST],
+            self._by_text: [LAYOUT],
             self._by_what_is_besides: [EMBEDDING, LOSS],
-        }  # fmt: skip
-        used = {way: flags for way, listed in ways.items() if (flags := [f for f in listed if f in self.flags])}
+        }
+        used = {
+            way: flags
+            for way, listed in ways.items()
+            if (flags := [f for f in listed if f in self.flags])
+        }
         if len(used) > 1:
             several = " and ".join(self._written(flags) for flags in used.values())
-            raise ValueError(f"{several} contradict each other: use one of them, or --pipeline-layout")
-        if self.layers is None or {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad:
+            raise ValueError(
+                f"{several} contradict each other: use one of them, or --pipeline-layout"
+            )
+        if (
+            self.layers is None
+            or {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
+        ):
             return  # which is a problem by itself
-        way, flags = next(iter(used.items()), (None, [flag for flag in CHUNKS if flag in self.flags]))
+        way, flags = next(
+            iter(used.items()), (None, [flag for flag in CHUNKS if flag in self.flags])
+        )
         if not flags:
             return
         said, chunks = self._written(flags), self._chunks()
@@ -231,31 +276,40 @@ class _Stages:
             each, rest = divmod(self.layers, self.pipeline * chunks)
             if rest or not each:
                 raise ValueError(
-                    f"{said} does not cut {self.layers} layers into equal chunks on {self.pipeline} stages: use "
+                    f"{said} does not cut {self.layers} layers into equal chunks on "
+                    f"{self.pipeline} stages: use "
                     f"--pipeline-layout with {self.pipeline * chunks} counts"
                 )
             self._say(said, {"num_layers_per_virtual_pipeline_stage": each} if chunks > 1 else {})
         elif counts := way(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
-                    f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without layers, and each needs "
+                    f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without "
+                    "layers, and each needs "
                     "one: use fewer stages, or --pipeline-layout"
                 )
             per_chunk = "num_layers_per_virtual_pipeline_stage"
-            if len(counts) > self.pipeline or self.settings.origins.get(per_chunk, "").startswith("preset"):
+            if len(counts) > self.pipeline or self.settings.origins.get(per_chunk, "").startswith(
+                "preset"
+            ):
                 self.settings.give(per_chunk, None, said)  # the layout says it
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
-        """Megatron-DeepSpeed's kinds of layers that count; none where they are those that count here anyway."""
+        """Megatron-DeepSpeed's kinds of layers that count; none where they are those that count
+        here anyway.
+        """
         method = _one(self.flags[PARTITION]).lower()
         if method == "type:transformer":
-            self.settings.notices.append(f"{PARTITION} {method} has no effect: that is always so here")
+            self.settings.notices.append(
+                f"{PARTITION} {method} has no effect: that is always so here"
+            )
             return []
         if method not in ("type:transformer|embedding", "type:embedding|transformer"):
             raise ValueError(f"{PARTITION} {method} is not supported: use --pipeline-layout")
         tied = not self.settings.given.get("untie_embeddings_and_output_weights", False)
-        counts = even_counts(layers + 1 + tied, self.pipeline)  # a tied output layer is an embedding, too
+        # a tied output layer is an embedding, too
+        counts = even_counts(layers + 1 + tied, self.pipeline)
         return _without(counts, 1, int(tied))
 
     def _by_what_is_besides(self, layers: int, chunks: int) -> list[int]:
@@ -263,8 +317,10 @@ class _Stages:
         each, rest = divmod(layers + more, self.pipeline * chunks)
         if rest:
             raise ValueError(
-                f"{self._written([EMBEDDING, LOSS])}: {layers} layers and {more} more are not a multiple of "
-                f"{self.pipeline * chunks} stages: use --pipeline-layout with the layers of each stage"
+                f"{self._written([EMBEDDING, LOSS])}: {layers} layers and {more} more are not a "
+                "multiple of "
+                f"{self.pipeline * chunks} stages: use --pipeline-layout with the layers of each "
+                "stage"
             )
         return _without([each] * (self.pipeline * chunks), self.embedding, self.loss)
 
@@ -276,34 +332,43 @@ class _Stages:
         if rest or left < 0 or any(rank % chunks for rank in ranks):
             within = f" in {chunks} chunks each" if chunks > 1 else ""
             raise ValueError(
-                f"{self._written([FIRST, LAST])} leaves {left} of {layers} layers, which {middle} stages{within} "
+                f"{self._written([FIRST, LAST])} leaves {left} of {layers} layers, which {middle} "
+                f"stages{within} "
                 "cannot share evenly: use --pipeline-layout with the layers of each stage"
             )
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 
     def _by_text(self, layers: int, chunks: int) -> list[int]:
-        """Megatron's notation: E, t and L for embedding, layer and loss, | between stages, *n for n times the letter or
-        the brackets before it."""
+        """Megatron's notation: E, t and L for embedding, layer and loss, | between stages, *n for n
+        times the letter or the brackets before it."""
         layout = _one(self.flags[LAYOUT])
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
         stages = _unroll(r"([EtL|])\*([0-9]{1,6})", text)
         counts = [stage.count("t") for stage in stages.split("|")]
         if not re.fullmatch(r"Et+(\|t+)*L", stages) or len(counts) % self.pipeline:
             raise ValueError(
-                f"{LAYOUT} {layout[:80]}: the first stage begins with E, the last ends with L, each has layers (t) and "
-                f"their number is a multiple of {self.pipeline}: use --pipeline-layout with the layers of each stage"
+                f"{LAYOUT} {layout[:80]}: the first stage begins with E, the last ends with L, "
+                "each has layers (t) and "
+                f"their number is a multiple of {self.pipeline}: use --pipeline-layout with the "
+                "layers of each stage"
             )
         return counts
 
     def _chunks(self) -> int:
-        """Chunks of each process: as given, or from the layers of a chunk; 1 where nothing says it."""
+        """Chunks of each process: as given, or from the layers of a chunk; 1 where nothing says
+        it.
+        """
         per_chunk = self.settings.given.get("num_layers_per_virtual_pipeline_stage")
-        preset = self.settings.origins.get("num_layers_per_virtual_pipeline_stage", "").startswith("preset")
+        preset = self.settings.origins.get("num_layers_per_virtual_pipeline_stage", "").startswith(
+            "preset"
+        )
         numbers = {f"{flag} {number}": number for flag in CHUNKS if (number := self._number(flag))}
         if numbers and per_chunk is not None and not preset:
             numbers[f"--num-layers-per-virtual-pipeline-stage {per_chunk}"] = 0
         if len(set(numbers.values())) > 1:
-            raise ValueError(f"{' and '.join(numbers)} both say how many chunks there are: use one of them")
+            raise ValueError(
+                f"{' and '.join(numbers)} both say how many chunks there are: use one of them"
+            )
         if numbers:
             return next(iter(numbers.values()))
         if per_chunk is None or self.layers is None:
@@ -328,14 +393,19 @@ class _Stages:
         for name, value in values.items():
             chosen, written = self.settings.given.get(name, value), all_options()[name].written
             if chosen != value and not self.settings.origins[name].startswith("preset"):
-                raise ValueError(f"{said} means {written(value)}, but {written(chosen)} is given: use one of them")
+                raise ValueError(
+                    f"{said} means {written(value)}, but {written(chosen)} is given: use one of "
+                    "them"
+                )
             self.settings.give(name, value, f"command line: {said}")
         self.settings.notices.append(meaning(said, values))
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:
     """Layers of stages whose ends have something in the place of so many of them."""
-    return [count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)]
+    return [
+        count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)
+    ]
 
 
 def _unroll(pattern: str, text: str) -> str:
@@ -344,7 +414,9 @@ def _unroll(pattern: str, text: str) -> str:
     for match in re.finditer(pattern, text):
         length += len(match[1]) * int(match[2])
         if length > _MOST_LETTERS:
-            raise ValueError(f"{LAYOUT} {text[:80]} has more than {_MOST_LETTERS} letters: use --pipeline-layout")
+            raise ValueError(
+                f"{LAYOUT} {text[:80]} has more than {_MOST_LETTERS} letters: use --pipeline-layout"
+            )
         pieces += [text[end : match.start()], match[1] * int(match[2])]
         end = match.end()
     return "".join([*pieces, text[end:]])

@@ -1,4 +1,7 @@
-"""Every check of a resolved configuration. All problems are found together; none needs a process group or a file."""
+"""Every check of a resolved configuration. All problems are found together; none needs a process
+group or a file.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -13,7 +16,9 @@ _CHECKS: list[tuple[tuple[str, ...], Check]] = []
 
 
 def check(*needs: str) -> Callable[[Check], Check]:
-    """Register a check that runs when all of these settings have usable values; it yields problems."""
+    """Register a check that runs when all of these settings have usable values; it yields
+    problems.
+    """
 
     def register(function: Check) -> Check:
         _CHECKS.append((needs, function))
@@ -26,18 +31,25 @@ def validate(settings: Settings) -> None:
     """Add every problem of `settings.values` to `settings.problems`."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if settings.values[name] is None and name not in settings.bad:
-            settings.problems.append(f"{all_options()[name].flag} is missing: give it, or a --preset")
+            settings.problems.append(
+                f"{all_options()[name].flag} is missing: give it, or a --preset"
+            )
     for needs, function in _CHECKS:
         if settings.usable(*needs):
             settings.problems.extend(function(settings.values))
 
 
 def run_requirements(settings: Settings) -> None:
-    """Problems of a configuration that lacks what a training run needs; before defaults stand in for it."""
+    """Problems of a configuration that lacks what a training run needs; before defaults stand in
+    for it.
+    """
     known, add = {*settings.given, *settings.bad}, settings.problems.append
     skips_training = settings.given.get("skip_train")
     if not known & {"train_iters", "train_samples", "train_tokens"} and not skips_training:
-        add("the length of the run is missing: give --train-iters, --train-samples or --train-tokens")
+        add(
+            "the length of the run is missing: give --train-iters, --train-samples or "
+            "--train-tokens"
+        )
     if "lr" not in known and not skips_training:
         add("--lr is missing: give the highest learning rate, such as --lr 3e-4")
     if "micro_batch_size" not in known:
@@ -78,10 +90,15 @@ def _grouped_queries(v: dict[str, Any]) -> Iterator[str]:
 
 @check("seq_length", "max_position_embeddings", "position_embedding_type")
 def _positions(v: dict[str, Any]) -> Iterator[str]:
-    if v["position_embedding_type"] == "learned_absolute" and v["seq_length"] > v["max_position_embeddings"]:
+    if (
+        v["position_embedding_type"] == "learned_absolute"
+        and v["seq_length"] > v["max_position_embeddings"]
+    ):
         yield (
-            f"--seq-length {v['seq_length']} is longer than --max-position-embeddings {v['max_position_embeddings']}: "
-            "learned positions must cover the sequence; raise the latter or use --position-embedding-type rope"
+            f"--seq-length {v['seq_length']} is longer than --max-position-embeddings "
+            f"{v['max_position_embeddings']}: "
+            "learned positions must cover the sequence; raise the latter or use "
+            "--position-embedding-type rope"
         )
 
 
@@ -91,7 +108,8 @@ def _rotary_width(v: dict[str, Any]) -> Iterator[str]:
         width = int(v["kv_channels"] * v["rotary_percent"])
         if width < 2 or width % 2:
             yield (
-                f"RoPE turns pairs, but --rotary-percent {v['rotary_percent']:g} of a head of {v['kv_channels']} is "
+                f"RoPE turns pairs, but --rotary-percent {v['rotary_percent']:g} of a head of "
+                f"{v['kv_channels']} is "
                 f"{width}: it must be even and at least 2"
             )
 
@@ -100,7 +118,10 @@ def _rotary_width(v: dict[str, Any]) -> Iterator[str]:
 def _activations(v: dict[str, Any]) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "squared_relu", "openai_gelu") if v[n]]
     if len(chosen) > 1:
-        yield f"{' and '.join(all_options()[n].flag for n in chosen)} contradict each other: choose one activation"
+        yield (
+            f"{' and '.join(all_options()[n].flag for n in chosen)} contradict each other: "
+            "choose one activation"
+        )
 
 
 # ---- parallelism
@@ -114,10 +135,15 @@ def _tensor_parallel(v: dict[str, Any]) -> Iterator[str]:
         names.append("seq_length")
     for name in names:
         size = v[name]
-        if size is not None and size % tp and not (name == "num_key_value_heads" and size == v["num_attention_heads"]):
+        if (
+            size is not None
+            and size % tp
+            and not (name == "num_key_value_heads" and size == v["num_attention_heads"])
+        ):
             why = " with --sequence-parallel" if name == "seq_length" else ""
             yield (
-                f"{all_options()[name].flag} {size} is not a multiple of --tensor-model-parallel-size {tp}{why}: use "
+                f"{all_options()[name].flag} {size} is not a multiple of "
+                f"--tensor-model-parallel-size {tp}{why}: use "
                 f"{nearest_multiples(size, tp)}, or another tensor-parallel size"
             )
 
@@ -125,18 +151,25 @@ def _tensor_parallel(v: dict[str, Any]) -> Iterator[str]:
 @check("num_layers", "pipeline_model_parallel_size")
 def _pipeline(v: dict[str, Any]) -> Iterator[str]:
     layers, pp = v["num_layers"], v["pipeline_model_parallel_size"]
-    per_chunk, chunks = v["num_layers_per_virtual_pipeline_stage"], v["virtual_pipeline_model_parallel_size"]
+    per_chunk, chunks = (
+        v["num_layers_per_virtual_pipeline_stage"],
+        v["virtual_pipeline_model_parallel_size"],
+    )
     if v["pipeline_layout"] is not None:
         yield from _layout(v["pipeline_layout"], layers, pp, per_chunk)
     elif per_chunk is not None:
         yield from _interleaving(layers, pp, per_chunk)
     elif layers < pp:
         yield (
-            f"--num-layers {layers} is less than the {pp} stages of --pipeline-model-parallel-size {pp}: "
+            f"--num-layers {layers} is less than the {pp} stages of --pipeline-model-parallel-size "
+            f"{pp}: "
             f"each stage needs a layer, so use at most {layers} stages"
         )
     if chunks > 1 and pp == 1:
-        yield "interleaved chunks need --pipeline-model-parallel-size of at least 2: drop the interleaving"
+        yield (
+            "interleaved chunks need --pipeline-model-parallel-size of at least 2: drop the "
+            "interleaving"
+        )
     if chunks > 1 and v["enable_zbh1_pipeline"]:
         yield "--enable-zbh1-pipeline has no interleaved form: drop it or the interleaved chunks"
 
@@ -144,7 +177,10 @@ def _pipeline(v: dict[str, Any]) -> Iterator[str]:
 def _layout(layout: str, layers: int, pp: int, per_chunk: int | None) -> Iterator[str]:
     counts = layout_counts(layout)
     if counts is None:
-        yield f"--pipeline-layout '{layout}' is not a list of layer counts of at least 1, such as 3,4,4,3"
+        yield (
+            f"--pipeline-layout '{layout}' is not a list of layer counts of at least 1, such as "
+            "3,4,4,3"
+        )
         return
     if len(counts) % pp:
         yield (
@@ -152,10 +188,14 @@ def _layout(layout: str, layers: int, pp: int, per_chunk: int | None) -> Iterato
             f"--pipeline-model-parallel-size {pp}"
         )
     if sum(counts) != layers:
-        yield f"--pipeline-layout '{layout}' has {sum(counts)} layers in all, but --num-layers is {layers}"
+        yield (
+            f"--pipeline-layout '{layout}' has {sum(counts)} layers in all, but --num-layers is "
+            f"{layers}"
+        )
     if per_chunk is not None and any(count != per_chunk for count in counts):
         yield (
-            f"--pipeline-layout '{layout}' contradicts --num-layers-per-virtual-pipeline-stage {per_chunk}: "
+            f"--pipeline-layout '{layout}' contradicts --num-layers-per-virtual-pipeline-stage "
+            f"{per_chunk}: "
             "the layout alone is enough"
         )
 
@@ -164,23 +204,34 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
     if layers % (pp * per_chunk) == 0 and layers // (pp * per_chunk) >= 2:
         return
     valid = [n for n in range(1, layers // (2 * pp) + 1) if layers % (pp * n) == 0]
-    text = f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not cut {layers} layers into two or more equal " \
-           f"chunks on each of {pp} pipeline ranks"
+    text = (
+        f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not cut {layers} layers into "
+        "two or more equal "
+        f"chunks on each of {pp} pipeline ranks"
+    )
     if valid:
         near = sorted(sorted(valid, key=lambda n: abs(n - per_chunk))[:2])
         yield f"{text}: use {' or '.join(map(str, near))}"
     else:
         multiple = nearest_multiples(layers, 2 * pp)
-        yield f"{text}: no number does; use {multiple} layers, or --pipeline-layout with {2 * pp} counts"
+        yield (
+            f"{text}: no number does; use {multiple} layers, or --pipeline-layout with {2 * pp} "
+            "counts"
+        )
 
 
 @check("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 def _world(v: dict[str, Any]) -> Iterator[str]:
-    world, tp, pp = v["world_size"], v["tensor_model_parallel_size"], v["pipeline_model_parallel_size"]
+    world, tp, pp = (
+        v["world_size"],
+        v["tensor_model_parallel_size"],
+        v["pipeline_model_parallel_size"],
+    )
     if world % (tp * pp):
         yield (
             f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} = {tp * pp}: start {nearest_multiples(world, tp * pp)} processes, "
+            f"--pipeline-model-parallel-size {pp} = {tp * pp}: start "
+            f"{nearest_multiples(world, tp * pp)} processes, "
             "or change the sizes"
         )
 
@@ -190,7 +241,8 @@ def _device_order(v: dict[str, Any]) -> Iterator[str]:
     order = v["device_order"]
     if sorted(order) != list(range(len(order))):
         yield (
-            f"--device-order {','.join(map(str, order))} does not name each device of a node once: {len(order)} "
+            f"--device-order {','.join(map(str, order))} does not name each device of a node once: "
+            f"{len(order)} "
             f"devices are numbered 0 to {len(order) - 1}"
         )
 
@@ -204,12 +256,14 @@ def _batch(v: dict[str, Any]) -> Iterator[str]:
     step = mbs * dp
     if gbs < step:
         yield (
-            f"more processes than needed: {dp} replicas with --micro-batch-size {mbs} take {step} samples in a step, "
+            f"more processes than needed: {dp} replicas with --micro-batch-size {mbs} take {step} "
+            "samples in a step, "
             f"but --global-batch-size is {gbs}: raise it to {step}, or start fewer processes"
         )
     elif gbs % step:
         yield (
-            f"--global-batch-size {gbs} is not a multiple of --micro-batch-size {mbs} x data-parallel size {dp} = "
+            f"--global-batch-size {gbs} is not a multiple of --micro-batch-size {mbs} x "
+            f"data-parallel size {dp} = "
             f"{step}: use {nearest_multiples(gbs, step)}"
         )
 
@@ -222,11 +276,16 @@ def _rampup(v: dict[str, Any]) -> Iterator[str]:
         return
     start, increment, _ = ramp
     if start >= gbs:
-        yield f"--rampup-batch-size starts at {start}, which is not less than --global-batch-size {gbs}"
+        yield (
+            f"--rampup-batch-size starts at {start}, which is not less than --global-batch-size "
+            f"{gbs}"
+        )
     elif (gbs - start) % increment:
         yield (
-            f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not reach "
-            f"--global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as their difference"
+            f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not "
+            "reach "
+            f"--global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as their "
+            "difference"
         )
     if v["micro_batch_size"] is None or v["data_parallel_size"] is None:
         return
@@ -234,7 +293,8 @@ def _rampup(v: dict[str, Any]) -> Iterator[str]:
     for what, value in (("start", start), ("increment", increment)):
         if value % step:
             yield (
-                f"--rampup-batch-size: its {what} {value} is not a multiple of --micro-batch-size x data-parallel size "
+                f"--rampup-batch-size: its {what} {value} is not a multiple of --micro-batch-size "
+                "x data-parallel size "
                 f"= {step}: use {nearest_multiples(value, step)}"
             )
 
@@ -243,7 +303,8 @@ def _rampup(v: dict[str, Any]) -> Iterator[str]:
 def _lengths(v: dict[str, Any]) -> Iterator[str]:
     if v["train_iters"] is not None and v["train_samples"] is not None:
         yield (
-            f"--train-iters {v['train_iters']} and --train-samples {v['train_samples']} both give the length of the "
+            f"--train-iters {v['train_iters']} and --train-samples {v['train_samples']} both give "
+            "the length of the "
             "run: choose one"
         )
 
@@ -260,13 +321,20 @@ def _rate_units(v: dict[str, Any]) -> Iterator[str]:
     decay, warmup = _units(v, "lr_decay"), _units(v, "lr_warmup")
     for what, units in (("lr-decay", decay), ("lr-warmup", warmup)):
         if len(units) > 1:
-            yield f"{' and '.join(f'--{what}-{u}' for u in units)} contradict each other: choose one unit"
+            yield (
+                f"{' and '.join(f'--{what}-{u}' for u in units)} contradict each other: choose "
+                "one unit"
+            )
     if v["lr_warmup_fraction"] and warmup:
         yield f"--lr-warmup-fraction and --lr-warmup-{warmup[0]} contradict each other: choose one"
     run = "iters" if v["train_iters"] else "samples" if v["train_samples"] else None
     other = {"iters": "samples", "samples": "iters"}
     if run is not None and not (v["train_iters"] and v["train_samples"]):
-        for what, units in (("lr-decay", decay), ("lr-warmup", warmup), ("lr-wsd-decay", _wsd_units(v))):
+        for what, units in (
+            ("lr-decay", decay),
+            ("lr-warmup", warmup),
+            ("lr-wsd-decay", _wsd_units(v)),
+        ):
             if other[run] in units:
                 yield f"--{what}-{other[run]} does not go with --train-{run}: use --{what}-{run}"
 
@@ -295,7 +363,10 @@ def _rate_lengths(v: dict[str, Any]) -> Iterator[str]:
     for unit in wsd:
         length, decay = v[f"lr_wsd_decay_{unit}"], v[f"lr_decay_{unit}"]
         if decay and length + (v[f"lr_warmup_{unit}"] or 0) > decay:
-            yield f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than --lr-decay-{unit} {decay}"
+            yield (
+                f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than "
+                f"--lr-decay-{unit} {decay}"
+            )
 
 
 @check("lr", "min_lr")
@@ -309,11 +380,15 @@ def _weight_decay(v: dict[str, Any]) -> Iterator[str]:
     start, end, style = v["start_weight_decay"], v["end_weight_decay"], v["weight_decay_incr_style"]
     if style == "constant" and not start == end == v["weight_decay"]:
         yield (
-            f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need --weight-decay-incr-style linear or "
+            f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
+            "--weight-decay-incr-style linear or "
             f"cosine; with constant only --weight-decay counts"
         )
     if start > end:
-        yield f"--start-weight-decay {start:g} is greater than --end-weight-decay {end:g}: weight decay only grows"
+        yield (
+            f"--start-weight-decay {start:g} is greater than --end-weight-decay {end:g}: weight "
+            "decay only grows"
+        )
 
 
 # ---- precision, recomputation, data, checkpoints, tokenizer
@@ -336,21 +411,36 @@ def _loss_scale(v: dict[str, Any]) -> Iterator[str]:
 
 @check("recompute_num_layers")
 def _recompute(v: dict[str, Any]) -> Iterator[str]:
-    granularity, method, number = v["recompute_granularity"], v["recompute_method"], v["recompute_num_layers"]
+    granularity, method, number = (
+        v["recompute_granularity"],
+        v["recompute_method"],
+        v["recompute_num_layers"],
+    )
     if granularity != "full" and method is not None:
         given = f"is {granularity}" if granularity else "is absent"
         yield f"--recompute-method {method} needs --recompute-granularity full, which {given}"
     if granularity != "selective" and v["recompute_modules"] not in (None, ("core_attn",)):
         listed = " ".join(v["recompute_modules"])
         yield f"--recompute-modules {listed} needs --recompute-granularity selective"
-    layers, pp, chunks = v["num_layers"], v["pipeline_model_parallel_size"], v["virtual_pipeline_model_parallel_size"]
+    layers, pp, chunks = (
+        v["num_layers"],
+        v["pipeline_model_parallel_size"],
+        v["virtual_pipeline_model_parallel_size"],
+    )
     if granularity == "full" and layers is not None and pp is not None and number > layers:
         yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
-    elif granularity == "full" and method == "block" and layers and pp and v["pipeline_layout"] is None:
+    elif (
+        granularity == "full"
+        and method == "block"
+        and layers
+        and pp
+        and v["pipeline_layout"] is None
+    ):
         most = -(-layers // (pp * chunks))
         if number > most:
             yield (
-                f"--recompute-num-layers {number} is more than the {most} layers of a stage: use {most}, "
+                f"--recompute-num-layers {number} is more than the {most} layers of a stage: use "
+                f"{most}, "
                 "or --recompute-method uniform"
             )
 
@@ -363,7 +453,10 @@ def _split(v: dict[str, Any]) -> Iterator[str]:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or any(not 0 <= p < float("inf") for p in parts) or sum(parts) <= 0:
-        yield f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as 969,30,1"
+        yield (
+            f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as "
+            "969,30,1"
+        )
 
 
 @check()
@@ -372,7 +465,10 @@ def _data(v: dict[str, Any]) -> Iterator[str]:
     whole = [n for n in ("data_path", "data_file_list") if v[n]]
     flags = [all_options()[n].flag for n in (*whole, *separate)]
     if len(whole) > 1 or (whole and separate):
-        yield f"{', '.join(flags)} contradict each other: use one of --data-path, --data-file-list, --train-data-path"
+        yield (
+            f"{', '.join(flags)} contradict each other: use one of --data-path, "
+            "--data-file-list, --train-data-path"
+        )
     if v["mock_data"] and flags:
         yield f"--mock-data and {flags[0]} contradict each other: choose one"
     for name in (*separate, "data_path"):
@@ -388,10 +484,14 @@ def _packing(v: dict[str, Any]) -> Iterator[str]:
     for name in ("reset_position_ids", "reset_attention_mask"):
         if not v[name]:
             off = all_options()[name].written(False)
-            yield f"{off} and --data-packing best-fit contradict each other: packed documents are kept apart"
+            yield (
+                f"{off} and --data-packing best-fit contradict each other: packed documents are "
+                "kept apart"
+            )
     if v["train_data_exact_num_epochs"] is not None:
         yield (
-            "--train-data-exact-num-epochs repeats samples of --data-packing concat: leave one of them out, best-fit "
+            "--train-data-exact-num-epochs repeats samples of --data-packing concat: leave one of "
+            "them out, best-fit "
             "takes as many epochs as the run needs"
         )
 
@@ -420,18 +520,32 @@ def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
     if v["keep_every"] is not None and v["keep_last"] is None:
         yield f"--keep-every {v['keep_every']} removes nothing without --keep-last N: give both"
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
-        yield "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the same FOLDER"
-    for name in ("finetune", "reset_iteration", "use_checkpoint_args", "exit_on_missing_checkpoint", "load_tag"):
+        yield (
+            "--loss-spike-factor goes back to checkpoints of this run: give --save and --load "
+            "the same FOLDER"
+        )
+    for name in (
+        "finetune",
+        "reset_iteration",
+        "use_checkpoint_args",
+        "exit_on_missing_checkpoint",
+        "load_tag",
+    ):
         if v[name] and v["load"] is None:
             yield f"{all_options()[name].flag} needs --load FOLDER"
     for name in ("finetune", "reset_iteration"):
         if v[name] and v["load"] is not None and v["load"] == v["save"]:
             yield (
-                f"{all_options()[name].flag} would begin at iteration 0 again at each start, from its own checkpoints: "
-                f"give --save another FOLDER than --load {v['load']}, and resume from that one without the flag"
+                f"{all_options()[name].flag} would begin at iteration 0 again at each start, from "
+                "its own checkpoints: "
+                f"give --save another FOLDER than --load {v['load']}, and resume from that one "
+                "without the flag"
             )
     if v["override_opt_param_scheduler"] and v["use_checkpoint_opt_param_scheduler"]:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other"
+        yield (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict "
+            "each other"
+        )
 
 
 @check("walltime")
@@ -444,10 +558,14 @@ def _walltime(v: dict[str, Any]) -> Iterator[str]:
 @check()
 def _kernels(v: dict[str, Any]) -> Iterator[str]:
     if v["norm_implementation"] == "fused" and not v["persist_layer_norm"]:
-        yield "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose one"
+        yield (
+            "--norm-implementation fused and --no-persist-layer-norm contradict each other: "
+            "choose one"
+        )
     if v["optimizer_implementation"] != "auto" and v["optimizer"] != "adam":
         yield (
-            f"--optimizer-implementation {v['optimizer_implementation']} is for --optimizer adam, but --optimizer is "
+            f"--optimizer-implementation {v['optimizer_implementation']} is for --optimizer adam, "
+            "but --optimizer is "
             f"{v['optimizer']}: remove it"
         )
 
@@ -456,7 +574,8 @@ def _kernels(v: dict[str, Any]) -> Iterator[str]:
 def _profile(v: dict[str, Any]) -> Iterator[str]:
     if v["profile"] and v["profile_step_end"] <= v["profile_step_start"]:
         yield (
-            f"--profile-step-end {v['profile_step_end']} is not after --profile-step-start {v['profile_step_start']}"
+            f"--profile-step-end {v['profile_step_end']} is not after --profile-step-start "
+            f"{v['profile_step_start']}"
         )
 
 

@@ -1,1 +1,3 @@
-"""Token files, the samples drawn from them, tokenizers, and the micro-batches that training reads."""
+"""Token files, the samples drawn from them, tokenizers, and the micro-batches that training
+reads.
+"""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megatron.config.files import DataConfig
 
 SPLIT_NAMES = ("train", "valid", "test")
-# The place of --split in the description of an index over a whole data set (--train-data-path and its siblings): its
-# documents differ from those of the split that the run may also name.
+# The place of --split in the description of an index over a whole data set (--train-data-path and
+# its siblings): its documents differ from those of the split that the run may also name.
 WHOLE = "whole"
 _NAMES = re.compile(r"^(?:Data prefix|Dataset name) (.*)$", re.MULTILINE)
 
@@ -57,7 +57,8 @@ class SplitPlan:
 def parse_split(split: str) -> tuple[float, float, float]:
     """Return the shares of train, validation and test, which add up to 1.
 
-    Raises ConfigError for anything but up to three numbers, separated by commas or slashes, with a positive sum.
+    Raises ConfigError for anything but up to three numbers, separated by commas or slashes, with a
+    positive sum.
 
     >>> parse_split("3,1")
     (0.75, 0.25, 0.0)
@@ -68,15 +69,21 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = []
     total = sum(shares)
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not math.isfinite(total) or total <= 0:
-        raise ConfigError(f"--split {split!r}: expected up to three numbers >= 0 such as '969,30,1', not all zero")
+        raise ConfigError(
+            f"--split {split!r}: expected up to three numbers >= 0 such as '969,30,1', not all zero"
+        )
     shares += [0.0] * (3 - len(shares))
     return shares[0] / total, shares[1] / total, shares[2] / total
 
 
-def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return the first and past-the-last sequence of train, validation and test, in Megatron's rounding.
+def split_bounds(
+    split: str, num_sequences: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return the first and past-the-last sequence of train, validation and test, in Megatron's
+    rounding.
 
-    Each cut adds round(share * N); the surplus of the rounding is taken from every cut after the first.
+    Each cut adds round(share * N); the surplus of the rounding is taken from every cut after the
+    first.
 
     >>> split_bounds("969, 30, 1", 1000)
     ((0, 969), (969, 999), (999, 1000))
@@ -90,7 +97,8 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], tuple
 
 
 def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[BlendPart, ...]:
-    """Return the blend of one prefix, or of pairs `weight prefix`; weights are scaled to add up to 1.
+    """Return the blend of one prefix, or of pairs `weight prefix`; weights are scaled to add up to
+    1.
 
     A weight of 0 leaves a data set out. Raises ConfigError, which names `flag`, for anything else.
     """
@@ -98,7 +106,8 @@ def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[B
         return (BlendPart(1.0, values[0]),)
     if not values or len(values) % 2:
         raise ConfigError(
-            f"{flag}: expected one prefix, or pairs 'weight prefix'; got {len(values)} values: {list(values)}"
+            f"{flag}: expected one prefix, or pairs 'weight prefix'; got {len(values)} values: "
+            f"{list(values)}"
         )
     pairs = []
     for weight, prefix in zip(values[::2], values[1::2], strict=True):
@@ -112,9 +121,11 @@ def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[B
 
 
 def read_data_file_list(path: str, flag: str = "--data-file-list") -> tuple[BlendPart, ...]:
-    """Read a blend from a file with lines `weight prefix [corpus]`; empty lines and lines with # are skipped.
+    """Read a blend from a file with lines `weight prefix [corpus]`; empty lines and lines with #
+    are skipped.
 
-    Raises DataError if the file cannot be read and ConfigError, with file and line, for a line of another form.
+    Raises DataError if the file cannot be read and ConfigError, with file and line, for a line of
+    another form.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -129,7 +140,9 @@ def read_data_file_list(path: str, flag: str = "--data-file-list") -> tuple[Blen
         try:
             pairs.append((float(fields[0]), fields[1]))
         except (ValueError, IndexError):
-            raise ConfigError(f"{path}:{number}: expected 'weight prefix corpus', got {line!r}") from None
+            raise ConfigError(
+                f"{path}:{number}: expected 'weight prefix corpus', got {line!r}"
+            ) from None
     if not pairs:
         raise ConfigError(f"{path}: {flag} names no data set")
     return _normalised(pairs, flag)
@@ -141,34 +154,45 @@ def _normalised(pairs: Iterable[tuple[float, str]], flag: str) -> tuple[BlendPar
             raise ConfigError(f"{flag}: weight {weight:g} of {prefix!r}: weights are numbers >= 0")
     total = sum(weight for weight, _ in pairs)
     if total <= 0:
-        raise ConfigError(f"{flag}: all weights are 0: give at least one data set a positive weight")
+        raise ConfigError(
+            f"{flag}: all weights are 0: give at least one data set a positive weight"
+        )
     return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
 
 
 def samples_of_part(num_samples: int, weight: float) -> int:
-    """Return the samples to prepare of one data set of a blend: half a percent more than its share, as in Megatron."""
+    """Return the samples to prepare of one data set of a blend: half a percent more than its share,
+    as in Megatron.
+    """
     return math.ceil(num_samples * weight * 1.005)
 
 
 def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, SplitPlan | None]:
     """Return what the data flags name for training, validation and test; None if they name nothing.
 
-    Raises ConfigError for contradictory flags and none at all, DataError for a --data-file-list that cannot be read.
+    Raises ConfigError for contradictory flags and none at all, DataError for a --data-file-list
+    that cannot be read.
     """
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     shared = bool(data.data_path) + bool(data.data_file_list)
     if shared + any(per_split) > 1:
         raise ConfigError(
-            "--data-path, --data-file-list and --train-data-path/--valid-data-path/--test-data-path exclude each "
+            "--data-path, --data-file-list and "
+            "--train-data-path/--valid-data-path/--test-data-path exclude each "
             "other: give one of the three"
         )
     if shared:
-        blend = parse_data_path(data.data_path) if data.data_path else read_data_file_list(str(data.data_file_list))
+        blend = (
+            parse_data_path(data.data_path)
+            if data.data_path
+            else read_data_file_list(str(data.data_file_list))
+        )
         plan = SplitPlan(blend, data.split)
         return plan, plan, plan
     if not any(per_split):
         raise ConfigError(
-            "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data for a trial"
+            "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
+            "for a trial"
         )
     train, valid, test = (
         SplitPlan(parse_data_path(paths, f"--{name}-data-path"), WHOLE) if paths else None
@@ -178,10 +202,16 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
 
 
 def data_prefixes(config: Config) -> list[str]:
-    """Return the prefixes of all files that the run reads, training data first. Raises as plan_splits does."""
+    """Return the prefixes of all files that the run reads, training data first. Raises as
+    plan_splits does.
+    """
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
-    return list(dict.fromkeys(part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend))
+    return list(
+        dict.fromkeys(
+            part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend
+        )
+    )
 
 
 def build_datasets(
@@ -197,64 +227,99 @@ def build_datasets(
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
-    `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples. `verify` reads all
-    of an index that is found and compares it with its digest; one rank of a job does this for all. `workers` indices
-    of a blend are built at the same time. Of several callers, one builds each index and the others wait for its files.
-    Raises DataError for files that are missing or damaged, and for training without data; ConfigError for
-    contradictory data flags.
+    `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples.
+    `verify` reads all of an index that is found and compares it with its digest; one rank of a job
+    does this for all. `workers` indices of a blend are built at the same time. Of several callers,
+    one builds each index and the others wait for its files. Raises DataError for files that are
+    missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
         return _own(config, counts)
     if config.data.mock_data:
-        return Datasets(*(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True)))
+        return Datasets(
+            *(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True))
+        )
     builder = _Builder(config, locations or {}, pad_id, verify, workers)
     plans = plan_splits(config.data)
     datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
     if train_samples and datasets.train is None:
-        flag = f"--split is {config.data.split!r}" if plans[0] is not None else "give --train-data-path"
+        flag = (
+            f"--split is {config.data.split!r}"
+            if plans[0] is not None
+            else "give --train-data-path"
+        )
         raise DataError(f"there is no training data: {flag}")
     return datasets
 
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    """Return the user's own data sets as a run reads them. Raises DataError if they have too few samples."""
+    """Return the user's own data sets as a run reads them. Raises DataError if they have too few
+    samples.
+    """
     assert config.pieces.datasets is not None, "the user gave a function for data sets"
     made = list(config.pieces.datasets(config, *counts))
     if len(made) != len(SPLIT_NAMES):
-        raise DataError(f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one without data")
+        raise DataError(
+            f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one "
+            "without data"
+        )
     found: list[Any] = []
     for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
-        short = own is not None and name == "train" and config.data.dataloader_type == "single" and len(own) < count
+        short = (
+            own is not None
+            and name == "train"
+            and config.data.dataloader_type == "single"
+            and len(own) < count
+        )
         if count and name == "train" and (own is None or short):
             raise DataError(
-                f"your data set has {0 if own is None else len(own)} training samples and the run takes {count}: "
+                f"your data set has {0 if own is None else len(own)} training samples and the run "
+                f"takes {count}: "
                 f"make as many, or give --dataloader-type cyclic"
             )
-        found.append(None if own is None or not count else OwnDataset(own, name, config.model.seq_length))
+        found.append(
+            None if own is None or not count else OwnDataset(own, name, config.model.seq_length)
+        )
     return Datasets(*found)
 
 
 def _mock(config: Config, name: str, count: int) -> MockDataset | None:
     vocab_size = config.model.vocab_size
     if vocab_size is None:
-        raise ConfigError("--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer")
-    return MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed) if count else None
+        raise ConfigError(
+            "--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer"
+        )
+    return (
+        MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed)
+        if count
+        else None
+    )
 
 
 class _Builder:
     """Builds the splits of one run; opens each pair of files once."""
 
-    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool, workers: int) -> None:
-        self._data, self._locations, self._pad_id, self._verify = config.data, locations, pad_id, verify
+    def __init__(
+        self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool, workers: int
+    ) -> None:
+        self._data, self._locations, self._pad_id, self._verify = (
+            config.data,
+            locations,
+            pad_id,
+            verify,
+        )
         self._workers = workers
         self._seq_length, self._seed = config.model.seq_length, config.training.seed
         self._opened: dict[str, IndexedDataset] = {}
 
-    def build(self, index: int, plan: SplitPlan | None, num_samples: int) -> Source | BlendedDataset | None:
+    def build(
+        self, index: int, plan: SplitPlan | None, num_samples: int
+    ) -> Source | BlendedDataset | None:
         """Return split number `index` (train, valid, test); None without data or samples.
 
-        A data set too small for this split is left out, and the weights of the others grow in proportion.
+        A data set too small for this split is left out, and the weights of the others grow in
+        proportion.
         """
         if plan is None or num_samples == 0:
             return None
@@ -271,7 +336,10 @@ class _Builder:
             num_samples = self._samples_of_exact_epochs(parts, num_samples)
         total = sum(weight for weight, _, _ in parts)
         alone = len(plan.blend) == 1
-        wanted = [num_samples if alone else samples_of_part(num_samples, weight / total) for weight, _, _ in parts]
+        wanted = [
+            num_samples if alone else samples_of_part(num_samples, weight / total)
+            for weight, _, _ in parts
+        ]
         make: Callable[..., Source] = partial(
             PackedDataset if self._data.data_packing == "best-fit" else GPTDataset,
             name=SPLIT_NAMES[index],
@@ -292,41 +360,59 @@ class _Builder:
             return datasets[0]
         weights = [weight for weight, _, _ in parts]
         return BlendedDataset(
-            datasets, weights, num_samples, data_cache_path=self._data.data_cache_path, verify=self._verify
+            datasets,
+            weights,
+            num_samples,
+            data_cache_path=self._data.data_cache_path,
+            verify=self._verify,
         )
 
     def _samples_of_exact_epochs(
         self, parts: Sequence[tuple[float, IndexedDataset, tuple[int, int]]], num_samples: int
     ) -> int:
-        """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the run."""
+        """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the
+        run.
+        """
         epochs = self._data.train_data_exact_num_epochs
         assert epochs is not None, "the flag was given"
         if len(parts) > 1:
             raise ConfigError(
-                f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are given: in a blend the "
+                f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are "
+                "given: in a blend the "
                 f"weights and the length of the run decide how often each is repeated"
             )
         _, indexed, bounds = parts[0]
         available = (epochs * indexed.tokens_between(*bounds) - 1) // self._seq_length
         if available < num_samples and self._data.dataloader_type != "cyclic":
             raise ConfigError(
-                f"--train-data-exact-num-epochs {epochs} gives {available} samples of {self._seq_length} tokens, and "
-                f"the run takes {num_samples}: use --train-samples {available} or less, or --dataloader-type cyclic"
+                f"--train-data-exact-num-epochs {epochs} gives {available} samples of "
+                f"{self._seq_length} tokens, and "
+                f"the run takes {num_samples}: use --train-samples {available} or less, or "
+                "--dataloader-type cyclic"
             )
         return available
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
             location = self._locations.get(prefix)
-            self._opened[prefix] = IndexedDataset(prefix, mmap=self._data.mmap_bin_files, location=location)
+            self._opened[prefix] = IndexedDataset(
+                prefix, mmap=self._data.mmap_bin_files, location=location
+            )
         return self._opened[prefix]
 
 
 def prebuild(
-    config: Config, train_samples: int, valid_samples: int, test_samples: int, *, workers: int = 1,
+    config: Config,
+    train_samples: int,
+    valid_samples: int,
+    test_samples: int,
+    *,
+    workers: int = 1,
     say: Callable[[str], None],
 ) -> Datasets:
-    """Call build_datasets and report each index with `say`: found or built, its size and place, and the totals."""
+    """Call build_datasets and report each index with `say`: found or built, its size and place, and
+    the totals.
+    """
     start = time.perf_counter()
     new: dict[str, bool] = {}
     total_bytes = 0
@@ -346,7 +432,12 @@ def prebuild(
             say(f"{title}: {how}, {size / 1e6:.2f} MB, {entry.directory / entry.key}_*")
 
     with index_cache.heard(listen):
-        datasets = build_datasets(config, train_samples, valid_samples, test_samples, verify=True, workers=workers)
+        datasets = build_datasets(
+            config, train_samples, valid_samples, test_samples, verify=True, workers=workers
+        )
     seconds = time.perf_counter() - start
-    say(f"{len(new)} indices, {sum(new.values())} of them new, {total_bytes / 1e6:.2f} MB, {seconds:.1f} s")
+    say(
+        f"{len(new)} indices, {sum(new.values())} of them new, {total_bytes / 1e6:.2f} MB, "
+        f"{seconds:.1f} s"
+    )
     return datasets

@@ -1,9 +1,10 @@
 """Locks between processes that share a file system, and files that appear complete or not at all.
 
-The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that holds it, however that
-ends. NFS carries it between nodes, Lustre if mounted with `-o flock` (with `-o localflock` only within a node). On a
-file system without flock the lock is a file that its holder touches every ten seconds; another process takes it over
-if the holder has ended on this host or has not touched it for LEASE_S.
+The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that
+holds it, however that ends. NFS carries it between nodes, Lustre if mounted with `-o flock` (with
+`-o localflock` only within a node). On a file system without flock the lock is a file that its
+holder touches every ten seconds; another process takes it over if the holder has ended on this host
+or has not touched it for LEASE_S.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megatron.errors import ConfigError
 
 LOCK_NAME = ".in_use"
 LEASE_S = 30.0
-WAIT_S = 180.0  # Lustre notices after about 150 s that a node is gone, and only then frees its locks
+# Lustre notices after about 150 s that a node is gone, and only then frees its locks
+WAIT_S = 180.0
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _MOST_CHARACTERS = 1000
 
@@ -51,7 +53,8 @@ class FileLock:
     """A lock that only one process can hold at a time. Every method may raise OSError.
 
     path     a file that exists while the lock is held; its folder must exist
-    lease_s  seconds without a sign of life after which a holder counts as dead, on file systems without flock
+    lease_s  seconds without a sign of life after which a holder counts as dead, on file systems
+             without flock
     """
 
     def __init__(self, path: Path, lease_s: float = LEASE_S) -> None:
@@ -59,22 +62,27 @@ class FileLock:
         self._lock: filelock.BaseFileLock | None = None
 
     def acquire(self, wait_s: float = 0.0, poll_s: float = 1.0) -> bool:
-        """Try every `poll_s` seconds, for at most `wait_s`, to take the lock; return whether it was taken."""
+        """Try every `poll_s` seconds, for at most `wait_s`, to take the lock; return whether it was
+        taken.
+        """
         if self._lock is None:
             self._lock = self._make()
         before = self._last_sign()
         if self._try(wait_s, poll_s):
             return True
-        # filelock does not take over from a dead holder if two names cannot be exchanged atomically, as on Lustre.
+        # filelock does not take over from a dead holder if two names cannot be exchanged
+        # atomically, as on Lustre.
         if self._needs_signs and wait_s > self._lease_s and self._last_sign() == before:
             self.path.unlink(missing_ok=True)
             return self._try(0.0, poll_s)
         return False
 
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
-        """Take the lock if it is free, or wait if its holder may have died unnoticed; return whether it was taken.
+        """Take the lock if it is free, or wait if its holder may have died unnoticed; return
+        whether it was taken.
 
-        A holder on this host is alive. For one on another host, report with `say` and wait up to `wait_s` seconds.
+        A holder on this host is alive. For one on another host, report with `say` and wait up to
+        `wait_s` seconds.
         """
         if self.acquire():
             return True
@@ -86,7 +94,9 @@ class FileLock:
 
     @property
     def _needs_signs(self) -> bool:
-        """Tell whether the file system lacks flock, so that only waiting tells a dead holder from a living one."""
+        """Tell whether the file system lacks flock, so that only waiting tells a dead holder from a
+        living one.
+        """
         return isinstance(self._lock, filelock.SoftFileLease)
 
     def _try(self, wait_s: float, poll_s: float) -> bool:
@@ -124,7 +134,8 @@ class FileLock:
         """Release the lock and remove its file. Harmless if the lock is not held."""
         if self._lock is not None and self._lock.is_locked:
             if not self._needs_signs:
-                self.path.unlink(missing_ok=True)  # first: a waiter with the old file open notices and tries again
+                # first: a waiter with the old file open notices and tries again
+                self.path.unlink(missing_ok=True)
             self._lock.release()
 
     def _make(self) -> filelock.BaseFileLock:
@@ -134,12 +145,15 @@ class FileLock:
             except OSError as error:
                 if error.errno not in _NO_FLOCK:
                     raise
-                return filelock.SoftFileLease(self.path, lease_duration=self._lease_s, thread_local=False)
+                return filelock.SoftFileLease(
+                    self.path, lease_duration=self._lease_s, thread_local=False
+                )
         return filelock.FileLock(self.path, thread_local=False)
 
 
 class FolderClaim:
-    """An exclusive claim on a folder, from `take` to `release`: a script submitted twice must not write to it twice.
+    """An exclusive claim on a folder, from `take` to `release`: a script submitted twice must not
+    write to it twice.
 
     folder  is created if missing
     what    its name in messages, such as "--save FOLDER"
@@ -151,16 +165,22 @@ class FolderClaim:
         self._lock = FileLock(folder / LOCK_NAME)
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Claim the folder; if it cannot be locked, only note that. Raises ConfigError while another program has it."""
+        """Claim the folder; if it cannot be locked, only note that. Raises ConfigError while
+        another program has it.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._lock.acquire_from_the_dead(lambda text: say(f" {text}"), self._wait_s):
                 return
         except OSError as error:
-            say(f" note: {self._what} cannot be locked ({error.strerror}): make sure that nothing else writes there")
+            say(
+                f" note: {self._what} cannot be locked ({error.strerror}): make sure that nothing "
+                "else writes there"
+            )
             return
         raise ConfigError(
-            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, stop it, or give "
+            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, "
+            "stop it, or give "
             f"this run another folder"
         )
 

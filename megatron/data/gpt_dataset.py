@@ -1,11 +1,13 @@
-"""Samples of seq_length + 1 tokens: of one data set, of a blend, of a data set of one's own, or generated.
+"""Samples of seq_length + 1 tokens: of one data set, of a blend, of a data set of one's own, or
+generated.
 
 All have a length and return int64 arrays, so a training loop takes any of them.
 
-The samples of one data set follow from three arrays: document, sample and shuffle index. The order of the draws is
-Megatron's, so that the same data, seed and counts give the same samples: one RandomState(seed) shuffles the documents
-of all epochs together, then the samples. When the last epoch gives less than 80% of an epoch's samples, its documents
-and samples are shuffled separately, so that the earlier epochs are used up first.
+The samples of one data set follow from three arrays: document, sample and shuffle index. The order
+of the draws is Megatron's, so that the same data, seed and counts give the same samples: one
+RandomState(seed) shuffles the documents of all epochs together, then the samples. When the last
+epoch gives less than 80% of an epoch's samples, its documents and samples are shuffled separately,
+so that the earlier epochs are used up first.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ class TokenDataset(Protocol):
         ...
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """Return the lengths of the pieces of sample `index`, from its first token on; the rest is padding.
+        """Return the lengths of the pieces of sample `index`, from its first token on; the rest is
+        padding.
 
-        None if pieces are not separated: then the id that ends a document tells where documents end.
+        None if pieces are not separated: then the id that ends a document tells where documents
+        end.
         """
         ...
 
@@ -60,10 +64,11 @@ class TokenDataset(Protocol):
 
 
 class Source(TokenDataset, Protocol):
-    """A data set whose samples come from one pair of files: a part of a blend, and the unit whose use is counted.
+    """A data set whose samples come from one pair of files: a part of a blend, and the unit whose
+    use is counted.
 
-    `name` is the prefix of the files, `description` names the index in the cache, `tokens_per_epoch` counts all tokens
-    of the split.
+    `name` is the prefix of the files, `description` names the index in the cache,
+    `tokens_per_epoch` counts all tokens of the split.
     """
 
     name: str
@@ -81,7 +86,9 @@ class _Unpacked:
     seq_length: int
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """Return None: as in Megatron, a sample is one text, in which the end-of-document id ends documents."""
+        """Return None: as in Megatron, a sample is one text, in which the end-of-document id ends
+        documents.
+        """
         return None
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
@@ -93,8 +100,8 @@ class _Unpacked:
 class IndexRequest:
     """The values that determine an index.
 
-    `start` and `stop` bound the sequences of the split, `tokens_per_epoch` counts their tokens. `prefix`, `name` and
-    `split` are part of the description as the user gave them.
+    `start` and `stop` bound the sequences of the split, `tokens_per_epoch` counts their tokens.
+    `prefix`, `name` and `split` are part of the description as the user gave them.
     """
 
     prefix: str
@@ -109,11 +116,15 @@ class IndexRequest:
 
     @property
     def num_epochs(self) -> int:
-        """Return the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >= num_samples."""
+        """Return the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >=
+        num_samples.
+        """
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
 
     def samples_in(self, epochs: int) -> int:
-        """Return the whole samples in that many epochs; a sample begins with the last token of the one before."""
+        """Return the whole samples in that many epochs; a sample begins with the last token of the
+        one before.
+        """
         return (epochs * self.tokens_per_epoch - 1) // self.seq_length
 
     @property
@@ -125,7 +136,9 @@ class IndexRequest:
 
     @property
     def description(self) -> str:
-        """Return the text whose md5 names the cache files: Megatron-DeepSpeed's, so that its caches are found."""
+        """Return the text whose md5 names the cache files: Megatron-DeepSpeed's, so that its caches
+        are found.
+        """
         return (
             "GPT Dataset\n\n"
             f"Data prefix {self.prefix}\n"
@@ -138,14 +151,18 @@ class IndexRequest:
         )
 
 
-def build_index(request: IndexRequest, sizes: npt.NDArray[np.int32], *, uint32_limit: int = _UINT32_LIMIT) -> Arrays:
+def build_index(
+    request: IndexRequest, sizes: npt.NDArray[np.int32], *, uint32_limit: int = _UINT32_LIMIT
+) -> Arrays:
     """Return the three arrays of `PARTS`.
 
-    doc_idx int32 [epochs * documents], sequence numbers in drawn order; sample_idx [n + 1, 2], see build_sample_index;
-    shuffle_idx uint32 [n] (int64 from `uint32_limit` samples on), the sample that the i-th read returns.
+    doc_idx int32 [epochs * documents], sequence numbers in drawn order; sample_idx [n + 1, 2], see
+    build_sample_index; shuffle_idx uint32 [n] (int64 from `uint32_limit` samples on), the sample
+    that the i-th read returns.
 
-    Uses the memory of the arrays and a few MB: 4 bytes per document and epoch, and 12 per sample (8 more if doc_idx
-    has 2^31 entries, 4 more from 2^32 samples on). 100 million documents of 300 tokens in samples of 2,048 take 0.6 GB.
+    Uses the memory of the arrays and a few MB: 4 bytes per document and epoch, and 12 per sample (8
+    more if doc_idx has 2^31 entries, 4 more from 2^32 samples on). 100 million documents of 300
+    tokens in samples of 2,048 take 0.6 GB.
     """
     random = np.random.RandomState(request.seed)
     last_apart = request.separate_last_epoch
@@ -160,7 +177,9 @@ def build_index(request: IndexRequest, sizes: npt.NDArray[np.int32], *, uint32_l
     }
 
 
-def _document_index(request: IndexRequest, last_apart: bool, random: np.random.RandomState) -> npt.NDArray[np.int32]:
+def _document_index(
+    request: IndexRequest, last_apart: bool, random: np.random.RandomState
+) -> npt.NDArray[np.int32]:
     num_documents = request.stop - request.start
     index = np.empty(request.num_epochs * num_documents, np.int32)
     _count_up(index.reshape(request.num_epochs, num_documents), request.start)
@@ -190,9 +209,10 @@ def _count_up(array: npt.NDArray[Any], start: int) -> None:
 class FileDataset(ABC):
     """Samples that are joined from pieces of the sequences start..stop-1 of an indexed data set.
 
-    Has at least `num_samples` samples. `description` names the index in the cache, which is looked up in `index-cache`
-    beside the data, then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises DataError if
-    the split has no tokens or an .idx file with impossible sizes, and as load_or_build does.
+    Has at least `num_samples` samples. `description` names the index in the cache, which is looked
+    up in `index-cache` beside the data, then in `data_cache_path`, and built if it is missing.
+    `pad_id` fills samples. Raises DataError if the split has no tokens or an .idx file with
+    impossible sizes, and as load_or_build does.
     """
 
     description: str
@@ -214,14 +234,29 @@ class FileDataset(ABC):
     ) -> None:
         prefix = indexed.prefix
         if bounds[1] > INT32_MAX:
-            raise DataError(f"{prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them")
+            raise DataError(
+                f"{prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them"
+            )
         tokens = indexed.tokens_between(*bounds)
         if tokens == 0:
-            raise DataError(f"{prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no tokens")
+            raise DataError(
+                f"{prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no "
+                "tokens"
+            )
         # A split without a whole sample is repeated until it has one.
-        request = self.request_type(prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed)
-        directories = [Path(prefix).parent / "index-cache", *([Path(data_cache_path)] if data_cache_path else [])]
-        self.name, self.seq_length, self.pad_id, self.tokens_per_epoch = prefix, seq_length, pad_id, tokens
+        request = self.request_type(
+            prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed
+        )
+        directories = [
+            Path(prefix).parent / "index-cache",
+            *([Path(data_cache_path)] if data_cache_path else []),
+        ]
+        self.name, self.seq_length, self.pad_id, self.tokens_per_epoch = (
+            prefix,
+            seq_length,
+            pad_id,
+            tokens,
+        )
         self._indexed, self._request = indexed, request
         self._cached = partial(load_or_build, directories=directories, verify=verify)
         self._load()
@@ -233,14 +268,18 @@ class FileDataset(ABC):
         build: Callable[[Any, npt.NDArray[np.int32]], Arrays],
         fits: Callable[[Arrays, Any, npt.NDArray[np.int32]], bool],
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Return the arrays of an index over the sequences, which are checked before it is built."""
+        """Return the arrays of an index over the sequences, which are checked before it is
+        built.
+        """
         request, sizes = self._request, self._indexed.sizes
 
         def build_checked() -> Arrays:
             self._indexed.check(request.start, request.stop)
             return build(request, sizes)
 
-        arrays = self._cached(description, parts, build=build_checked, fits=lambda found: fits(found, request, sizes))
+        arrays = self._cached(
+            description, parts, build=build_checked, fits=lambda found: fits(found, request, sizes)
+        )
         return tuple(arrays[part] for part in parts)
 
     @abstractmethod
@@ -275,10 +314,13 @@ class FileDataset(ABC):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
         found = self._find(index)
         if found is None:
-            self._indexed.check(self._request.start, self._request.stop)  # blames the data where they are damaged
+            # blames the data where they are damaged
+            self._indexed.check(self._request.start, self._request.stop)
             raise DataError(
-                f"{self.name}: entry {index} of the cached index does not lead to a sample of {self.seq_length + 1} "
-                f"tokens: the index is damaged or was built from other data; delete its folder, index-cache beside the "
+                f"{self.name}: entry {index} of the cached index does not lead to a sample of "
+                f"{self.seq_length + 1} "
+                "tokens: the index is damaged or was built from other data; delete its folder, "
+                "index-cache beside the "
                 f"data or --data-cache-path, to have it built again"
             )
         return found
@@ -289,53 +331,78 @@ class GPTDataset(FileDataset, _Unpacked):
 
     def _load(self) -> None:
         self.description = self._request.description
-        self._documents, self._rows, self._shuffle = self._index(self.description, PARTS, build_index, index_fits)
+        self._documents, self._rows, self._shuffle = self._index(
+            self.description, PARTS, build_index, index_fits
+        )
 
     def __len__(self) -> int:
         return len(self._shuffle)
 
     def _find(self, index: int) -> Pieces | None:
         row = int(self._shuffle[index])
-        return pieces_of_sample(self._documents, self._rows[row : row + 2], self._request, self._indexed.sizes)
+        return pieces_of_sample(
+            self._documents, self._rows[row : row + 2], self._request, self._indexed.sizes
+        )
 
 
 def pieces_of_sample(
-    documents: npt.NDArray[np.int32], rows: npt.NDArray[Any], request: IndexRequest, sizes: npt.NDArray[np.int32]
+    documents: npt.NDArray[np.int32],
+    rows: npt.NDArray[Any],
+    request: IndexRequest,
+    sizes: npt.NDArray[np.int32],
 ) -> Pieces | None:
-    """Return the pieces between two rows of sample_idx; None unless they are a sample of seq_length + 1 tokens."""
+    """Return the pieces between two rows of sample_idx; None unless they are a sample of seq_length
+    + 1 tokens.
+    """
     if len(rows) != 2:
         return None
     (first, offset), (last, last_offset) = rows.tolist()
     sequences = documents[first : last + 1]
-    if not 0 <= first <= last < len(documents) or sequences.min() < request.start or sequences.max() >= request.stop:
+    if (
+        not 0 <= first <= last < len(documents)
+        or sequences.min() < request.start
+        or sequences.max() >= request.stop
+    ):
         return None
     lengths, offsets = sizes[sequences].astype(np.int64), np.zeros(len(sequences), np.int64)
     inside = 0 <= offset <= lengths[0] and 0 <= last_offset < lengths[-1]
     offsets[0], lengths[-1] = offset, last_offset + 1
     lengths -= offsets
-    return (sequences, offsets, lengths) if inside and lengths.sum() == request.seq_length + 1 else None
+    return (
+        (sequences, offsets, lengths)
+        if inside and lengths.sum() == request.seq_length + 1
+        else None
+    )
 
 
 def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int32]) -> bool:
     """Tell whether cached arrays belong to this data.
 
-    The description does not cover the content of the data files, so a cache may outlive data that were preprocessed
-    again under the same name. Shapes are compared, and a few samples are checked as they would be read.
+    The description does not cover the content of the data files, so a cache may outlive data that
+    were preprocessed again under the same name. Shapes are compared, and a few samples are checked
+    as they would be read.
     """
     documents, rows, shuffled = (arrays[part] for part in PARTS)
     num_samples = request.samples_in(request.num_epochs)
-    shapes = (request.num_epochs * (request.stop - request.start),), (num_samples + 1, 2), (num_samples,)
+    shapes = (
+        (request.num_epochs * (request.stop - request.start),),
+        (num_samples + 1, 2),
+        (num_samples,),
+    )
     if (documents.shape, rows.shape, shuffled.shape) != shapes or num_samples == 0:
         return False
     checked = np.unique(np.linspace(0, num_samples - 1, _SPOT_CHECKS).astype(np.int64)).tolist()
-    return all(pieces_of_sample(documents, rows[i : i + 2], request, sizes) is not None for i in checked)
+    return all(
+        pieces_of_sample(documents, rows[i : i + 2], request, sizes) is not None for i in checked
+    )
 
 
 class BlendedDataset:
-    """`size` samples of several data sets, in the order that keeps every share closest to its weight.
+    """`size` samples of several data sets, in the order that keeps every share closest to its
+    weight.
 
-    Each data set must have at least samples_of_part(size, weight) samples. The index is kept in memory, or in
-    `data_cache_path` if given, where all processes of a machine share it.
+    Each data set must have at least samples_of_part(size, weight) samples. The index is kept in
+    memory, or in `data_cache_path` if given, where all processes of a machine share it.
     """
 
     def __init__(
@@ -386,7 +453,9 @@ class BlendedDataset:
         dataset, sample = self._find(index)
         return dataset.where(sample, token)
 
-    def locate(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    def locate(
+        self, indices: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """Return which of `datasets` each of these samples comes from, and its number there."""
         return self._which[indices], self._sample[indices]
 
@@ -397,10 +466,11 @@ class BlendedDataset:
 
 
 class OwnDataset(_Unpacked):
-    """A user's data set, which has a length and samples by number, completed by the other members of Source.
+    """A user's data set, which has a length and samples by number, completed by the other members
+    of Source.
 
-    Members of Source that it has itself are used; without them a sample is one text, and all samples are an epoch.
-    Raises DataError for a sample of another form.
+    Members of Source that it has itself are used; without them a sample is one text, and all
+    samples are an epoch. Raises DataError for a sample of another form.
     """
 
     def __init__(self, dataset: Any, name: str, seq_length: int) -> None:
@@ -418,7 +488,8 @@ class OwnDataset(_Unpacked):
         tokens = np.asarray(self._dataset[index])
         if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
-                f"{self.name} returns sample {index} as {tokens.dtype} {list(tokens.shape)}: a sample is "
+                f"{self.name} returns sample {index} as {tokens.dtype} {list(tokens.shape)}: a "
+                "sample is "
                 f"{self.seq_length + 1} token ids, --seq-length and the label of the last"
             )
         return tokens.astype(np.int64, copy=False)
@@ -429,7 +500,11 @@ class OwnDataset(_Unpacked):
 
     def where(self, index: int, token: int = 0, /) -> str:
         own = getattr(self._dataset, "where", None)
-        return f"token {token} of sample {index} of {self.name}" if own is None else str(own(index, token))
+        return (
+            f"token {token} of sample {index} of {self.name}"
+            if own is None
+            else str(own(index, token))
+        )
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
         return int(getattr(self._dataset, "tokens_in", super().tokens_in)(indices))
@@ -438,12 +513,17 @@ class OwnDataset(_Unpacked):
 class MockDataset(_Unpacked):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
-    A sample is a row of short documents, each a run of ids with a fixed step, ended by the id vocab_size - 1.
+    A sample is a row of short documents, each a run of ids with a fixed step, ended by the id
+    vocab_size - 1.
     """
 
-    def __init__(self, name: str, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, name: str, num_samples: int, seq_length: int, vocab_size: int, seed: int
+    ) -> None:
         if vocab_size < 2:
-            raise DataError(f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}")
+            raise DataError(
+                f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}"
+            )
         self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
         self.name = self.description = "mock data"
         self.tokens_per_epoch = num_samples * seq_length
@@ -455,7 +535,9 @@ class MockDataset(_Unpacked):
     def __getitem__(self, index: int, /) -> Tokens:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} generated samples")
-        random = np.random.RandomState(np.array([self._key & 0xFFFFFFFF, self._key >> 32, index & 0xFFFFFFFF]))
+        random = np.random.RandomState(
+            np.array([self._key & 0xFFFFFFFF, self._key >> 32, index & 0xFFFFFFFF])
+        )
         words = self.vocab_size - 1
         tokens = np.empty(self.seq_length + 1, np.int64)
         filled = 0

@@ -1,14 +1,18 @@
-"""Arrays that are built once and read by every process: one builds while the others wait for its lock.
+"""Arrays that are built once and read by every process: one builds while the others wait for its
+lock.
 
-An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{part}.npy` per array: the names that
-Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into place after they are synced, so a reader
-sees a whole file or none. The lock `{md5}.lock` (file_lock.py) only saves work: two processes that built the same entry
-would rename the same bytes into place.
+An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{part}.npy` per
+array: the names that Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into
+place after they are synced, so a reader sees a whole file or none. The lock `{md5}.lock`
+(file_lock.py) only saves work: two processes that built the same entry would rename the same bytes
+into place.
 
-`verify` compares arrays with their digests, which reads all of them: gigabytes, of which the processes of a job need a
-few pages each. One process does it for all. An entry of Megatron-DeepSpeed has no digests.
+`verify` compares arrays with their digests, which reads all of them: gigabytes, of which the
+processes of a job need a few pages each. One process does it for all. An entry of
+Megatron-DeepSpeed has no digests.
 
-Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`, `seconds`).
+Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`,
+`seconds`).
 """
 
 from __future__ import annotations
@@ -70,23 +74,30 @@ class CacheEntry:
 
     def verify(self, arrays: Arrays) -> None:
         """Raise DataError for arrays that differ from those stored, if there are digests."""
-        if not os.path.lexists(self.description_path):  # the process that stored it was killed before this last file
+        # the process that stored it was killed before this last file
+        if not os.path.lexists(self.description_path):
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
         told = content.decode(errors="replace").removeprefix(self.description)
         if told and told != _digests(arrays):
             raise DataError(
-                f"{self.part_path(self.parts[0])}: this index does not match the digests in {self.description_path}: "
-                f"it was damaged or changed after it was written; delete {self.directory / self.key}* to have it built "
+                f"{self.part_path(self.parts[0])}: this index does not match the digests in "
+                f"{self.description_path}: "
+                "it was damaged or changed after it was written; delete "
+                f"{self.directory / self.key}* to have it built "
                 f"again"
             )
 
     def store(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description. Raises OSError. The caller has the entry's lock."""
+        """Write the arrays, then the description. Raises OSError. The caller has the entry's
+        lock.
+        """
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
         paths = {part: self.part_path(part) for part in self.parts}
-        temporaries = {path: temporary_name(path) for path in (*paths.values(), self.description_path)}
+        temporaries = {
+            path: temporary_name(path) for path in (*paths.values(), self.description_path)
+        }
         try:
             for part, path in paths.items():
                 with open(temporaries[path], "wb") as file:
@@ -95,7 +106,8 @@ class CacheEntry:
             with open(temporaries[self.description_path], "wb") as file:
                 file.write((self.description + _digests(arrays)).encode())
                 flush_to_disk(file)
-            for path in temporaries:  # parts of two builds, of different data, must never be seen together
+            # parts of two builds, of different data, must never be seen together
+            for path in temporaries:
                 path.unlink(missing_ok=True)
             for path, temporary in temporaries.items():
                 os.replace(temporary, path)
@@ -108,7 +120,8 @@ class CacheEntry:
 def _digests(arrays: Arrays) -> str:
     """Return a line for each array: its name, type, shape and 128-bit XXH3."""
     return "".join(
-        f"{part} {array.dtype.str} {array.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
+        f"{part} {array.dtype.str} {array.shape} "
+        f"{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
         for part, array in sorted(arrays.items())
     )
 
@@ -123,12 +136,14 @@ def load_or_build(
     wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
 ) -> Arrays:
-    """Return the arrays of an entry from the first directory that has it, or build it and write it to the last one.
+    """Return the arrays of an entry from the first directory that has it, or build it and write it
+    to the last one.
 
-    `fits` rejects arrays built from other data under the same description; they are built again. With `verify` an entry
-    that is found is read completely and must be what was stored. Waits up to `wait_s` seconds for another process that
-    is building. Raises DataError if the entry does not match its digests, the directory cannot be written, the build
-    fails for lack of memory or on a file, or the wait is over; then the message names the lock and its owner.
+    `fits` rejects arrays built from other data under the same description; they are built again.
+    With `verify` an entry that is found is read completely and must be what was stored. Waits up to
+    `wait_s` seconds for another process that is building. Raises DataError if the entry does not
+    match its digests, the directory cannot be written, the build fails for lack of memory or on a
+    file, or the wait is over; then the message names the lock and its owner.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
     target = entries[-1]
@@ -151,21 +166,27 @@ def load_or_build(
             return find() or _build(target, build, fits)
     except OSError as error:
         raise DataError(
-            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: give a writable "
+            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: "
+            "give a writable "
             f"one with --data-cache-path"
         ) from error
 
 
 @contextlib.contextmanager
 def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
-    """Hold the entry's lock. Raises OSError, and DataError if another process holds it for `wait_s` seconds."""
+    """Hold the entry's lock. Raises OSError, and DataError if another process holds it for `wait_s`
+    seconds.
+    """
     entry.directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(entry.directory / f"{entry.key}.lock")
     if not lock.acquire():
-        log.info("waiting for %s: %s", entry.description_path, lock.describe(), extra={"entry": entry})
+        log.info(
+            "waiting for %s: %s", entry.description_path, lock.describe(), extra={"entry": entry}
+        )
         if not lock.acquire(wait_s):
             raise DataError(
-                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: look at what that "
+                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: look "
+                "at what that "
                 f"process does, and start again when it is done"
             )
     try:
@@ -174,24 +195,34 @@ def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
         lock.release()
 
 
-def _build(entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]) -> Arrays:
+def _build(
+    entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]
+) -> Arrays:
     start = time.perf_counter()
     log.info("building %s", entry.description_path, extra={"entry": entry})
     try:
         arrays = build()
     except (OSError, MemoryError) as error:
         kind = type(error).__name__
-        raise DataError(f"{entry.description_path}: this index cannot be built: {kind}: {error}") from error
+        raise DataError(
+            f"{entry.description_path}: this index cannot be built: {kind}: {error}"
+        ) from error
     entry.store(arrays)
     del arrays  # the mapped files replace them
     stored = entry.load()
     if stored is None or not fits(stored):
         raise DataError(
-            f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: check the file system "
+            f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: "
+            "check the file system "
             f"or give another directory with --data-cache-path"
         )
     seconds = time.perf_counter() - start
-    log.info("built %s in %.1f s", entry.description_path, seconds, extra={"entry": entry, "seconds": seconds})
+    log.info(
+        "built %s in %.1f s",
+        entry.description_path,
+        seconds,
+        extra={"entry": entry, "seconds": seconds},
+    )
     return stored
 
 

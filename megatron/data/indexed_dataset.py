@@ -1,6 +1,8 @@
-"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`: Megatron's format, byte for byte.
+"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`: Megatron's format, byte
+for byte.
 
-The .bin file has the token ids of all sequences, one after the other. The .idx file, little-endian and without padding:
+The .bin file has the token ids of all sequences, one after the other. The .idx file, little-endian
+and without padding:
 
     9 bytes      magic "MMIDIDX", two zero bytes
     8 bytes      uint64 version, 1
@@ -12,7 +14,8 @@ The .bin file has the token ids of all sequences, one after the other. The .idx 
     8 D bytes    int64 sequence at which each document starts; the first is 0, the last is N
     N bytes      int8 mode of each sequence (only multimodal data has it)
 
-gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are integers, so training data are unaffected.
+gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are integers, so training data
+are unaffected.
 """
 
 from __future__ import annotations
@@ -67,17 +70,20 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type that Megatron writes: uint16 for a vocabulary under 65,500 entries, int32 from there on."""
+    """Return the type that Megatron writes: uint16 for a vocabulary under 65,500 entries, int32
+    from there on.
+    """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """Reads token sequences; threads may share one.
 
-    `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads are slow; .idx is
-    always mapped. `location` is the prefix of a copy to read; `prefix` stays the name of the data. Opening takes the
-    same time for any size. Raises DataError with the file if one is missing, truncated, of another format, or if the
-    two do not belong together; damage that only a full scan finds is reported, with file and byte, when it is read.
+    `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads
+    are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` stays the
+    name of the data. Opening takes the same time for any size. Raises DataError with the file if
+    one is missing, truncated, of another format, or if the two do not belong together; damage that
+    only a full scan finds is reported, with file and byte, when it is read.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
@@ -86,7 +92,11 @@ class IndexedDataset:
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], *, mmap: bool = True, location: str | os.PathLike[str] | None = None
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        mmap: bool = True,
+        location: str | os.PathLike[str] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.location = self.prefix if location is None else os.fspath(location)
@@ -94,7 +104,8 @@ class IndexedDataset:
         for path in (self._idx_path, self._bin_path):
             if not path.is_file():
                 raise DataError(
-                    f"{path}: no such file: a data path is the common part of a .bin and an .idx file, as "
+                    f"{path}: no such file: a data path is the common part of a .bin and an .idx "
+                    "file, as "
                     f"tools/preprocess_data.py writes them, without the suffix"
                 )
         try:
@@ -103,13 +114,17 @@ class IndexedDataset:
             try:
                 self._bin_bytes = os.fstat(descriptor).st_size
                 self._mapping = (
-                    Mapping(descriptor, self._bin_bytes, access=ACCESS_READ) if mmap and self._bin_bytes else None
+                    Mapping(descriptor, self._bin_bytes, access=ACCESS_READ)
+                    if mmap and self._bin_bytes
+                    else None
                 )
             finally:
                 if mmap:  # the map has its own
                     os.close(descriptor)
         except OSError as error:
-            raise DataError(f"{error.filename or self._idx_path}: cannot be read: {error.strerror}") from error
+            raise DataError(
+                f"{error.filename or self._idx_path}: cannot be read: {error.strerror}"
+            ) from error
         self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
         if not mmap:
             self._descriptor = descriptor
@@ -122,16 +137,22 @@ class IndexedDataset:
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise DataError(
-                f"{self._idx_path}: the document boundaries run from {first} to {last}, not from 0 to {len(self)}: the "
+                f"{self._idx_path}: the document boundaries run from {first} to {last}, not from 0 "
+                f"to {len(self)}: the "
                 f"file is damaged"
             )
         itemsize = self.dtype.itemsize
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize if len(self) else 0
         actual = self._bin_bytes
         if actual != expected:
-            what = "is truncated or still being written" if actual < expected else "belongs to another .idx"
+            what = (
+                "is truncated or still being written"
+                if actual < expected
+                else "belongs to another .idx"
+            )
             raise DataError(
-                f"{self._bin_path}: {actual} bytes, but {self._idx_path} describes {expected}: the file {what}; copy "
+                f"{self._bin_path}: {actual} bytes, but {self._idx_path} describes {expected}: the "
+                f"file {what}; copy "
                 f"or preprocess both again"
             )
 
@@ -148,7 +169,9 @@ class IndexedDataset:
         return self.tokens_between(0, len(self))
 
     def tokens_between(self, start: int, stop: int) -> int:
-        """Return the tokens of the sequences start..stop-1 by their ends: sequences are contiguous."""
+        """Return the tokens of the sequences start..stop-1 by their ends: sequences are
+        contiguous.
+        """
         if start >= stop:
             return 0
         sizes, (first, last) = self._entries(np.array([start, stop - 1]))
@@ -158,9 +181,11 @@ class IndexedDataset:
         return tokens
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Return tokens offset..offset+length-1 of a sequence (length None: to its end), in the file's type.
+        """Return tokens offset..offset+length-1 of a sequence (length None: to its end), in the
+        file's type.
 
-        Raises IndexError outside of the data set and DataError, with file and byte offset, if it is damaged.
+        Raises IndexError outside of the data set and DataError, with file and byte offset, if it is
+        damaged.
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
@@ -178,14 +203,19 @@ class IndexedDataset:
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         return self.read(sequence)
 
-    def gather(self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]) -> None:
+    def gather(
+        self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]
+    ) -> None:
         """Read many pieces, joined in this order, into `out`, which has exactly their length.
 
-        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without a map, pieces close
-        to each other are read in one call. Raises as `read` does, and DataError for tokens that are not integers.
+        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without
+        a map, pieces close to each other are read in one call. Raises as `read` does, and DataError
+        for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
-            raise DataError(f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers")
+            raise DataError(
+                f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers"
+            )
         starts, counts = self._byte_starts(sequences, offsets, lengths)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
@@ -195,12 +225,17 @@ class IndexedDataset:
         firsts, sizes, of_piece = _coalesced(starts, counts * self.dtype.itemsize)
         buffer = np.empty(int(sizes.sum()), np.uint8)
         places = np.cumsum(sizes) - sizes
-        for first, size, place in zip(firsts.tolist(), sizes.tolist(), places.tolist(), strict=True):
+        for first, size, place in zip(
+            firsts.tolist(), sizes.tolist(), places.tolist(), strict=True
+        ):
             self._read_into(buffer[place : place + size], first)
-        gather_tokens(buffer, TYPE_CODES[self.dtype], starts + (places - firsts)[of_piece], counts, out)
+        gather_tokens(
+            buffer, TYPE_CODES[self.dtype], starts + (places - firsts)[of_piece], counts, out
+        )
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError, as `read` does, for the first damaged one of the sequences start..stop-1.
+        """Raise DataError, as `read` does, for the first damaged one of the sequences
+        start..stop-1.
 
         Reads 12 bytes of each.
         """
@@ -209,7 +244,9 @@ class IndexedDataset:
             self._entries(np.arange(first, last))
 
     def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
-        """Return file, document and byte of token `token` of the pieces that `gather` joins, for messages."""
+        """Return file, document and byte of token `token` of the pieces that `gather` joins, for
+        messages.
+        """
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
@@ -227,22 +264,28 @@ class IndexedDataset:
         if not len(wanted):
             return wanted, count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}")
+            raise IndexError(
+                f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}"
+            )
         sizes, pointers = self._entries(wanted)
         outside = (first < 0) | (count < 0) | (first > sizes - count)
         if outside.any():
             at = int(np.argmax(outside))
             raise IndexError(
-                f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of {self.prefix}: it has "
+                f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of "
+                f"{self.prefix}: it has "
                 f"{sizes[at]}"
             )
         return pointers + first * self.dtype.itemsize, count
 
-    def _entries(self, wanted: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return sizes and pointers of sequences. Raises DataError for the first one that is damaged.
+    def _entries(
+        self, wanted: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return sizes and pointers of sequences. Raises DataError for the first one that is
+        damaged.
 
-        Sequences are contiguous, so a size, its pointer and the next pointer have to agree: most damage is found where
-        it is read.
+        Sequences are contiguous, so a size, its pointer and the next pointer have to agree: most
+        damage is found where it is read.
         """
         itemsize = self.dtype.itemsize
         sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
@@ -261,14 +304,19 @@ class IndexedDataset:
         last = sequence + 1 == len(self)
         follows = "is the last" if last else f"the next one starts at {self.pointers[sequence + 1]}"
         return DataError(
-            f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} tokens of "
-            f"{self.dtype.itemsize} bytes, and byte {HEADER.size + 4 * len(self) + 8 * sequence}: it starts at "
-            f"{pointer} in a .bin of {self._bin_bytes} bytes, and {follows}: the index is damaged; copy it again, or "
+            f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} "
+            "tokens of "
+            f"{self.dtype.itemsize} bytes, and byte {HEADER.size + 4 * len(self) + 8 * sequence}: "
+            "it starts at "
+            f"{pointer} in a .bin of {self._bin_bytes} bytes, and {follows}: the index is damaged; "
+            "copy it again, or "
             f"find further damage with tools/inspect_dataset.py --validate"
         )
 
     def _check_still_whole(self) -> None:
-        """Check the length of the file at intervals: reading a map beyond its end kills the process."""
+        """Check the length of the file at intervals: reading a map beyond its end kills the
+        process.
+        """
         now = time.monotonic()
         if self._mapping is None or now - self._checked < _CHECK_INTERVAL_S:
             return
@@ -279,16 +327,20 @@ class IndexedDataset:
 
     def _cut_short(self, position: int) -> DataError:
         return DataError(
-            f"{self._bin_path}: ends at byte {position}, it had {self._bin_bytes}: it was truncated after it was opened"
+            f"{self._bin_path}: ends at byte {position}, it had {self._bin_bytes}: it was "
+            "truncated after it was opened"
         )
 
     def _read_into(self, buffer: npt.NDArray[np.uint8], position: int) -> None:
         view = buffer.data
         while view:
             try:
-                count = os.preadv(self._descriptor, [view], position)  # one call reads 2 GiB at most
+                # one call reads 2 GiB at most
+                count = os.preadv(self._descriptor, [view], position)
             except OSError as error:
-                raise DataError(f"{self._bin_path}: byte {position}: cannot be read: {error.strerror}") from error
+                raise DataError(
+                    f"{self._bin_path}: byte {position}: cannot be read: {error.strerror}"
+                ) from error
             if not count:
                 raise self._cut_short(position)
             view, position = view[count:], position + count
@@ -322,7 +374,9 @@ class Index(NamedTuple):
 
 
 def map_index(path: Path) -> Index:
-    """Map the parts of an .idx file. Raises DataError if the header is wrong; nothing else is checked."""
+    """Map the parts of an .idx file. Raises DataError if the header is wrong; nothing else is
+    checked.
+    """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         actual = os.fstat(file.fileno()).st_size
@@ -330,7 +384,8 @@ def map_index(path: Path) -> Index:
         without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
         if actual not in (without_modes, without_modes + num_sequences):
             raise DataError(
-                f"{path}: {actual} bytes, but its header of {num_sequences} sequences and {num_boundaries} document "
+                f"{path}: {actual} bytes, but its header of {num_sequences} sequences and "
+                f"{num_boundaries} document "
                 f"boundaries needs {without_modes}: the file is truncated or damaged"
             )
         mapping = Mapping(file.fileno(), 0, access=ACCESS_READ)
@@ -347,20 +402,31 @@ def map_index(path: Path) -> Index:
 
 
 def _parse_header(path: Path, header: bytes) -> tuple[int, int, np.dtype[Any]]:
-    """Return the number of sequences, the number of document boundaries, and the type of a token."""
+    """Return the number of sequences, the number of document boundaries, and the type of a
+    token.
+    """
     if header.startswith(OLD_MAGIC):
         raise DataError(
-            f"{path}: the old cached/lazy format, but only the mmap format is supported: preprocess the text again"
+            f"{path}: the old cached/lazy format, but only the mmap format is supported: "
+            "preprocess the text again"
         )
     if not header.startswith(MAGIC):
-        raise DataError(f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a token file")
+        raise DataError(
+            f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a token "
+            "file"
+        )
     if len(header) < HEADER.size:
-        raise DataError(f"{path}: {len(header)} bytes, shorter than its own header: the file is truncated")
+        raise DataError(
+            f"{path}: {len(header)} bytes, shorter than its own header: the file is truncated"
+        )
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if version != VERSION:
         raise DataError(f"{path}: format version {version}: only version {VERSION} is known")
     if code not in DTYPE_CODES:
         raise DataError(f"{path}: token type code {code}: known codes are {sorted(DTYPE_CODES)}")
     if num_boundaries < 1:
-        raise DataError(f"{path}: no document boundaries, but even an empty data set has one: the file is damaged")
+        raise DataError(
+            f"{path}: no document boundaries, but even an empty data set has one: the file is "
+            "damaged"
+        )
     return num_sequences, num_boundaries, DTYPE_CODES[code]

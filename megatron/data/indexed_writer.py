@@ -1,8 +1,9 @@
 """Writes the pair of files that indexed_dataset.py describes.
 
-An unfinished data set is three part files: the tokens, int32 sizes and int64 document ends. They are only appended to,
-so memory does not grow with the data, and a run that was killed can truncate them to a known length and resume. `seal`
-joins the two small ones to the .idx; `publish` renames both files.
+An unfinished data set is three part files: the tokens, int32 sizes and int64 document ends. They
+are only appended to, so memory does not grow with the data, and a run that was killed can truncate
+them to a known length and resume. `seal` joins the two small ones to the .idx; `publish` renames
+both files.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
-from megatron.data.indexed_dataset import HEADER, MAGIC, TYPE_CODES, VERSION, Integers, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    TYPE_CODES,
+    VERSION,
+    Integers,
+    bin_path,
+    idx_path,
+)
 from megatron.errors import DataError
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1
@@ -40,13 +49,14 @@ class WriterPosition:
 class IndexedDatasetWriter:
     """Writes a pair of files under temporary names; `close` renames them, .idx last.
 
-    Part files are in the folder PREFIX_parts, for this writer only: leftovers of a killed writer are removed. As a
-    context manager it leaves nothing behind after an exception, and existing files stay. With `directory`, the part
-    files are there and stay after an exception, so that a later writer can `resume` from a saved `position()`;
-    `directory` must be in the file system of the prefix.
+    Part files are in the folder PREFIX_parts, for this writer only: leftovers of a killed writer
+    are removed. As a context manager it leaves nothing behind after an exception, and existing
+    files stay. With `directory`, the part files are there and stay after an exception, so that a
+    later writer can `resume` from a saved `position()`; `directory` must be in the file system of
+    the prefix.
 
-    Raises DataError for files that cannot be written, for parts shorter than `resume`, and while another process writes
-    the same data set.
+    Raises DataError for files that cannot be written, for parts shorter than `resume`, and while
+    another process writes the same data set.
 
     >>> import tempfile
     >>> from megatron.data.indexed_dataset import IndexedDataset
@@ -70,10 +80,15 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in TYPE_CODES:
             raise DataError(
-                f"tokens of type {self.dtype} cannot be written: choose one of {[str(d) for d in TYPE_CODES]}"
+                f"tokens of type {self.dtype} cannot be written: choose one of "
+                f"{[str(d) for d in TYPE_CODES]}"
             )
         at = resume or WriterPosition(0, 0, 0)
-        self.num_tokens, self.num_sequences, self.num_documents = at.tokens, at.sequences, at.documents
+        self.num_tokens, self.num_sequences, self.num_documents = (
+            at.tokens,
+            at.sequences,
+            at.documents,
+        )
         self._ended = at.sequences
         self._files: dict[str, BinaryIO] = {}
         self._lock: FileLock | None = None
@@ -91,11 +106,14 @@ class IndexedDatasetWriter:
             if own:
                 self._lock = FileLock(Path(f"{self._folder}.lock"))
                 if not self._lock.acquire():
-                    raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
+                    raise DataError(
+                        f"{self.prefix}: {self._lock.describe()} is writing this data set"
+                    )
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._folder.stat().st_dev != folder.stat().st_dev:
                 raise DataError(
-                    f"{self._folder}: not in the file system of {folder}, so that files cannot be renamed: choose a "
+                    f"{self._folder}: not in the file system of {folder}, so that files cannot be "
+                    "renamed: choose a "
                     f"folder beside the output"
                 )
             for name in ("index", "idx") if resume else ("index", "idx", "bin", *_SMALL_PARTS):
@@ -109,21 +127,33 @@ class IndexedDatasetWriter:
         """Return a part file; `index` is the unfinished .idx, `idx` the finished one."""
         return _part(self._folder, self.prefix, name)
 
-    def add_batch(self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers) -> None:
-        """Append whole documents: their joined tokens, the tokens per sequence, and the sequences per document.
+    def add_batch(
+        self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers
+    ) -> None:
+        """Append whole documents: their joined tokens, the tokens per sequence, and the sequences
+        per document.
 
         Raises DataError for ids that the type cannot represent.
         """
         assert self._ended == self.num_sequences, "the previous document was not ended"
-        sizes, sequences = np.asarray(sequence_sizes, np.int64), np.asarray(document_sequences, np.int64)
-        assert int(sizes.sum()) == len(tokens), f"{len(tokens)} tokens in sequences of {int(sizes.sum())}"
-        assert int(sequences.sum()) == len(sizes), f"{len(sizes)} sequences in documents of {int(sequences.sum())}"
+        sizes, sequences = (
+            np.asarray(sequence_sizes, np.int64),
+            np.asarray(document_sequences, np.int64),
+        )
+        assert int(sizes.sum()) == len(tokens), (
+            f"{len(tokens)} tokens in sequences of {int(sizes.sum())}"
+        )
+        assert int(sequences.sum()) == len(sizes), (
+            f"{len(sizes)} sequences in documents of {int(sequences.sum())}"
+        )
         self.append_tokens(tokens)
         self.append_sequences(sizes)
         self.append_document_ends(self._ended + np.cumsum(sequences))
 
     def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append a sequence to the current document. Raises DataError for ids that the type cannot represent."""
+        """Append a sequence to the current document. Raises DataError for ids that the type cannot
+        represent.
+        """
         self.append_tokens(np.asarray(tokens) if len(tokens) else np.empty(0, self.dtype))
         self.append_sequences([len(tokens)])
 
@@ -139,8 +169,8 @@ class IndexedDatasetWriter:
     def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
         """Append to .bin only.
 
-        With append_sequences and append_document_ends, for data in pieces that do not end with sequences; `seal` checks
-        that all agree.
+        With append_sequences and append_document_ends, for data in pieces that do not end with
+        sequences; `seal` checks that all agree.
         """
         self._write("bin", self._converted(tokens))
         self.num_tokens += len(tokens)
@@ -150,17 +180,22 @@ class IndexedDatasetWriter:
         values = np.asarray(sizes, np.int64)
         if len(values) and not 0 <= values.min() <= values.max() <= MAX_SEQUENCE_TOKENS:
             raise DataError(
-                f"{self.prefix}: sequences of {values.min()}..{values.max()} tokens: the format holds 0 to "
+                f"{self.prefix}: sequences of {values.min()}..{values.max()} tokens: the format "
+                "holds 0 to "
                 f"{MAX_SEQUENCE_TOKENS}"
             )
         self._write("sizes", values.astype("<i4"))
         self.num_sequences += len(values)
 
     def append_document_ends(self, ends: Integers) -> None:
-        """Append documents that end before these sequences, counted from the start of the data set."""
+        """Append documents that end before these sequences, counted from the start of the data
+        set.
+        """
         values = np.asarray(ends, np.int64)
         if len(values):
-            assert self._ended <= values[0] and values[-1] <= self.num_sequences, "documents end at sequence ends"
+            assert self._ended <= values[0] and values[-1] <= self.num_sequences, (
+                "documents end at sequence ends"
+            )
             self._write("documents", values.astype("<i8"))
             self.num_documents, self._ended = self.num_documents + len(values), int(values[-1])
 
@@ -172,7 +207,8 @@ class IndexedDatasetWriter:
             written = tokens.astype(self.dtype)
         if not np.array_equal(written, tokens):
             raise DataError(
-                f"{self.prefix}: token ids {tokens.min()}..{tokens.max()} do not fit into {self.dtype}, after token "
+                f"{self.prefix}: token ids {tokens.min()}..{tokens.max()} do not fit into "
+                f"{self.dtype}, after token "
                 f"{self.num_tokens} of the data set"
             )
         return written
@@ -182,7 +218,9 @@ class IndexedDatasetWriter:
             self._files[name].write(values.data.cast("B") if len(values) else b"")
 
     def position(self) -> WriterPosition:
-        """Sync everything written so far; return the position that a later writer can `resume` from."""
+        """Sync everything written so far; return the position that a later writer can `resume`
+        from.
+        """
         assert self._ended == self.num_sequences, "the last document was not ended"
         with self._explained():
             for file in self._files.values():
@@ -190,7 +228,9 @@ class IndexedDatasetWriter:
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Sync the parts in their final form. After it nothing can be added, only `publish` remains."""
+        """Sync the parts in their final form. After it nothing can be added, only `publish`
+        remains.
+        """
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -198,7 +238,9 @@ class IndexedDatasetWriter:
             actual = self._part("bin").stat().st_size
             with open(self._part("index"), "wb", buffering=_BUFFER_BYTES) as file:
                 code = TYPE_CODES[self.dtype]
-                file.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+                file.write(
+                    HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1)
+                )
                 for sizes in _blocks(self._part("sizes"), "<i4"):
                     file.write(sizes.data)
                 described = self._write_pointers(file)
@@ -208,7 +250,8 @@ class IndexedDatasetWriter:
                 flush_to_disk(file)
             if not actual == expected == described:
                 raise DataError(
-                    f"{self._part('bin')}: {actual} bytes, but {expected} were written and sequences have {described}: "
+                    f"{self._part('bin')}: {actual} bytes, but {expected} were written and "
+                    f"sequences have {described}: "
                     f"another process writes to it, or the disk is failing; start again"
                 )
             os.replace(self._part("index"), self._part("idx"))
@@ -219,7 +262,9 @@ class IndexedDatasetWriter:
         end = 0
         for sizes in _blocks(self._part("sizes"), "<i4"):
             ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize + end
-            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data.cast("B"))
+            file.write(
+                (ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data.cast("B")
+            )
             end = int(ends[-1])
         return end
 
@@ -248,7 +293,9 @@ class IndexedDatasetWriter:
                 os.replace(part_idx, target_idx)
                 flush_directory(target_idx.parent)
             elif part_bin.exists() or not (target_bin.exists() and target_idx.exists()):
-                raise DataError(f"{part_idx}: no such file: the data set {prefix} was not completed")
+                raise DataError(
+                    f"{part_idx}: no such file: the data set {prefix} was not completed"
+                )
             for name in _SMALL_PARTS:
                 _part(Path(directory), prefix, name).unlink(missing_ok=True)
         except OSError as error:
@@ -262,7 +309,9 @@ class IndexedDatasetWriter:
         self._remove_folder()
 
     def leave(self) -> None:
-        """Stop writing and leave the parts; only the part counted by `position()` is certain to be on disk."""
+        """Stop writing and leave the parts; only the part counted by `position()` is certain to be
+        on disk.
+        """
         self._close_files()
         if self._lock is not None:
             self._lock.release()
@@ -274,7 +323,8 @@ class IndexedDatasetWriter:
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # a full disk rejects the rest of the buffer; it was reported before
+            # a full disk rejects the rest of the buffer; it was reported before
+            with contextlib.suppress(OSError):
                 file.close()
 
     @contextlib.contextmanager
@@ -283,13 +333,18 @@ class IndexedDatasetWriter:
         try:
             yield
         except OSError as error:
-            raise DataError(f"{error.filename or self.prefix}: cannot be written: {error.strerror}") from error
+            raise DataError(
+                f"{error.filename or self.prefix}: cannot be written: {error.strerror}"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -313,7 +368,9 @@ def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
     actual = os.fstat(descriptor).st_size
     if actual < length:
         os.close(descriptor)
-        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot resume; start again")
+        raise DataError(
+            f"{path}: {actual} bytes, but {length} were written: cannot resume; start again"
+        )
     os.ftruncate(descriptor, length)
     os.lseek(descriptor, length, os.SEEK_SET)
     return os.fdopen(descriptor, "wb", buffering=buffering)

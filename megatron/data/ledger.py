@@ -1,7 +1,7 @@
 """Samples, tokens and epochs that training has consumed of each data set of a blend.
 
-The counts depend only on the samples consumed: nothing is counted twice, and a resumed run continues from the counts of
-its checkpoint, even if the blend has changed.
+The counts depend only on the samples consumed: nothing is counted twice, and a resumed run
+continues from the counts of its checkpoint, even if the blend has changed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SHOWN = 6  # sources listed in a line
 class Consumed:
     """The counts of one source.
 
-    Tokens are those trained on, without padding. An epoch is all tokens of the source in this split, so epochs are
-    fractions. `left_out` counts the samples that training skipped.
+    Tokens are those trained on, without padding. An epoch is all tokens of the source in this
+    split, so epochs are fractions. `left_out` counts the samples that training skipped.
     """
 
     samples: int = 0
@@ -45,8 +45,8 @@ class Consumed:
 class Ledger:
     """Counts the samples of a data set by source, which is the prefix of its files.
 
-    `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are counted in the
-    current data set.
+    `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are
+    counted in the current data set.
     """
 
     def __init__(
@@ -65,28 +65,42 @@ class Ledger:
         self.advance(consumed_samples)
 
     def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
-        """Count up to `consumed_samples`; return the sources that began a second or later epoch, with its number."""
+        """Count up to `consumed_samples`; return the sources that began a second or later epoch,
+        with its number.
+        """
         before = {name: count.epoch for name, count in self.counts.items()}
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
-            for source, samples in self._by_source(self._order.indices(np.arange(self._position, stop))):
+            for source, samples in self._by_source(
+                self._order.indices(np.arange(self._position, stop))
+            ):
                 count, carried = self.counts[source.name], self._carried[source.name]
                 count.samples += len(samples)
                 count.tokens += source.tokens_in(samples)
                 # Rounded once, however often the run was resumed.
                 exact = carried.epochs == carried.tokens / source.tokens_per_epoch
                 start = Consumed() if exact else carried
-                count.epochs = start.epochs + (count.tokens - start.tokens) / source.tokens_per_epoch
+                count.epochs = (
+                    start.epochs + (count.tokens - start.tokens) / source.tokens_per_epoch
+                )
             self._position = stop
-        begun = {name: count.epoch for name, count in self.counts.items() if count.epoch > max(before[name], 1)}
+        begun = {
+            name: count.epoch
+            for name, count in self.counts.items()
+            if count.epoch > max(before[name], 1)
+        }
         short = short_names(self.counts) if begun else {}
         return [(short[name], epoch) for name, epoch in begun.items()]
 
     def rolled_back(
-        self, order: SampleOrder, consumed_samples: int, carried: Mapping[str, Mapping[str, Any]],
+        self,
+        order: SampleOrder,
+        consumed_samples: int,
+        carried: Mapping[str, Mapping[str, Any]],
         left_out: npt.NDArray[np.int64],
     ) -> Ledger:
-        """Return the ledger of a run that went back to the checkpoint at `consumed_samples`, with the record `carried`.
+        """Return the ledger of a run that went back to the checkpoint at `consumed_samples`, with
+        the record `carried`.
 
         The run skips the samples `left_out` in addition to those that it skipped before.
         """
@@ -98,7 +112,9 @@ class Ledger:
         return back
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file, with left_out if not 0."""
+        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file, with left_out
+        if not 0.
+        """
         records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
         for record in records.values():
             if not record["left_out"]:
@@ -111,7 +127,9 @@ class Ledger:
         return {short[name]: count.epochs for name, count in self.counts.items()}
 
     def line(self) -> str:
-        """Return a log line: the epochs of the first sources in descending order, and the range of the rest."""
+        """Return a log line: the epochs of the first sources in descending order, and the range of
+        the rest.
+        """
         listed = sorted(self.epochs().items(), key=lambda item: -item[1])
         parts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
         rest = [epochs for _, epochs in listed[_SHOWN:]]
@@ -122,9 +140,12 @@ class Ledger:
         end = f"; {left_out} samples left out" if left_out else ""
         return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
 
-    def _by_source(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
+    def _by_source(
+        self, indices: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
         """Yield each source with the numbers, in the source, of the samples that come from it."""
-        # A checkpoint without a record may have consumed more than the data set of a run with nothing left to do.
+        # A checkpoint without a record may have consumed more than the data set of a run with
+        # nothing left to do.
         indices = indices[indices < len(self._dataset)]
         if not isinstance(self._dataset, BlendedDataset):
             yield self._dataset, indices
@@ -132,7 +153,9 @@ class Ledger:
         which, samples = self._dataset.locate(indices)
         by_source = np.argsort(which, kind="stable")
         ends = np.cumsum(np.bincount(which, minlength=len(self._dataset.datasets)))
-        for source, part in zip(self._dataset.datasets, np.split(samples[by_source], ends[:-1]), strict=True):
+        for source, part in zip(
+            self._dataset.datasets, np.split(samples[by_source], ends[:-1]), strict=True
+        ):
             if len(part):
                 yield source, part
 
@@ -140,8 +163,12 @@ class Ledger:
 def is_consumed(record: Any) -> bool:
     """Tell whether this is a record of one source, as `Ledger.record` writes it."""
     names = {field.name for field in dataclasses.fields(Consumed)}
-    return isinstance(record, dict) and record.keys() | {"left_out"} == names and all(
-        isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
+    return (
+        isinstance(record, dict)
+        and record.keys() | {"left_out"} == names
+        and all(
+            isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
+        )
     )
 
 

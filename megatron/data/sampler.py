@@ -21,20 +21,24 @@ from megatron.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 Range = tuple[int, int]
-_ROUNDS = 8  # 4 suffice for a large table; with a few entries, orders are equally likely only after 8
+# 4 suffice for a large table; with a few entries, orders are equally likely only after 8
+_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(positions: Indices, size: int, key: int) -> Indices:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
-    Each value is computed on its own, so that 10^9 samples need neither memory nor time to shuffle. `positions` and
-    `key` are not negative. A Feistel network over the numbers r * columns + c of the smallest table that holds `size`:
-    each round adds a hash of one coordinate to the other, which is invertible (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002, section 5); a number beyond `size` goes through the network again
-    (section 4). The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    Each value is computed on its own, so that 10^9 samples need neither memory nor time to shuffle.
+    `positions` and `key` are not negative. A Feistel network over the numbers r * columns + c of
+    the smallest table that holds `size`: each round adds a hash of one coordinate to the other,
+    which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002,
+    section 5); a number beyond `size` goes through the network again (section 4). The hash is the
+    finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
-    assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), "positions out of range"
+    assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
+        "positions out of range"
+    )
     width = math.isqrt(size - 1) + 1
     columns, rows = np.uint64(width), np.uint64(-(-size // width))
     # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
@@ -62,7 +66,8 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Return the same positions as ascending ranges [start, stop) that do not touch, without empty ones.
+    """Return the same positions as ascending ranges [start, stop) that do not touch, without empty
+    ones.
 
     >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
     ((0, 2), (8, 15))
@@ -79,7 +84,8 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
-    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges` (merged ones).
+    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`
+    (merged ones).
 
     >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
     [0, 2, 3, 6, 7]
@@ -87,13 +93,16 @@ def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
     if not ranges:
         return positions
     starts, stops = np.array(ranges, np.int64).T
-    missing = np.concatenate(([0], np.cumsum(stops - starts)))  # before each range, and after the last one
+    # before each range, and after the last one
+    missing = np.concatenate(([0], np.cumsum(stops - starts)))
     # A range comes before the entry with this position.
     return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
 
 
 def are_ranges(value: Any) -> bool:
-    """Tell whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start < stop."""
+    """Tell whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start <
+    stop.
+    """
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -106,8 +115,8 @@ def are_ranges(value: Any) -> bool:
 class SampleOrder(Protocol):
     """The order in which a job consumes a data set.
 
-    It depends only on the number of samples consumed, so that every layout, micro-batch size and number of workers
-    reads the same samples.
+    It depends only on the number of samples consumed, so that every layout, micro-batch size and
+    number of workers reads the same samples.
     """
 
     def check(self, stop: int) -> None:
@@ -128,7 +137,8 @@ class SequentialOrder:
     def check(self, stop: int) -> None:
         if stop > self.total:
             raise DataError(
-                f"the data set has {self.total} samples and the run needs sample {stop - 1}: train for fewer samples, "
+                f"the data set has {self.total} samples and the run needs sample {stop - 1}: train "
+                "for fewer samples, "
                 f"or start a new run with the number of samples you want"
             )
 
@@ -138,13 +148,17 @@ class SequentialOrder:
 
 @dataclass(frozen=True)
 class CyclicOrder:
-    """The order of 'cyclic': the data set again and again, each epoch in an order of its own, keyed by its number."""
+    """The order of 'cyclic': the data set again and again, each epoch in an order of its own, keyed
+    by its number.
+    """
 
     total: int
 
     def check(self, stop: int) -> None:
         if not self.total:
-            raise DataError("the data set has no samples: give more data, or a shorter --seq-length")
+            raise DataError(
+                "the data set has no samples: give more data, or a shorter --seq-length"
+            )
 
     def indices(self, positions: Indices) -> Indices:
         found = np.empty_like(positions)
@@ -157,11 +171,12 @@ class CyclicOrder:
 
 @dataclass(frozen=True)
 class OrderAround:
-    """An order without some of its positions; it still depends only on the number of samples consumed.
+    """An order without some of its positions; it still depends only on the number of samples
+    consumed.
 
     left_out  ranges of positions of `order`, as `merged` returns them
-    total     samples of a finite order, None for an endless one. The run needs as many samples as before, so at the
-              end the first samples of the order replace those that were left out.
+    total     samples of a finite order, None for an endless one. The run needs as many samples as
+              before, so at the end the first samples of the order replace those that were left out.
     """
 
     order: SampleOrder
@@ -169,8 +184,16 @@ class OrderAround:
     total: int | None = None
 
     def check(self, stop: int) -> None:
-        if self.total is not None and stop and self.left_out[0][0] == 0 and self.left_out[0][1] >= self.total:
-            raise DataError(f"all {self.total} samples of the data set are left out: start a new run with other data")
+        if (
+            self.total is not None
+            and stop
+            and self.left_out[0][0] == 0
+            and self.left_out[0][1] >= self.total
+        ):
+            raise DataError(
+                f"all {self.total} samples of the data set are left out: start a new run with "
+                "other data"
+            )
         self.order.check(stop)
 
     def original(self, positions: Indices) -> Indices:
@@ -187,7 +210,9 @@ class OrderAround:
 def sample_order(
     dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
 ) -> SampleOrder:
-    """Return the order of --dataloader-type (None: single) over `total` samples without those `left_out`."""
+    """Return the order of --dataloader-type (None: single) over `total` samples without those
+    `left_out`.
+    """
     ranges, cyclic = merged(left_out), dataloader_type == "cyclic"
     order: SampleOrder = CyclicOrder(total) if cyclic else SequentialOrder(total)
     return OrderAround(order, ranges, None if cyclic else total) if ranges else order
@@ -196,16 +221,16 @@ def sample_order(
 class MicroBatchStream:
     """The micro-batches of this rank from `consumed_samples` on, until the order ends if it does.
 
-    Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every rank: rank r takes
-    positions r*mbs .. (r+1)*mbs of it.
+    Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every
+    rank: rank r takes positions r*mbs .. (r+1)*mbs of it.
 
-    Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on demand. With
-    workers, as many micro-batches are read ahead as the last `take` returned, at least two per worker. This changes
-    neither order nor content. Call `take` from one thread only.
+    Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on
+    demand. With workers, as many micro-batches are read ahead as the last `take` returned, at least
+    two per worker. This changes neither order nor content. Call `take` from one thread only.
 
-    consumed_samples counts the samples that all ranks together have taken; positions in the ranges `left_out` are
-    neither taken nor counted. The other options are those of make_micro_batch; those about documents apply where the
-    data set does not separate pieces itself.
+    consumed_samples counts the samples that all ranks together have taken; positions in the ranges
+    `left_out` are neither taken nor counted. The other options are those of make_micro_batch; those
+    about documents apply where the data set does not separate pieces itself.
     """
 
     def __init__(
@@ -241,28 +266,36 @@ class MicroBatchStream:
             eod_mask_loss=eod_mask_loss,
         )
         self._num_workers = num_workers
-        # These threads end with the process, even during a read that a dead file system never answers; those of
-        # concurrent.futures would block its exit.
+        # These threads end with the process, even during a read that a dead file system never
+        # answers; those of concurrent.futures would block its exit.
         self._threads = ThreadPool(num_workers) if num_workers > 0 else None
         self._ahead: deque[AsyncResult[MicroBatch]] = deque()
         self._next_read = consumed_samples  # start of the next micro-batch to read ahead
 
     def take(self, n: int) -> list[MicroBatch]:
-        """Return the next n micro-batches of this rank, on the device; n * micro_batch_size * data_size samples.
+        """Return the next n micro-batches of this rank, on the device; n * micro_batch_size *
+        data_size samples.
 
-        Raises DataError past the end of the data set (dataloader type 'single') and for unreadable data.
+        Raises DataError past the end of the data set (dataloader type 'single') and for unreadable
+        data.
         """
         batches = []
         for _ in range(n):
             self._read_ahead(until=1)
-            batch = self._ahead.popleft().get() if self._threads is not None else self._read(self.consumed_samples)
+            batch = (
+                self._ahead.popleft().get()
+                if self._threads is not None
+                else self._read(self.consumed_samples)
+            )
             batches.append(batch.to(self._device))
             self.consumed_samples += self._chunk
             self._read_ahead(until=max(2 * self._num_workers, n))
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead without waiting for reads in progress. A closed stream returns no more micro-batches."""
+        """Stop reading ahead without waiting for reads in progress. A closed stream returns no more
+        micro-batches.
+        """
         self._ahead.clear()
         if self._threads is not None:
             self._threads.terminate()
@@ -273,20 +306,28 @@ class MicroBatchStream:
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
-        """Read the micro-batch of the chunk at `start` into host memory, pinned if it goes to an accelerator."""
+        """Read the micro-batch of the chunk at `start` into host memory, pinned if it goes to an
+        accelerator.
+        """
         self._order.check(start + self._chunk)
         positions = self._own + start
         indices = self._order.indices(positions).tolist()
         samples = [self._sample(*pair) for pair in zip(positions.tolist(), indices, strict=True)]
         segments = [pieces for _, pieces in samples if pieces is not None]
-        assert len(segments) in (0, len(samples)), "a data set separates the pieces of all samples or of none"
+        assert len(segments) in (0, len(samples)), (
+            "a data set separates the pieces of all samples or of none"
+        )
         batch = self._make(
-            np.stack([tokens for tokens, _ in samples]), segments=segments or None, first_sample=int(positions[0])
+            np.stack([tokens for tokens, _ in samples]),
+            segments=segments or None,
+            first_sample=int(positions[0]),
         )
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
     def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None]:
-        """Return the tokens and pieces of a sample. Raises DataError with the sample, the fault and its place."""
+        """Return the tokens and pieces of a sample. Raises DataError with the sample, the fault and
+        its place.
+        """
         try:
             tokens, segments = self._dataset[index], self._dataset.segments(index)
         except (DataError, IndexError, OSError) as error:
@@ -298,7 +339,8 @@ class MicroBatchStream:
         if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
             bad = int(np.argmax((tokens < 0) | (tokens >= limit)))
             raise DataError(
-                f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit} entries: the data were "
+                f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit} "
+                "entries: the data were "
                 f"written with another tokenizer ({self._dataset.where(index, bad)})"
             )
         return tokens, segments

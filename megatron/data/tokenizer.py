@@ -10,10 +10,10 @@
 | TikTokenizer | --tokenizer-model: rank file or JSON | see megatron.data.tiktoken_files | as there |
 | NullTokenizer | --vocab-size N | N + 1, as in Megatron | N |
 
-A text that spells out a special token stays text, except in HFTokenizer, which follows its file: it recognises special
-tokens and puts those of its template around a text (Llama's: <s> before it).
-The two SentencePiece types encode alike and differ in eod and size, as Megatron's do: do not train with one on data
-that were written with the other.
+A text that spells out a special token stays text, except in HFTokenizer, which follows its file: it
+recognises special tokens and puts those of its template around a text (Llama's: <s> before it).
+The two SentencePiece types encode alike and differ in eod and size, as Megatron's do: do not train
+with one on data that were written with the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.data.tiktoken_files import TikTokenSettings, tik_token
-from megatron.data.tokenizer_adapters import NullTokenizer, Tokenizer, gpt2, hugging_face, sentence_piece
+from megatron.data.tokenizer_adapters import (
+    NullTokenizer,
+    Tokenizer,
+    gpt2,
+    hugging_face,
+    sentence_piece,
+)
 from megatron.errors import ConfigError, DataError, MegatronError
 
 if TYPE_CHECKING:
@@ -43,10 +49,13 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 _MOST_IDS = 2**31
-OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {name.lower(): name for name in TOKENIZER_TYPES}
+OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
+    name.lower(): name for name in TOKENIZER_TYPES
+}
 # Types of Megatron-LM that are not supported, and what to use instead.
 INSTEAD = {
-    "Llama3Tokenizer": "use TikTokenizer with its tokenizer.model, or HFTokenizer with its tokenizer.json",
+    "Llama3Tokenizer": "use TikTokenizer with its tokenizer.model, or HFTokenizer with its "
+    "tokenizer.json",
     "MistralTokenizer": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceLowerCase": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceCase": "use HFTokenizer with its tokenizer.json",
@@ -66,22 +75,29 @@ def build_tokenizer(
     tiktoken_special_tokens: Sequence[str] | None = None,
     num_threads: int | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of these names.
+    """Return the tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of
+    these names.
 
-    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for Hugging Face's
-    library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS for the whole process (the second
-    has no effect once the library has started its threads).
+    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
+    Hugging Face's library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS
+    for the whole process (the second has no effect once the library has started its threads).
 
-    Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the tokenizer's, and DataError,
-    with path and flag, for a file that is missing or of another kind.
+    Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
+    tokenizer's, and DataError, with path and flag, for a file that is missing or of another kind.
     """
     kind = OTHER_NAMES.get(tokenizer_type.lower(), tokenizer_type)
     if kind not in TOKENIZER_TYPES:
         instead = f"{INSTEAD[kind]}; types are" if kind in INSTEAD else "choose one of"
-        raise ConfigError(f"--tokenizer-type {tokenizer_type!r} is not known: {instead} {', '.join(TOKENIZER_TYPES)}")
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type!r} is not known: {instead} "
+            f"{', '.join(TOKENIZER_TYPES)}"
+        )
     if kind == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
-            raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, it is {vocab_size}")
+            raise ConfigError(
+                "--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, it is "
+                f"{vocab_size}"
+            )
         return NullTokenizer(vocab_size)
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
@@ -95,26 +111,32 @@ def build_tokenizer(
         if kind == "HFTokenizer":
             tokenizer = hugging_face(path)
         elif kind == "TikTokenizer":
-            settings = TikTokenSettings(tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens)
+            settings = TikTokenSettings(
+                tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens
+            )
             tokenizer = tik_token(path, settings, vocab_size=vocab_size)
         else:
             tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
     if tokenizer.vocab_size > _MOST_IDS:
         raise DataError(
-            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but token files hold ids "
+            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "
+            "token files hold ids "
             f"below {_MOST_IDS}: the file is damaged"
         )
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {tokenizer_model or vocab_file} makes a vocabulary of "
-            f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; to make the model's "
+            f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
+            "to make the model's "
             f"larger, use --make-vocab-size-divisible-by"
         )
     return tokenizer
 
 
 def with_vocabulary(config: Config) -> tuple[Config, str]:
-    """Return the configuration with the size of its tokenizer's vocabulary, and why that is not known ("" if it is)."""
+    """Return the configuration with the size of its tokenizer's vocabulary, and why that is not
+    known ("" if it is).
+    """
     known = config.model.vocab_size
     if config.tokenizer.tokenizer_type is None:
         return config, "no tokenizer and no --vocab-size" if known is None else ""
@@ -130,7 +152,9 @@ def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool 
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}")
     path = Path(value)
     if not path.exists():
-        raise DataError(f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded")
+        raise DataError(
+            f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded"
+        )
     if not or_folder and not path.is_file():
         raise DataError(f"{value}: {flag} of {tokenizer_type} is not a file")
     return path

@@ -1,4 +1,6 @@
-"""Adapters over the tokenizer libraries: Hugging Face's `tokenizers`, SentencePiece and tiktoken."""
+"""Adapters over the tokenizer libraries: Hugging Face's `tokenizers`, SentencePiece and
+tiktoken.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,36 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
 # Names that end a text in published models, for a tokenizer.json without the files that name it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-# The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them, so they are formats:
-# gpt2 as published with GPT-2, cl100k and o200k as in tiktoken 0.14, llama3 as published with that model, v1 and v2 of
-# Megatron-LM. llama3 is an early cl100k: they differ in line ends and spaces at the very end of a text.
+# The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them,
+# so they are formats: gpt2 as published with GPT-2, cl100k and o200k as in tiktoken 0.14, llama3 as
+# published with that model, v1 and v2 of Megatron-LM. llama3 is an early cl100k: they differ in
+# line ends and spaces at the very end of a text.
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_THREE_DIGITS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+_THREE_DIGITS = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+)
 _SPACES = r"\s+(?!\S)|\s+"
 PATTERNS: Mapping[str, str] = {
     "gpt2": rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}",
     "cl100k": rf"{_THREE_DIGITS}|\s++$|\s*[\r\n]+|{_SPACES}",
     "llama3": rf"{_THREE_DIGITS}|\s*[\r\n]+|{_SPACES}",
-    "o200k": rf"{_WORDS[0]}{_CONTRACTION}?|{_WORDS[1]}{_CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    "o200k": rf"{_WORDS[0]}{_CONTRACTION}?|{_WORDS[1]}{_CONTRACTION}?|\p{{N}}{{1,3}}| "
+    rf"?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
     rf"|\s*[\r\n]+|{_SPACES}",
-    "v1": rf"[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",
+    "v1": rf"[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| "
+    rf"?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",
     "v2": rf"{_WORDS[0]}|{_WORDS[1]}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}",
 }
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. `vocab_size` is one more than the highest id; `eod` ends a document.
+    """Text to token ids and back. `vocab_size` is one more than the highest id; `eod` ends a
+    document.
 
-    The adapter of a library implements `_encode` and `_decode`. `names` are the texts of ids unknown to the library.
+    The adapter of a library implements `_encode` and `_decode`. `names` are the texts of ids
+    unknown to the library.
     """
 
     def __init__(self, vocab_size: int, eod: int, names: Mapping[int, str] | None = None) -> None:
@@ -63,18 +72,26 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Raises DataError for a text with half of a surrogate pair."""
-        return [ids.tolist() if isinstance(ids, np.ndarray) else list(ids) for ids in self._encode_checked(texts)]
+        """Return the ids of each text. Raises DataError for a text with half of a surrogate
+        pair.
+        """
+        return [
+            ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+            for ids in self._encode_checked(texts)
+        ]
 
     def encode_batch_arrays(
         self, texts: Sequence[str], dtype: npt.DTypeLike
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Return the joined ids of all texts in `dtype`, and the number of ids of each text, int32 [len(texts)].
+        """Return the joined ids of all texts in `dtype`, and the number of ids of each text, int32
+        [len(texts)].
 
         Preprocessing calls this: the ids are those of encode_batch, at less cost for each.
         """
         limit = np.iinfo(dtype).max
-        assert self.vocab_size - 1 <= limit, f"ids up to {self.vocab_size - 1} do not fit into {np.dtype(dtype)}"
+        assert self.vocab_size - 1 <= limit, (
+            f"ids up to {self.vocab_size - 1} do not fit into {np.dtype(dtype)}"
+        )
         found = self._encode_checked(texts)
         sizes = np.fromiter(map(len, found), np.int32, len(found))
         if found and isinstance(found[0], np.ndarray):
@@ -82,11 +99,16 @@ class Tokenizer(ABC):
         return np.fromiter(chain.from_iterable(found), dtype, int(sizes.sum())), sizes
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids give their name or nothing. Raises DataError for an unknown id."""
+        """Return the text of ids; special ids give their name or nothing. Raises DataError for an
+        unknown id.
+        """
         parts, run = list[str](), list[int]()
         for i in map(int, ids):
             if not 0 <= i < self.vocab_size:
-                raise DataError(f"id {i} is not one of the tokenizer's {self.vocab_size}: it is from another tokenizer")
+                raise DataError(
+                    f"id {i} is not one of the tokenizer's {self.vocab_size}: it is from another "
+                    "tokenizer"
+                )
             if i in self._names:
                 parts += [self._decode(run), self._names[i]]
                 run = []
@@ -101,7 +123,8 @@ class Tokenizer(ABC):
             for text in texts:
                 if found := _SURROGATE.search(text):
                     raise DataError(
-                        f"the text holds half of a surrogate pair, {found.group()!r} at character {found.start()}, "
+                        f"the text holds half of a surrogate pair, {found.group()!r} at character "
+                        f"{found.start()}, "
                         f"which is not a character: replace it before tokenizing"
                     ) from None
             raise
@@ -122,7 +145,9 @@ class NullTokenizer(Tokenizer):
         except ValueError as error:
             raise DataError(f"NullTokenizer reads token ids separated by spaces: {error}") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(f"NullTokenizer: ids {min(ids)}..{max(ids)}, but --vocab-size allows 0..{self.eod}")
+            raise DataError(
+                f"NullTokenizer: ids {min(ids)}..{max(ids)}, but --vocab-size allows 0..{self.eod}"
+            )
         return ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -130,7 +155,8 @@ class NullTokenizer(Tokenizer):
 
 
 class RankEncoder:
-    """Byte-pair encoding with tiktoken: of neighbours, those whose joint byte string has the lowest id merge first.
+    """Byte-pair encoding with tiktoken: of neighbours, those whose joint byte string has the lowest
+    id merge first.
 
     `ids` has every single byte. Nothing in a text counts as a special token.
     """
@@ -138,9 +164,12 @@ class RankEncoder:
     def __init__(self, ids: Mapping[bytes, int], pattern: str) -> None:
         import tiktoken
 
-        # tiktoken requires at least one special token to look for in texts; `encode` lets it match nothing.
+        # tiktoken requires at least one special token to look for in texts; `encode` lets it match
+        # nothing.
         nothing = {"<|endoftext|>": max(ids.values()) + 1}
-        self._encoding = tiktoken.Encoding("ranks", pat_str=pattern, mergeable_ranks=dict(ids), special_tokens=nothing)
+        self._encoding = tiktoken.Encoding(
+            "ranks", pat_str=pattern, mergeable_ranks=dict(ids), special_tokens=nothing
+        )
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """Return the ids of a text."""
@@ -149,8 +178,8 @@ class RankEncoder:
         except UnicodeError:
             raise
         except ValueError:
-            # A million characters of white space in a row exceed the backtracking limit of the pattern. Python's
-            # engine has no such limit; it is slower, for this text only.
+            # A million characters of white space in a row exceed the backtracking limit of the
+            # pattern. Python's engine has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -178,12 +207,13 @@ class FastTokenizer(Tokenizer):
 class GPT2Tokenizer(FastTokenizer):
     """Byte-level byte-pair encoding from vocab.json and merges.txt.
 
-    It runs in tiktoken, which is three to four times as fast, if the ids are proven to be the same. tiktoken merges by
-    the ids of the results; the files list the pairs that merge, in order. Both give the same ids if (1) later merges
-    have higher ids, and (2) each result, as a text of its own, is encoded as itself. Proof: let tiktoken be the first
-    to deviate, merging x and y to t by a pair that is not in the files. Nothing has merged across the ends of t so far,
-    so with the files alone the text t becomes x, y as well and stays so, which contradicts (2). Both conditions are
-    checked before the first text; if one fails, `tokenizers` encodes.
+    It runs in tiktoken, which is three to four times as fast, if the ids are proven to be the same.
+    tiktoken merges by the ids of the results; the files list the pairs that merge, in order. Both
+    give the same ids if (1) later merges have higher ids, and (2) each result, as a text of its
+    own, is encoded as itself. Proof: let tiktoken be the first to deviate, merging x and y to t by
+    a pair that is not in the files. Nothing has merged across the ends of t so far, so with the
+    files alone the text t becomes x, y as well and stays so, which contradicts (2). Both conditions
+    are checked before the first text; if one fails, `tokenizers` encodes.
     """
 
     def __init__(self, tokenizer: Any, eod: int, merges: Sequence[str]) -> None:
@@ -191,7 +221,11 @@ class GPT2Tokenizer(FastTokenizer):
         self._merges = merges
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
-        return super()._encode(texts) if self._ranks is None else [self._ranks.encode(text) for text in texts]
+        return (
+            super()._encode(texts)
+            if self._ranks is None
+            else [self._ranks.encode(text) for text in texts]
+        )
 
     @cached_property
     def _ranks(self) -> RankEncoder | None:
@@ -203,22 +237,31 @@ class GPT2Tokenizer(FastTokenizer):
         if any(later <= earlier for earlier, later in pairwise(ids)):
             return None
         whole = Fast(self._tokenizer.model)  # without the pattern that cuts texts into pieces
-        if any(encoding.ids != [i] for encoding, i in zip(whole.encode_batch_fast(results), ids, strict=True)):
+        if any(
+            encoding.ids != [i]
+            for encoding, i in zip(whole.encode_batch_fast(results), ids, strict=True)
+        ):
             return None
         letters = byte_letters()
         tokens = {bytes([byte]): vocabulary[letter] for letter, byte in letters.items()}
-        tokens |= {bytes(letters[letter] for letter in result): i for result, i in zip(results, ids, strict=True)}
+        tokens |= {
+            bytes(letters[letter] for letter in result): i
+            for result, i in zip(results, ids, strict=True)
+        }
         return RankEncoder(tokens, PATTERNS["gpt2"])
 
 
 def byte_letters() -> dict[str, int]:
     """Return the byte of each letter of a byte-level vocabulary, as published with GPT-2.
 
-    Printable bytes of Latin-1 are their own letters; the others are the letters from U+0100 on, in order.
+    Printable bytes of Latin-1 are their own letters; the others are the letters from U+0100 on, in
+    order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
@@ -234,39 +277,51 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         tokenizer.decoder = ByteLevelDecoder()
         lines = merge_file.read_text(encoding="utf-8").split("\n")
-        return tokenizer, [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
+        return tokenizer, [
+            line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")
+        ]
 
-    tokenizer, merges = read_with(vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}", read)
+    tokenizer, merges = read_with(
+        vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}", read
+    )
     letters, vocabulary = byte_letters(), tokenizer.get_vocab()
     shared, times = Counter(vocabulary.values()).most_common(1)[0] if vocabulary else (0, 0)
     if times > 1:
         raise DataError(f"{vocab_file}: {times} tokens have the id {shared}: the file is damaged")
-    require_all_bytes(vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary))
+    require_all_bytes(
+        vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary)
+    )
     eod = vocabulary.get("<|endoftext|>")
     if eod is None:
-        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
+        raise DataError(
+            f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer"
+        )
     return GPT2Tokenizer(tokenizer, eod, merges)
 
 
 def hugging_face(path: Path) -> Tokenizer:
     """Return the HFTokenizer of a tokenizer.json or of the folder that has it.
 
-    eod is the eos_token of tokenizer_config.json or special_tokens_map.json beside it, or one of USUAL_ENDS.
-    Raises DataError for anything else.
+    eod is the eos_token of tokenizer_config.json or special_tokens_map.json beside it, or one of
+    USUAL_ENDS. Raises DataError for anything else.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"{file}: no such file, which HFTokenizer reads; a *.model is for GPTSentencePieceTokenizer or "
-            f"TikTokenizer, vocab.json and merges.txt of GPT-2 for GPT2BPETokenizer; with transformers, "
-            f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json of others"
+            f"{file}: no such file, which HFTokenizer reads; a *.model is for "
+            "GPTSentencePieceTokenizer or "
+            "TikTokenizer, vocab.json and merges.txt of GPT-2 for GPT2BPETokenizer; with "
+            "transformers, "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a "
+            "tokenizer.json of others"
         )
 
     def read() -> Any:
         from tokenizers import Tokenizer as Fast
 
         tokenizer = Fast.from_file(str(file))
-        # Files are saved with the limits of their last use; here a text is never truncated or padded.
+        # Files are saved with the limits of their last use; here a text is never truncated or
+        # padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -279,18 +334,23 @@ def hugging_face(path: Path) -> Tokenizer:
         if eod is not None:
             return FastTokenizer(tokenizer, eod)
     raise DataError(
-        f"{file}: no token ends a document: tried {', '.join(candidates)}{f' of {said_by}' if named else ''}; name it "
+        f"{file}: no token ends a document: tried "
+        f"{', '.join(candidates)}{f' of {said_by}' if named else ''}; name it "
         f"as eos_token in tokenizer_config.json"
     )
 
 
 def _end_beside(file: Path) -> tuple[str, str]:
-    """Return the eos_token that a JSON file beside a tokenizer.json names, and the name of that file, or two ''."""
+    """Return the eos_token that a JSON file beside a tokenizer.json names, and the name of that
+    file, or two ''.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         beside = file.with_name(name)
         if not beside.is_file():
             continue
-        settings = read_with(beside, "a JSON object", lambda: dict(json.loads(beside.read_text("utf-8"))))  # noqa: B023
+        settings = read_with(
+            beside, "a JSON object", lambda file=beside: dict(json.loads(file.read_text("utf-8")))
+        )
         eos = settings.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if not isinstance(eos, str | None):
@@ -301,18 +361,22 @@ def _end_beside(file: Path) -> tuple[str, str]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the names that Megatron appends to its pieces if `appended` is given.
+    """A SentencePiece model, with the names that Megatron appends to its pieces if `appended` is
+    given.
 
     add_bos: put the model's beginning-of-sentence id before every text.
     """
 
-    def __init__(self, processor: Any, eod: int, appended: Sequence[str] = (), *, add_bos: bool = False) -> None:
+    def __init__(
+        self, processor: Any, eod: int, appended: Sequence[str] = (), *, add_bos: bool = False
+    ) -> None:
         pieces = int(processor.get_piece_size())
         super().__init__(pieces + len(appended), eod, dict(enumerate(appended, pieces)))
         self._processor, self._add_bos = processor, add_bos
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
-        encode = getattr(self._processor, "encode_as_numpy", self._processor.encode)  # older versions return lists
+        # older versions return lists
+        encode = getattr(self._processor, "encode_as_numpy", self._processor.encode)
         found: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
         return found
 
@@ -322,7 +386,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> Tokenizer:
-    """Return one of Megatron's three SentencePiece tokenizers; SentencePieceTokenizer alone has `vocab_extra_ids`."""
+    """Return one of Megatron's three SentencePiece tokenizers; SentencePieceTokenizer alone has
+    `vocab_extra_ids`.
+    """
 
     def read() -> Any:
         from sentencepiece import SentencePieceProcessor
@@ -336,21 +402,31 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
         return SentencePieceTokenizer(processor, known["<EOD>"], appended)
     eod, add_bos = processor.eos_id(), tokenizer_type == "Llama2Tokenizer"
     if eod < 0:
-        raise DataError(f"{path}: the model has no end-of-sentence piece to end documents: use SentencePieceTokenizer")
+        raise DataError(
+            f"{path}: the model has no end-of-sentence piece to end documents: use "
+            "SentencePieceTokenizer"
+        )
     if add_bos and processor.bos_id() < 0:
         raise DataError(
-            f"{path}: the model has no beginning-of-sentence piece, which Llama2Tokenizer puts before every text: use "
+            f"{path}: the model has no beginning-of-sentence piece, which Llama2Tokenizer puts "
+            "before every text: use "
             f"GPTSentencePieceTokenizer"
         )
     return SentencePieceTokenizer(processor, eod, add_bos=add_bos)
 
 
 def _with_megatrons_names(processor: Any, vocab_extra_ids: int) -> dict[str, int]:
-    """Return the ids of all pieces and of those that Megatron appends, in Megatron's order, as data have them."""
+    """Return the ids of all pieces and of those that Megatron appends, in Megatron's order, as data
+    have them.
+    """
     known = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     size = processor.get_piece_size()
     special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
-    for i, name in ((processor.pad_id(), "<PAD>"), (processor.bos_id(), "<BOS>"), (processor.eos_id(), "<EOS>")):
+    for i, name in (
+        (processor.pad_id(), "<PAD>"),
+        (processor.bos_id(), "<BOS>"),
+        (processor.eos_id(), "<EOS>"),
+    ):
         special.append(processor.id_to_piece(i) if i >= 0 else name)
     for piece in special + [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]:
         if piece not in known:
@@ -360,22 +436,29 @@ def _with_megatrons_names(processor: Any, vocab_extra_ids: int) -> dict[str, int
 
 
 def read_with(path: Path, what: str, read: Callable[[], _Result]) -> _Result:
-    """Return the result of `read`, with every error that a library raises for a wrong file as a DataError."""
+    """Return the result of `read`, with every error that a library raises for a wrong file as a
+    DataError.
+    """
     try:
         return read()
     except (ConfigError, DataError):
         raise
     except ImportError as error:
-        raise ConfigError(f"{path}: reading it needs the Python package {error.name}: install it") from error
+        raise ConfigError(
+            f"{path}: reading it needs the Python package {error.name}: install it"
+        ) from error
     except Exception as error:
         raise DataError(f"{path}: not {what}: {error}") from error
 
 
 def require_all_bytes(path: Path, tokens: Iterable[bytes]) -> None:
-    """Raise DataError unless every single byte is a token: without it some texts could not be encoded."""
+    """Raise DataError unless every single byte is a token: without it some texts could not be
+    encoded.
+    """
     missing = sorted({bytes([byte]) for byte in range(256)} - set(tokens))
     if missing:
         raise DataError(
-            f"{path}: has no token for {len(missing)} of the single bytes, such as 0x{missing[0].hex()}: each needs "
+            f"{path}: has no token for {len(missing)} of the single bytes, such as "
+            f"0x{missing[0].hex()}: each needs "
             f"one, or texts with it could not be encoded"
         )

@@ -1,1 +1,3 @@
-"""DeepSpeed's ZeRO engine under our own pipeline: optimizer groups, gradients, precision, learning rate."""
+"""DeepSpeed's ZeRO engine under our own pipeline: optimizer groups, gradients, precision, learning
+rate.
+"""

@@ -1,9 +1,12 @@
-"""Buckets: parameters whose gradients are reduced, whose weights are updated and gathered in one message.
+"""Buckets: parameters whose gradients are reduced, whose weights are updated and gathered in one
+message.
 
-A bucket is a parameter group of the optimizer. DeepSpeed lays the parameters of a group end to end and gives each
-data-parallel rank an equal part of the line, so that every rank owns a part of every bucket: messages load all ranks
-alike, and neither the sum of a bucket nor its new weights wait for another bucket.
+A bucket is a parameter group of the optimizer. DeepSpeed lays the parameters of a group end to end
+and gives each data-parallel rank an equal part of the line, so that every rank owns a part of every
+bucket: messages load all ranks alike, and neither the sum of a bucket nor its new weights wait for
+another bucket.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +38,9 @@ class Bucket:
     starts: dict[torch.nn.Parameter, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        assert self.gradients.shape == self.weights.shape, "gradients and weights are laid out alike"
+        assert self.gradients.shape == self.weights.shape, (
+            "gradients and weights are laid out alike"
+        )
         assert len(self.weights) % self.ranks == 0, "ranks own equal parts"
         self.starts, at = {}, 0
         for p in self.parameters:
@@ -52,20 +57,30 @@ class Bucket:
         return self.gradients.narrow(0, self.starts[p], p.numel()).view(p.shape)
 
     def held(self, p: torch.nn.Parameter) -> tuple[int, int]:
-        """[start, stop) of a parameter within what this rank owns; empty where another rank owns all of it."""
+        """[start, stop) of a parameter within what this rank owns; empty where another rank owns
+        all of it.
+        """
         size = len(self.weights) // self.ranks
         start = self.starts[p] - self.rank * size
         return min(max(start, 0), size), min(max(start + p.numel(), 0), size)
 
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
-        """Yield each parameter of which this rank owns elements, the first of them, and where they are in its part."""
+        """Yield each parameter of which this rank owns elements, the first of them, and where they
+        are in its part.
+        """
         for p in self.parameters:
             start, stop = self.held(p)
             if start < stop:
-                yield p, max(0, self.rank * (len(self.weights) // self.ranks) - self.starts[p]), slice(start, stop)
+                yield (
+                    p,
+                    max(0, self.rank * (len(self.weights) // self.ranks) - self.starts[p]),
+                    slice(start, stop),
+                )
 
     def reduced(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Return this rank's part of the gradients of some parameters; those of neighbours as one flat tensor."""
+        """Return this rank's part of the gradients of some parameters; those of neighbours as one
+        flat tensor.
+        """
         wanted, runs = set(parameters), list[tuple[int, int]]()
         for p in self.parameters:
             start, stop = self.held(p)
@@ -79,28 +94,44 @@ class Bucket:
 
 
 def reduce_to_owners(bucket: Bucket, group: Group) -> list[Any]:
-    """Start to sum the gradients over `group`: every rank gets the part that it owns. Returns what to wait for.
+    """Start to sum the gradients over `group`: every rank gets the part that it owns. Returns what
+    to wait for.
 
-    Of the other parts nothing is promised. Where each rank owns the whole bucket (ZeRO stage 0) all get the whole sum.
+    Of the other parts nothing is promised. Where each rank owns the whole bucket (ZeRO stage 0) all
+    get the whole sum.
     """
     flat = bucket.gradients
     if bucket.ranks == 1:
         return [start(b"all_reduce", group, flat.nbytes, dist.all_reduce, flat)]
     if flat.device.type == "cpu":
-        # gloo copies the input of a reduce-scatter and sums all of it on all ranks; a reduction to one rank it does
-        # in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
+        # gloo copies the input of a reduce-scatter and sums all of it on all ranks; a reduction to
+        # one rank it does in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
         parts = zip(flat.chunk(bucket.ranks), group.ranks, strict=True)
-        return [start(b"reduce", group, part.nbytes, dist.reduce, part, dst=rank) for part, rank in parts]
+        return [
+            start(b"reduce", group, part.nbytes, dist.reduce, part, dst=rank)
+            for part, rank in parts
+        ]
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return [start(b"reduce_scatter", group, flat.nbytes, scatter, bucket.own(flat), flat)]
 
 
 def gather_from_owners(bucket: Bucket, group: Group) -> list[Any]:
-    """Start to collect the weights of all owners on every rank of `group`. Returns what to wait for."""
+    """Start to collect the weights of all owners on every rank of `group`. Returns what to wait
+    for.
+    """
     if bucket.ranks == 1:
         return []
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return [start(b"all_gather", group, bucket.weights.nbytes, gather, bucket.weights, bucket.own(bucket.weights))]
+    return [
+        start(
+            b"all_gather",
+            group,
+            bucket.weights.nbytes,
+            gather,
+            bucket.weights,
+            bucket.own(bucket.weights),
+        )
+    ]
 
 
 _BLOCK = 1 << 16
@@ -109,12 +140,15 @@ _BLOCK = 1 << 16
 def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of flat tensors, by torch; fp32, a scalar.
 
-    Squares of blocks are added up in fp32 and the blocks in fp64: all in fp64 takes torch eighteen times as long.
+    Squares of blocks are added up in fp32 and the blocks in fp64: all in fp64 takes torch eighteen
+    times as long.
     """
     norms = []
     for t in tensors:
         whole = len(t) // _BLOCK * _BLOCK
-        norms.append(torch.linalg.vector_norm(t[:whole].view(-1, _BLOCK), dim=1, dtype=torch.float32))
+        norms.append(
+            torch.linalg.vector_norm(t[:whole].view(-1, _BLOCK), dim=1, dtype=torch.float32)
+        )
         norms.append(torch.linalg.vector_norm(t[whole:], dtype=torch.float32).view(1))
     return torch.cat(norms).double().square().sum().float()
 
@@ -126,14 +160,18 @@ class WeightGather:
     chunks   this rank's model: a module that is about to run waits for its weights
     overlap  `start` returns at once
 
-    A chunk says with `weight_users()` which modules it calls, and which parameters must be there for each: pairs of a
-    module and its parameters, those of modules within included. Without, all of a chunk's weights are waited for
-    before it runs. A state_dict of a chunk or of a module of it waits for all. Whoever reads weights in another way
-    calls `wait` before.
+    A chunk says with `weight_users()` which modules it calls, and which parameters must be there
+    for each: pairs of a module and its parameters, those of modules within included. Without, all
+    of a chunk's weights are waited for before it runs. A state_dict of a chunk or of a module of it
+    waits for all. Whoever reads weights in another way calls `wait` before.
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], group: Group, chunks: Iterable[torch.nn.Module], overlap: bool
+        self,
+        buckets: Iterable[Bucket],
+        group: Group,
+        chunks: Iterable[torch.nn.Module],
+        overlap: bool,
     ) -> None:
         self._buckets, self._group, self._overlap = list(buckets), group, overlap
         self._works: dict[Bucket, list[Any]] = {}
@@ -185,12 +223,14 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class WholeParameters:
-    """Key "whole" of a parameter group: called as whole(flat, change) by every rank, in the same order.
+    """Key "whole" of a parameter group: called as whole(flat, change) by every rank, in the same
+    order.
 
-    Gathers `flat` [n], laid out as this rank's weights of the group, over the data-parallel and tensor-parallel ranks;
-    calls change(name, tensor) with the values of each parameter in its global shape, on one data-parallel rank and all
-    tensor-parallel ranks; returns this rank's part of the results, [n]. The groups of data-parallel ranks get their
-    parameters so that each computes about as many elements.
+    Gathers `flat` [n], laid out as this rank's weights of the group, over the data-parallel and
+    tensor-parallel ranks; calls change(name, tensor) with the values of each parameter in its
+    global shape, on one data-parallel rank and all tensor-parallel ranks; returns this rank's part
+    of the results, [n]. The groups of data-parallel ranks get their parameters so that each
+    computes about as many elements.
     """
 
     def __init__(self, bucket: Bucket, topology: Topology) -> None:
@@ -214,7 +254,9 @@ class WholeParameters:
         return reduce_scatter_first(changed, data) if bucket.ranks > 1 else changed
 
     def _change(self, p: torch.nn.Parameter, local: torch.Tensor, change: Change) -> torch.Tensor:
-        """Return the local shard, padding included, of what `change` makes of the whole parameter."""
+        """Return the local shard, padding included, of what `change` makes of the whole
+        parameter.
+        """
         tensor, sharding = self._topology.tensor, sharding_of(p)
         dim = sharding.dim
         if dim is None or tensor.size == 1:
@@ -224,8 +266,12 @@ class WholeParameters:
             whole = whole.narrow(dim, 0, sharding.global_shape[dim])  # padding is at the end
         found = change(sharding.name, whole.contiguous())
         if found.shape != whole.shape:
-            raise ValueError(f"{sharding.name}: {list(whole.shape)} was changed into {list(found.shape)}")
+            raise ValueError(
+                f"{sharding.name}: {list(whole.shape)} was changed into {list(found.shape)}"
+            )
         shard = torch.zeros_like(local)
-        extent = tuple(slice(o, o + n) for o, n in zip(sharding.offset, sharding.extent, strict=True))
+        extent = tuple(
+            slice(o, o + n) for o, n in zip(sharding.offset, sharding.extent, strict=True)
+        )
         shard[tuple(slice(0, n) for n in sharding.extent)] = found[extent]
         return shard

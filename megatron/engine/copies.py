@@ -1,8 +1,10 @@
 """Comparison of weights that several ranks hold copies of: bit for bit, by digests.
 
-Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the ends of the pipeline a
-tied embedding. Each rank updates its own copy, so a copy that differs stays different, and nothing else would show it.
+Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the ends
+of the pipeline a tied embedding. Each rank updates its own copy, so a copy that differs stays
+different, and nothing else would show it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +20,15 @@ from megatron.parallel.collectives import all_reduce, broadcast_object, gather_o
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology, compress_ranks
 
-_WORDS = 1 << 20  # digested at a time on a device, 8 MiB of weights with three temporary tensors of that size
+# digested at a time on a device, 8 MiB of weights with three temporary tensors of that size
+_WORDS = 1 << 20
 _SHOWN = 4  # values of a parameter, those of most ranks first
 
 
 @dataclass(frozen=True)
 class FirstGradients:
-    """Gradients of this rank's first step for the parameters that all tensor ranks hold, before any reduction.
+    """Gradients of this rank's first step for the parameters that all tensor ranks hold, before any
+    reduction.
 
     partial  whether each gradient is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
@@ -37,8 +41,12 @@ class FirstGradients:
 
 @torch.no_grad()
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """64 bits of each tensor, int64 [tensors] on its device: XXH3 in host memory, `mixed_sum` elsewhere."""
-    return torch.stack([(_xxh3 if t.device.type == "cpu" else mixed_sum)(t.detach().reshape(-1)) for t in tensors])
+    """64 bits of each tensor, int64 [tensors] on its device: XXH3 in host memory, `mixed_sum`
+    elsewhere.
+    """
+    return torch.stack(
+        [(_xxh3 if t.device.type == "cpu" else mixed_sum)(t.detach().reshape(-1)) for t in tensors]
+    )
 
 
 def _xxh3(flat: torch.Tensor) -> torch.Tensor:
@@ -50,17 +58,21 @@ def _xxh3(flat: torch.Tensor) -> torch.Tensor:
 def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
     """A digest of a flat tensor by torch's operators, an int64 scalar.
 
-    Integers are added up, so that the order of additions does not matter, and a change within one word of 8 bytes
-    always changes the sum. About 16 times the tensor's bytes are read and written.
+    Integers are added up, so that the order of additions does not matter, and a change within one
+    word of 8 bytes always changes the sum. About 16 times the tensor's bytes are read and written.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    places = torch.arange(1, min(_WORDS, flat.nbytes // 8 + 1) + 1, device=flat.device) * 0x1E3779B97F4A7C15
+    places = (
+        torch.arange(1, min(_WORDS, flat.nbytes // 8 + 1) + 1, device=flat.device)
+        * 0x1E3779B97F4A7C15
+    )
     for part in flat.split(_WORDS * 8 // flat.element_size()):
         if part.nbytes % 8 or part.storage_offset() * part.element_size() % 8:
             fill = -len(part) % (8 // part.element_size())
             part = torch.cat([part, part.new_zeros(fill)])
         words = part.view(torch.int64)
-        # The steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) that let every bit reach all higher ones.
+        # The steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) that let every bit reach all
+        # higher ones.
         mixed = words ^ places[: len(words)]
         mixed ^= mixed >> 32
         mixed *= 0x3F58476D1CE4E5B9
@@ -71,12 +83,16 @@ def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def check_copies(
-    parameters: Sequence[torch.nn.Parameter], topology: Topology, when: str, first: FirstGradients | None = None
+    parameters: Sequence[torch.nn.Parameter],
+    topology: Topology,
+    when: str,
+    first: FirstGradients | None = None,
 ) -> None:
-    """Compare all copies of `parameters`, whose values are there; with `first` also what the first step gave them.
+    """Compare all copies of `parameters`, whose values are there; with `first` also what the first
+    step gave them.
 
-    All ranks call it. Raises TrainingError on every rank where copies differ, ConfigError where gradients are not what
-    they are taken for. `when` goes into the message.
+    All ranks call it. Raises TrainingError on every rank where copies differ, ConfigError where
+    gradients are not what they are taken for. `when` goes into the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     found, shardings = digests(parameters), [sharding_of(p) for p in parameters]
@@ -96,17 +112,22 @@ def check_copies(
 
 
 _TENSOR = (
-    "Tensor-parallel ranks must hold the same. Likely causes: in some steps its gradient is a term of a sum over them "
-    "but is taken as whole (partial_gradient in docs/extending.md), an operator that does not repeat its bits, or a "
+    "Tensor-parallel ranks must hold the same. Likely causes: in some steps its gradient is a term "
+    "of a sum over them "
+    "but is taken as whole (partial_gradient in docs/extending.md), an operator that does not "
+    "repeat its bits, or a "
     "fault of memory"
 )
 _EMBEDDING = (
-    "The first and the last stage must hold the same tied embedding. Likely causes: code that writes the weight on one "
+    "The first and the last stage must hold the same tied embedding. Likely causes: code that "
+    "writes the weight on one "
     "of them, or a fault of memory"
 )
 _DATA = (
-    "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, of a device or of a "
-    "link, or code that writes weights on some ranks. Leave the node out and resume from a checkpoint"
+    "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, of a "
+    "device or of a "
+    "link, or code that writes weights on some ranks. Leave the node out and resume from a "
+    "checkpoint"
 )
 
 
@@ -117,38 +138,54 @@ def _differing(found: torch.Tensor, group: Group) -> list[int]:
 
 
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
-    """Gradients of the first step that are taken as whole but differ between ranks; terms that do not differ.
+    """Gradients of the first step that are taken as whole but differ between ranks; terms that do
+    not differ.
 
-    Where all tokens of a batch are alike, so may be the terms of all ranks, but not only those of some parameters.
+    Where all tokens of a batch are alike, so may be the terms of all ranks, but not only those of
+    some parameters.
     """
     differing, given = set(_differing(first.digests, group)), first.digests.tolist()
     terms = {i for i, partial in enumerate(first.partial) if partial}
     shardings = [sharding_of(p) for p in first.parameters]
     whole = [s.name for i, s in enumerate(shardings) if i in differing - terms]
     same = [
-        s.name for i, s in enumerate(shardings)
+        s.name
+        for i, s in enumerate(shardings)
         if i in terms - differing and given[i] and (s.partial_gradient or terms & differing)
-    ]  # fmt: skip
+    ]
     ranks, errors = compress_ranks(group.ranks), list[MegatronError]()
     if whole:
-        errors.append(ConfigError(
-            f"{_listed(whole)}: the gradient is taken to be whole on each tensor-parallel rank, but in the first step "
-            f"it differs between ranks {ranks}, and so would the copies. Likely causes: the parameter works on heads, "
-            f"features or tokens of each rank, behind messages that autograd does not show (declare it with "
-            f"partial_gradient=True, docs/extending.md), or an operator or a message does not give all the same bits"
-        ))  # fmt: skip
+        errors.append(
+            ConfigError(
+                f"{_listed(whole)}: the gradient is taken to be whole on each tensor-parallel "
+                "rank, but in the first step "
+                f"it differs between ranks {ranks}, and so would the copies. Likely causes: the "
+                "parameter works on heads, "
+                "features or tokens of each rank, behind messages that autograd does not show "
+                "(declare it with "
+                "partial_gradient=True, docs/extending.md), or an operator or a message does not "
+                "give all the same bits"
+            )
+        )
     if same:
-        errors.append(ConfigError(
-            f"{_listed(same)}: the gradient is taken to be a sum of terms of the tensor-parallel ranks, but in the "
-            f"first step it is the same on ranks {ranks}, and would count {group.size} times. Likely cause: the "
-            f"parameter works on what all ranks hold alike (declare it with partial_gradient=False, or not at all, "
-            f"docs/extending.md)"
-        ))  # fmt: skip
+        errors.append(
+            ConfigError(
+                f"{_listed(same)}: the gradient is taken to be a sum of terms of the "
+                "tensor-parallel ranks, but in the "
+                f"first step it is the same on ranks {ranks}, and would count {group.size} times. "
+                "Likely cause: the "
+                "parameter works on what all ranks hold alike (declare it with "
+                "partial_gradient=False, or not at all, "
+                f"docs/extending.md)"
+            )
+        )
     return errors
 
 
 def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
-    """Raise on all ranks the error of the first rank that has one; those of gradients come before those of weights."""
+    """Raise on all ranks the error of the first rank that has one; those of gradients come before
+    those of weights.
+    """
     world, none = topology.world, 2 * topology.world.size
     mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
     key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
@@ -170,4 +207,4 @@ def _places(values: Sequence[int], group: Group) -> str:
     return ", ".join(
         f"rank{'s' if len(some) > 1 else ''} {compress_ranks(some)} {value % 2**64:016x}"
         for value, some in by_number[:_SHOWN]
-    )  # fmt: skip
+    )

@@ -1,13 +1,16 @@
 """Everything that is used of DeepSpeed beyond its public interface: its start, and its ZeRO-1 step.
 
-`OF_MODULES` and `OF_OBJECTS` list each name with the reason; each is checked when an engine is made, since most of them
-are replaced, and replacing a name that a new version no longer uses would do nothing without an error.
+`OF_MODULES` and `OF_OBJECTS` list each name with the reason; each is checked when an engine is
+made, since most of them are replaced, and replacing a name that a new version no longer uses would
+do nothing without an error.
 
-BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and moments and update their
-partition. Around that they flatten, copy, reduce, clip and gather; here the gradients are flat and reduced before, the
-norm is one pass over this rank's partition, and the caller gathers the weights. They wait on the host for the norm;
-here norm, clip factor and the decision whether the step counts stay on the device, where the update reads them.
+BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and
+moments and update their partition. Around that they flatten, copy, reduce, clip and gather; here
+the gradients are flat and reduced before, the norm is one pass over this rank's partition, and the
+caller gathers the weights. They wait on the host for the norm; here norm, clip factor and the
+decision whether the step counts stay on the device, where the update reads them.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -41,37 +44,47 @@ MINIMUM_VERSION = (0, 19, 5)
 NEWEST_TESTED = "0.19.8"
 
 ALIGNMENT = 8
-"""Elements of which a rank's part of a bucket is a multiple, so that each begins on 16 bytes, in 16 and in 32 bit.
+"""Elements of which a rank's part of a bucket is a multiple, so that each begins on 16 bytes, in 16
+and in 32 bit.
 
-With DeepSpeed's own 2, parts begin on 4 or 8, where kernels load single elements and NCCL leaves its wide path."""
+With DeepSpeed's own 2, parts begin on 4 or 8, where kernels load single elements and NCCL leaves
+its wide path."""
 
 _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
 _STEP = {
-    "all_gather_dp_groups": "does nothing: WeightGather sends the weights behind the next forward pass",
+    "all_gather_dp_groups": "does nothing: WeightGather sends the weights behind the next forward "
+    "pass",
     "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements",
 }
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
     _COMMUNICATION: {
-        "build_shm_op": "does nothing on a CPU: it would compile an extension that is not used, for two minutes",
+        "build_shm_op": "does nothing on a CPU: it would compile an extension that is not used, "
+        "for two minutes",
     },
-    _MUON: {"MuonWithAuxAdam": "imported first, without torch.compile: otherwise every start costs 2 to 4 s more"},
+    _MUON: {
+        "MuonWithAuxAdam": "imported first, without torch.compile: otherwise every start costs 2 "
+        "to 4 s more"
+    },
     "deepspeed.accelerator": {
-        "DeepSpeedAccelerator.is_fp16_supported": "always true on a CPU: torch computes fp16 on any, only slower",
+        "DeepSpeedAccelerator.is_fp16_supported": "always true on a CPU: torch computes fp16 on "
+        "any, only slower",
     },
     _BF16: {
         **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
-        "BF16_Optimizer.__init__(grad_acc_dtype)": "gets the format of the sums: a configuration with bf16 sums would "
+        "BF16_Optimizer.__init__(grad_acc_dtype)": "gets the format of the sums: a configuration "
+        "with bf16 sums would "
         "choose another optimizer",
     },
     _ZERO: _STEP,
 }
 _BOTH = {
     "clip_grad": "read: the limit of the norm; 0 in bf16 where the update clips",
-    "_grad_acc_hooks": "removed: hooks guess when a backward pass ends, and passes of a pipeline break the guess",
+    "_grad_acc_hooks": "removed: hooks guess when a backward pass ends, and passes of a pipeline "
+    "break the guess",
 }
 OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     "DeepSpeedEngine": {
@@ -86,7 +99,8 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "bf16_groups_flat": "read: their weights, flat",
         "fp32_groups_flat_partition": "read: this rank's master weights",
         "fp32_groups_gradients_flat": "read: the gradient sums, flat",
-        "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: DeepSpeed would copy them",
+        "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: "
+        "DeepSpeed would copy them",
         "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
@@ -99,25 +113,33 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "bit16_groups_flat": "read: their weights, flat",
         "single_partition_of_fp32_groups": "read: this rank's master weights",
         "averaged_gradients": "holds our flat gradients, which the step takes as its own",
-        "check_grad_overflow": "off: the norm shows an overflow, without another pass over the gradients",
+        "check_grad_overflow": "off: the norm shows an overflow, without another pass over the "
+        "gradients",
         "scaled_global_norm": "returns our norm",
-        "_update_model_bit16_weights": "does nothing: the parameters are views of the flat weights, and stay so",
-        "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients on the device",
-        "loss_scaler": "returns our scale: DeepSpeed's would be updated before the gradients are divided by it",
+        "_update_model_bit16_weights": "does nothing: the parameters are views of the flat "
+        "weights, and stay so",
+        "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients "
+        "on the device",
+        "loss_scaler": "returns our scale: DeepSpeed's would be updated before the gradients are "
+        "divided by it",
     },
-    "Parameter": {"_hp_mapping": "dropped in fp32: it keeps the memory of the master weights that are not used"},
+    "Parameter": {
+        "_hp_mapping": "dropped in fp32: it keeps the memory of the master weights that are not "
+        "used"
+    },
 }
 
 
 class ModelParallelUnit:
     """DeepSpeed's `mpu`: its questions about model parallelism, answered from a Topology.
 
-    "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the data-parallel ranks; 0
-    gives DeepSpeed a data group of this rank alone, so that every rank keeps the whole optimizer and the Engine reduces
-    gradients itself.
+    "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the
+    data-parallel ranks; 0 gives DeepSpeed a data group of this rank alone, so that every rank keeps
+    the whole optimizer and the Engine reduces gradients itself.
 
-    Only these questions may be answered: the names of sequence parallelism in DeepSpeed (get_sequence_parallel_...,
-    initialize_sequence_parallel) mean another technique, and change its groups.
+    Only these questions may be answered: the names of sequence parallelism in DeepSpeed
+    (get_sequence_parallel_..., initialize_sequence_parallel) mean another technique, and change its
+    groups.
     """
 
     def __init__(self, topology: Topology, zero_stage: int) -> None:
@@ -145,20 +167,23 @@ class ModelParallelUnit:
         return self._alone
 
 
-# -- start -----------------------------------------------------------------------------------------------------------
+# -- start -----------------------------------------------------------------------------------------
 
 
 def ensure_process_group(device: Any = "cpu") -> None:
-    """Initialise torch.distributed where it is not; a process on its own gets a world of one, without any port.
+    """Initialise torch.distributed where it is not; a process on its own gets a world of one,
+    without any port.
 
-    Raises ConfigError in a process that a launcher started as one of several: it must have joined the others before.
+    Raises ConfigError in a process that a launcher started as one of several: it must have joined
+    the others before.
     """
     if dist.is_initialized():
         return
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the processes before an "
+            f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the "
+            "processes before an "
             f"Engine is made"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
@@ -170,10 +195,12 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 
     Raises ConfigError when it is absent, too old, or lacks a name of OF_MODULES.
     """
-    on_cpu = torch.device(device).type in ("cpu", "meta")  # tensors without data are made on any machine
+    # tensors without data are made on any machine
+    on_cpu = torch.device(device).type in ("cpu", "meta")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # The default is in the home directory, which all nodes share and where concurrent builds lock each other out.
+    # The default is in the home directory, which all nodes share and where concurrent builds lock
+    # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -181,26 +208,33 @@ def import_deepspeed(device: Any = "cpu") -> Any:
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
-        raise ConfigError(f"deepspeed cannot be imported ({error}): install deepspeed >= {_MINIMUM}") from error
+        raise ConfigError(
+            f"deepspeed cannot be imported ({error}): install deepspeed >= {_MINIMUM}"
+        ) from error
     _check_version(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls collectives by names that newer versions of torch print a warning about, once in every process.
+    # DeepSpeed calls collectives by names that newer versions of torch print a warning about, once
+    # in every process.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     with _plain_torch_compile(), contextlib.suppress(ImportError):
         importlib.import_module(_MUON)
     with _quiet():
         _check_modules(deepspeed.__version__)
     if on_cpu:
-        communication: Any = importlib.import_module(_COMMUNICATION)  # deepspeed.comm.torch is torch itself
+        # deepspeed.comm.torch is torch itself
+        communication: Any = importlib.import_module(_COMMUNICATION)
         communication.build_shm_op = _nothing
     return deepspeed
 
 
-def start_engine(deepspeed: Any, topology: Topology, *, sums: torch.dtype = torch.float32, **arguments: Any) -> Any:
-    """Run deepspeed.initialize(**arguments) over the running process group; return the DeepSpeedEngine.
+def start_engine(
+    deepspeed: Any, topology: Topology, *, sums: torch.dtype = torch.float32, **arguments: Any
+) -> Any:
+    """Run deepspeed.initialize(**arguments) over the running process group; return the
+    DeepSpeedEngine.
 
-    sums  the format of BF16_Optimizer's gradient sums. In a configuration with bf16 sums DeepSpeed would take another
-          optimizer, so that the configuration always says fp32.
+    sums  the format of BF16_Optimizer's gradient sums. In a configuration with bf16 sums DeepSpeed
+          would take another optimizer, so that the configuration always says fp32.
 
     Raises ConfigError for settings of --deepspeed_config that DeepSpeed refuses.
     """
@@ -229,15 +263,21 @@ def start_engine(deepspeed: Any, topology: Topology, *, sums: torch.dtype = torc
         _no_collections(),
     ):
         if not deepspeed.comm.is_initialized():
-            timeout = datetime.timedelta(minutes=30)  # unused: the process group exists and keeps its own
-            deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-        # The device is the one the topology chose: LOCAL_RANK is not its number where each task sees one device.
+            # unused: the process group exists and keeps its own
+            timeout = datetime.timedelta(minutes=30)
+            deepspeed.comm.init_distributed(
+                auto_mpi_discovery=False, verbose=False, timeout=timeout
+            )
+        # The device is the one the topology chose: LOCAL_RANK is not its number where each task
+        # sees one device.
         args = SimpleNamespace(device_rank=index)
         try:
             engine, *_ = deepspeed.initialize(args=args, dist_init_required=False, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"--deepspeed_config: DeepSpeed takes no such {error.title}: {wrong}") from error
+            raise ConfigError(
+                f"--deepspeed_config: DeepSpeed takes no such {error.title}: {wrong}"
+            ) from error
     return engine
 
 
@@ -264,18 +304,23 @@ def _check_modules(version: str) -> None:
 
 
 def _check_object(thing: Any, version: str, kind: str | None = None) -> None:
-    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS, by default its own, and has each of its names."""
+    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS, by default its own, and has
+    each of its names.
+    """
     kind = kind or type(thing).__name__
     if kind not in OF_OBJECTS:
         raise ConfigError(
-            f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: {_USE_A_TESTED_ONE}"
+            f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: "
+            f"{_USE_A_TESTED_ONE}"
         )
     for name, reason in OF_OBJECTS[kind].items():
         if not hasattr(thing, name):
             raise _lacking(f"{kind}.{name}", reason, version)
 
 
-_USE_A_TESTED_ONE = f"install one of the versions {_MINIMUM} to {NEWEST_TESTED}, with which this was tested"
+_USE_A_TESTED_ONE = (
+    f"install one of the versions {_MINIMUM} to {NEWEST_TESTED}, with which this was tested"
+)
 
 
 def _lacking(name: str, reason: str, version: str) -> ConfigError:
@@ -286,8 +331,9 @@ def _lacking(name: str, reason: str, version: str) -> ConfigError:
 def _no_collections() -> Iterator[None]:
     """Suspend garbage collection.
 
-    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351) when a collection
-    within an import destroys something that imports, such as an engine before this one.
+    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351)
+    when a collection within an import destroys something that imports, such as an engine before
+    this one.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -300,12 +346,15 @@ def _no_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank_variables(topology: Topology) -> Iterator[None]:
-    """Set the variables without which DeepSpeed looks for mpi4py; hide mpirun's, which DeepSpeed compares with them
-    although another launcher may count. Afterwards all are as they were."""
+    """Set the variables without which DeepSpeed looks for mpi4py; hide mpirun's, which DeepSpeed
+    compares with them although another launcher may count. Afterwards all are as they were."""
     values = {
-        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": topology.device.index or 0,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
-    }  # fmt: skip
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world.size,
+        "LOCAL_RANK": topology.device.index or 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
     missing = {name: str(value) for name, value in values.items() if name not in os.environ}
     with changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None}):
         yield
@@ -313,7 +362,9 @@ def _rank_variables(topology: Topology) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_torch_compile() -> Iterator[None]:
-    """Let torch.compile return functions as they are, while some that are never called are defined."""
+    """Let torch.compile return functions as they are, while some that are never called are
+    defined.
+    """
 
     def compile_nothing(function: Any = None, **_: Any) -> Any:
         return function if function is not None else lambda f: f
@@ -336,7 +387,9 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress records below ERROR of every logger: DeepSpeed logs dozens of lines per process while it starts."""
+    """Suppress records below ERROR of every logger: DeepSpeed logs dozens of lines per process
+    while it starts.
+    """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -345,7 +398,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# -- step ------------------------------------------------------------------------------------------------------------
+# -- step ------------------------------------------------------------------------------------------
 
 
 class ZeroStep:
@@ -362,7 +415,13 @@ class ZeroStep:
     """
 
     def __init__(
-        self, engine: Any, inner: torch.optim.Optimizer, topology: Topology, dtype: torch.dtype, rank: int, ranks: int,
+        self,
+        engine: Any,
+        inner: torch.optim.Optimizer,
+        topology: Topology,
+        dtype: torch.dtype,
+        rank: int,
+        ranks: int,
         kernels: bool,
     ) -> None:
         version = importlib.import_module("deepspeed").__version__
@@ -372,17 +431,26 @@ class ZeroStep:
         self._engine, self._inner, self._topology = engine, inner, topology
         self._bf16 = dtype == torch.bfloat16
         self._module = importlib.import_module(_BF16 if self._bf16 else _ZERO)
-        self._squares = scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
+        self._squares = (
+            scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
+        )
         self._clip = float(outer.clip_grad)
         self._norm = torch.zeros((), device=topology.device)
-        # apex's optimizers and most of a user's own need the host to decide: it then reads the norm before them.
-        self._on_device = isinstance(inner, FusedAdamW) or getattr(inner, "_step_supports_amp_scaling", False)
+        # apex's optimizers and most of a user's own need the host to decide: it then reads the norm
+        # before them.
+        self._on_device = isinstance(inner, FusedAdamW) or getattr(
+            inner, "_step_supports_amp_scaling", False
+        )
         for hook in outer._grad_acc_hooks:
             hook.remove()
         engine.set_gradient_accumulation_boundary(True)
         engine.enable_backward_allreduce = False
         if self._bf16:
-            groups, weights, self.masters = outer.bf16_groups, outer.bf16_groups_flat, outer.fp32_groups_flat_partition
+            groups, weights, self.masters = (
+                outer.bf16_groups,
+                outer.bf16_groups_flat,
+                outer.fp32_groups_flat_partition,
+            )
             sums = outer.fp32_groups_gradients_flat
         else:
             groups, weights = outer.bit16_groups, outer.bit16_groups_flat
@@ -442,22 +510,29 @@ class ZeroStep:
             outer.unscale_and_clip_grads = _nothing
 
     def step(self, loss_scale: float) -> torch.Tensor:
-        """Take one step with the reduced gradients, which contain `loss_scale`; no weights are gathered.
+        """Take one step with the reduced gradients, which contain `loss_scale`; no weights are
+        gathered.
 
-        Returns the global norm of the gradient, loss scale included, a scalar on the device. Where it is not finite
-        nothing is changed, and the caller has to call `not_taken` once it has read the norm.
+        Returns the global norm of the gradient, loss scale included, a scalar on the device. Where
+        it is not finite nothing is changed, and the caller has to call `not_taken` once it has read
+        the norm.
         """
         outer = self._outer
         if self._bf16:
-            outer.fp32_groups_has_gradients[:] = [[True] * len(bucket.parameters) for bucket in self.buckets]
+            outer.fp32_groups_has_gradients[:] = [
+                [True] * len(bucket.parameters) for bucket in self.buckets
+            ]
         else:
             outer.loss_scaler.cur_scale = loss_scale
             for i, bucket in enumerate(self.buckets):
                 # What DeepSpeed takes for a group's gradients: a partition that is flat already.
-                outer.averaged_gradients[i] = SimpleNamespace(flat_partition=bucket.own(bucket.gradients))
+                outer.averaged_gradients[i] = SimpleNamespace(
+                    flat_partition=bucket.own(bucket.gradients)
+                )
         squares = self._sum_of_squares()
         if self._bf16:
-            squares = squares.sqrt().square()  # each rank's rounded as DeepSpeed does: runs continue bit by bit
+            # each rank's rounded as DeepSpeed does: runs continue bit by bit
+            squares = squares.sqrt().square()
         self._norm = all_reduce(squares, self._topology.model).sqrt()
         if self._on_device:
             self._set_factor(loss_scale)
@@ -471,8 +546,8 @@ class ZeroStep:
         return self._norm
 
     def not_taken(self) -> None:
-        """Take the last step out of the bias correction: it was left out. torch's optimizers do it themselves, and
-        others were not called."""
+        """Take the last step out of the bias correction: it was left out. torch's optimizers do it
+        themselves, and others were not called."""
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()
 
@@ -485,8 +560,9 @@ class ZeroStep:
     def _sum_of_squares(self) -> torch.Tensor:
         """Return the sum of squares of this replica group's gradients; a scalar.
 
-        A parameter that several model-parallel ranks hold counts on one of them. A bad value in another's copy would
-        pass, and the copies would part for good: 0 times their squares is 0, or NaN where anything is not finite.
+        A parameter that several model-parallel ranks hold counts on one of them. A bad value in
+        another's copy would pass, and the copies would part for good: 0 times their squares is 0,
+        or NaN where anything is not finite.
         """
         zero = torch.zeros((), device=self._topology.device)
         total = self._squares(self._counted) if self._counted else zero
@@ -496,19 +572,27 @@ class ZeroStep:
 
     def _gradients_to_clip(self, for_clipping: bool = False) -> Any:
         """Return what DeepSpeed's bf16 optimizer clips; it takes the norm of nothing."""
-        return [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
+        return (
+            [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
+        )
 
     def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor | float:
-        """Return the norm on the host, where DeepSpeed clips by it; otherwise any positive number serves, for which the
-        host need not wait. Some versions refuse a norm of 0."""
-        return 1.0 if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
+        """Return the norm on the host, where DeepSpeed clips by it; otherwise any positive number
+        serves, for which the host need not wait. Some versions refuse a norm of 0."""
+        return (
+            1.0 if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
+        )
 
     def _set_factor(self, loss_scale: float) -> None:
-        """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_ over the loss scale. It
-        is computed in fp64, as the host would."""
+        """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_ over
+        the loss scale. It is computed in fp64, as the host would."""
         norm = (self._norm / loss_scale).double()
         good = torch.isfinite(norm)
-        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0.0 else torch.ones_like(norm)
+        factor = (
+            (self._clip / (norm + 1e-6)).clamp(max=1.0)
+            if self._clip > 0.0
+            else torch.ones_like(norm)
+        )
         factor = torch.where(good, factor / loss_scale, torch.nan)
         inner: Any = self._inner
         if isinstance(inner, FusedAdamW):

@@ -1,4 +1,7 @@
-"""The configuration handed to DeepSpeed: what the user passes through, under what this engine decides."""
+"""The configuration handed to DeepSpeed: what the user passes through, under what this engine
+decides.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,8 +16,8 @@ def deepspeed_json(config: Any, partition_size: int, elements: int) -> dict[str,
     partition_size  ranks over which DeepSpeed partitions the optimizer
     elements        parameters of this rank; no communication buffer is larger than they need
 
-    What is said here of batch sizes, of the format of gradients and of the loss scale are stand-ins: the Engine has
-    its own.
+    What is said here of batch sizes, of the format of gradients and of the loss scale are
+    stand-ins: the Engine has its own.
     """
     batch, engine, precision = config.batch, config.engine, config.precision
     accumulation = max(1, batch.global_batch_size // (batch.micro_batch_size * partition_size))
@@ -31,7 +34,8 @@ def deepspeed_json(config: Any, partition_size: int, elements: int) -> dict[str,
             "stage": 1,
             "reduce_bucket_size": min(int(engine.zero_reduce_bucket_size) or even, even),
             "allgather_bucket_size": min(_even(int(engine.zero_allgather_bucket_size)), even),
-            # The Engine reduces, in the buckets that the parameter groups are, and overlaps that itself.
+            # The Engine reduces, in the buckets that the parameter groups are, and overlaps that
+            # itself.
             "overlap_comm": False,
             "contiguous_gradients": True,
             # The order of parameters in the flat buffers is the order of the parameter groups.
@@ -58,5 +62,9 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     out = dict(below)
     for key, value in above.items():
         under = out.get(key)
-        out[key] = merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+        out[key] = (
+            merged(under, value)
+            if isinstance(under, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return out

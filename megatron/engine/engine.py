@@ -1,10 +1,12 @@
 """The engine: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
 
-The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that own them while the
-last backward passes run. `step()` waits for that, clips, updates, and begins to hand the new weights to all ranks; the
-forward passes that follow wait for theirs. DeepSpeed's own forward and backward are never called: they divide the
-gradients that enter each pipeline stage by the number of micro-batches.
+The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that
+own them while the last backward passes run. `step()` waits for that, clips, updates, and begins to
+hand the new weights to all ranks; the forward passes that follow wait for theirs. DeepSpeed's own
+forward and backward are never called: they divide the gradients that enter each pipeline stage by
+the number of micro-batches.
 """
+
 from __future__ import annotations
 
 import math
@@ -51,9 +53,9 @@ if TYPE_CHECKING:
 class LossScale:
     """The loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
 
-    A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after `loss_scale_window`
-    steps in a row without one, which also restores the allowance of overflows. Every rank makes the same updates,
-    because all ranks agree on an overflow first.
+    A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after
+    `loss_scale_window` steps in a row without one, which also restores the allowance of overflows.
+    Every rank makes the same updates, because all ranks agree on an overflow first.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -86,7 +88,9 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale is a setting: it stays."""
+        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale is a
+        setting: it stays.
+        """
         if self.dynamic:
             self.scale = float(state["scale"])
             self._good_steps = int(state.get("good_steps", 0))
@@ -97,7 +101,8 @@ class LossScale:
 class StepResult:
     """The figures of one optimizer step on the host; the same on every rank.
 
-    grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when skipped
+    grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
+                 skipped
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
     num_zeros    elements of the gradient that are exactly 0, when asked for; None when skipped
@@ -112,21 +117,25 @@ class StepResult:
 
 
 class Engine:
-    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
+    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32
+    or bf16.
 
-    config    reads .batch, .engine, .kernels, .logging, .optimizer, .parallel, .pieces and .precision
-    chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
+    config    reads .batch, .engine, .kernels, .logging, .optimizer, .parallel, .pieces and
+              .precision
+    chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
+              or bf16 here
 
-    Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
-    gradients that all ranks get the sum of.
+    Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with
+    partitions of one rank, and gradients that all ranks get the sum of.
 
-    With `config.engine.overlap_param_gather` weights arrive while the next forward passes run. Modules wait for theirs
-    (WeightGather), and so does `state_dict()`; whoever reads `chunks.parameters()` in another way after `step()`, or
-    after a checkpoint was loaded, calls `wait_for_weights()` before.
+    With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
+    Modules wait for theirs (WeightGather), and so does `state_dict()`; whoever reads
+    `chunks.parameters()` in another way after `step()`, or after a checkpoint was loaded, calls
+    `wait_for_weights()` before.
 
-    The gradient is the sum over data-parallel ranks of what their backward passes sum up: the loss must be divided by
-    the number of micro-batches of all ranks and multiplied by `loss_scale`. So the numbers in which fp16 overflows are
-    the same on every layout.
+    The gradient is the sum over data-parallel ranks of what their backward passes sum up: the loss
+    must be divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So
+    the numbers in which fp16 overflows are the same on every layout.
 
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """
@@ -144,7 +153,9 @@ class Engine:
 
         parameters = unique_parameters(chunks)
         for p in parameters:
-            assert p.dtype == torch.float32, f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
+            assert p.dtype == torch.float32, (
+                f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
+            )
         mpu = ModelParallelUnit(topology, self._stage)
         limit = None
         if topology.data.size > 1:
@@ -155,20 +166,35 @@ class Engine:
         check_groups(groups, topology)
         ordered = [p for g in groups for p in g["params"]]
 
-        # DeepSpeed would round the weights before it makes master weights of them. The exact ones are kept in host
-        # memory: the device has better use for its own.
-        exact = {} if self._dtype == torch.float32 else {p: p.detach().cpu().contiguous() for p in ordered}
+        # DeepSpeed would round the weights before it makes master weights of them. The exact ones
+        # are kept in host memory: the device has better use for its own.
+        exact = (
+            {}
+            if self._dtype == torch.float32
+            else {p: p.detach().cpu().contiguous() for p in ordered}
+        )
         deepspeed = import_deepspeed(topology.device)
         self._basic = self._build_optimizer(config, groups)
         settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         engine = start_engine(
-            deepspeed, topology, sums=sums, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
+            deepspeed,
+            topology,
+            sums=sums,
+            model=chunks,
+            optimizer=self._basic,
+            config=settings,
+            mpu=mpu,
         )
         self._zero = ZeroStep(
-            engine, self._basic, topology, self._dtype, mpu.partition.rank, mpu.partition.size,
+            engine,
+            self._basic,
+            topology,
+            self._dtype,
+            mpu.partition.rank,
+            mpu.partition.size,
             kernels=config.kernels.optimizer_implementation != "torch",
-        )  # fmt: skip
+        )
         for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
             group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
@@ -178,29 +204,41 @@ class Engine:
                     part = master.detach()[place]
                     part.copy_(exact.pop(p).view(-1)[first : first + len(part)])
         exact.clear()
-        release_free_memory()  # the moments are larger than any hole that the weights of the start have left
+        # the moments are larger than any hole that the weights of the start have left
+        release_free_memory()
         create_state(self._basic, self._state)
         self._scale = LossScale(config.precision)
-        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures were not read yet
+        # a step whose figures were not read yet
+        self._under_way: tuple[float, HostCopy] | None = None
         self._result: StepResult | None = None
         self._fragments = [
             Fragment(
-                p, sharding_of(p), first, place.stop - place.start, master.detach()[place],
+                p,
+                sharding_of(p),
+                first,
+                place.stop - place.start,
+                master.detach()[place],
                 {name: self._basic.state[master][name][place] for name in self._moments},
             )
             for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
             for p, first, place in bucket.owned()
-        ]  # fmt: skip
+        ]
 
-    # -- set-up ----------------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------
 
-    def _build_optimizer(self, config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def _build_optimizer(
+        self, config: Config, groups: list[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
         own = config.pieces.optimizer
         if own is not None:
             return own(groups, config.optimizer)
-        fused = choose_fusions(config.kernels, self.topology.device, config.precision.dtype_name).optimizer
+        fused = choose_fusions(
+            config.kernels, self.topology.device, config.precision.dtype_name
+        ).optimizer
         implementation = config.kernels.optimizer_implementation
-        return build_optimizer(groups, config.optimizer, self.topology.device, implementation, fused)
+        return build_optimizer(
+            groups, config.optimizer, self.topology.device, implementation, fused
+        )
 
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
@@ -213,55 +251,70 @@ class Engine:
         buckets = sorted(self._zero.buckets, key=last_backward)
         watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
         self._gradients = Gradients(
-            buckets, self.topology, Terms(watched, config.parallel.sequence_parallel),
-            config.engine.overlap_grad_reduce, config.kernels.gradient_accumulation_fusion,
-        )  # fmt: skip
+            buckets,
+            self.topology,
+            Terms(watched, config.parallel.sequence_parallel),
+            config.engine.overlap_grad_reduce,
+            config.kernels.gradient_accumulation_fusion,
+        )
         self._weights = WeightGather(
-            reversed(buckets), self.topology.data, self.chunks.children(), config.engine.overlap_param_gather
+            reversed(buckets),
+            self.topology.data,
+            self.chunks.children(),
+            config.engine.overlap_param_gather,
         )
 
-    # -- training --------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before the backward pass; 1 but in fp16. A dynamic one depends on the last
-        step, for which this waits."""
+        """Factor of the loss before the backward pass; 1 but in fp16. A dynamic one depends on the
+        last step, for which this waits."""
         if self._scale.dynamic:
             self._settle()
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches`: buckets that are complete early can be reduced early.
+        """Announce the backward passes of `micro_batches`: buckets that are complete early can be
+        reduced early.
 
-        Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call before `step`.
+        Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call
+        before `step`.
         """
         self._gradients.begin(micro_batches)
 
     def after_backward(self) -> None:
-        """Take gradients that were put into `.grad` by hand; those of autograd and of our layers are taken already."""
+        """Take gradients that were put into `.grad` by hand; those of autograd and of our layers
+        are taken already.
+        """
         self._gradients.collect()
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient sum of a parameter since the last step, loss scale included, before any reduction.
+        """The gradient sum of a parameter since the last step, loss scale included, before any
+        reduction.
 
-        With overlap_grad_reduce the reduction begins during the backward passes: then nothing is promised after them.
+        With overlap_grad_reduce the reduction begins during the backward passes: then nothing is
+        promised after them.
         """
         return self._gradients.of(p)
 
     def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
-        """Reduce the gradients over all ranks, clip them, update the weights and clear the gradients.
+        """Reduce the gradients over all ranks, clip them, update the weights and clear the
+        gradients.
 
-        A gradient that is not finite on any rank skips the step on all. `weight_decay`, where given, is the one of the
-        decaying parameters from now on.
+        A gradient that is not finite on any rank skips the step on all. `weight_decay`, where
+        given, is the one of the decaying parameters from now on.
         """
         self.start_step(lr, weight_decay)
         return self.finish_step()
 
     def start_step(self, lr: float, weight_decay: float | None = None) -> None:
-        """`step` without its result, for which the host would wait: the device decides whether the step counts.
+        """`step` without its result, for which the host would wait: the device decides whether the
+        step counts.
 
-        The next passes may follow at once; `finish_step` gives the result any time before the next step. Until a first
-        step has counted it is read here: what later ones may overlap depends on it.
+        The next passes may follow at once; `finish_step` gives the result any time before the next
+        step. Until a first step has counted it is read here: what later ones may overlap depends on
+        it.
         """
         self._settle()
         for group in self._basic.param_groups:
@@ -310,30 +363,36 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Discard the gradients accumulated since the last step. All ranks must call it, as `step`."""
+        """Discard the gradients accumulated since the last step. All ranks must call it, as
+        `step`.
+        """
         for p in self._gradients.parameters:
             p.grad = None
         self._gradients.renew()
 
     def wait_for_weights(self) -> None:
-        """Return when all weights of the last step are here: before they are read other than by a forward pass."""
+        """Return when all weights of the last step are here: before they are read other than by a
+        forward pass.
+        """
         self._weights.wait()
 
     def check_copies(self, when: str = "now") -> None:
-        """Compare, bit for bit, the weights that several ranks hold: data-parallel copies, what is replicated over the
-        tensor ranks, a tied embedding. The first call also looks at the gradients of the first step.
+        """Compare, bit for bit, the weights that several ranks hold: data-parallel copies, what is
+        replicated over the tensor ranks, a tied embedding. The first call also looks at the
+        gradients of the first step.
 
-        All ranks call it, after a step that was not skipped, then now and then: it reads all weights once, and sends a
-        few bytes for each parameter and one number over all ranks. Raises TrainingError on every rank where copies
-        differ, ConfigError where a gradient that is a term of a sum over the tensor ranks is taken as whole, or the
-        other way round. `when` goes into the message.
+        All ranks call it, after a step that was not skipped, then now and then: it reads all
+        weights once, and sends a few bytes for each parameter and one number over all ranks. Raises
+        TrainingError on every rank where copies differ, ConfigError where a gradient that is a term
+        of a sum over the tensor ranks is taken as whole, or the other way round. `when` goes into
+        the message.
         """
         self._settle()
         self._weights.wait()
         first, self._gradients.first = self._gradients.first, None
         check_copies(unique_parameters(self.chunks), self.topology, when, first)
 
-    # -- figures ---------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
 
     def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
         """Sum scalars, in float64, over everything that together holds the model once; a scalar."""
@@ -356,13 +415,15 @@ class Engine:
     @torch.no_grad()
     def _params_squares(self) -> torch.Tensor:
         views = [view for f in self._counted() for _, view in f.real(f.master)]
-        return self._over_model([torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in views])
+        return self._over_model(
+            [torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in views]
+        )
 
     def _counted(self) -> list[Fragment]:
         """Return the fragments that no other rank of the model counts."""
         return [f for f in self._fragments if not is_copy(f.parameter, self.topology)]
 
-    # -- state, for checkpoints ------------------------------------------------------------------------------------
+    # -- state, for checkpoints --------------------------------------------------------------------
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -370,13 +431,17 @@ class Engine:
         return self._moments
 
     def fragments(self) -> list[Fragment]:
-        """Return the parts of parameters that this rank's optimizer holds, as views: writing changes the optimizer."""
+        """Return the parts of parameters that this rank's optimizer holds, as views: writing
+        changes the optimizer.
+        """
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
     @property
     def data_parallel_copies(self) -> int:
-        """Number of data-parallel ranks that hold the same fragments: 1 when ZeRO partitions them."""
+        """Number of data-parallel ranks that hold the same fragments: 1 when ZeRO partitions
+        them.
+        """
         return 1 if self._stage == 1 else self.topology.data.size
 
     def scalars(self) -> dict[str, Any]:
@@ -397,16 +462,28 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Round the master weights into the weights of forward and backward, on all data-parallel ranks."""
+        """Round the master weights into the weights of forward and backward, on all data-parallel
+        ranks.
+        """
         self._weights.wait()
         self._zero.update_working_weights()
         self._weights.start()
 
 
-def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
-    """Return an executor of the schedule on `chunks` (from build_chunks), which announces its steps to `engine`."""
+def build_executor(
+    config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine
+) -> Executor:
+    """Return an executor of the schedule on `chunks` (from build_chunks), which announces its steps
+    to `engine`.
+    """
     some: Any = next(iter(chunks.values()))
     return Executor(
-        topology, stages_of(chunks), config.schedule, config.parallel.num_chunks, hidden_shape(config),
-        hidden_dtype(config), some.context.weight_gradients, before_training=engine.begin,
-    )  # fmt: skip
+        topology,
+        stages_of(chunks),
+        config.schedule,
+        config.parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+        some.context.weight_gradients,
+        before_training=engine.begin,
+    )

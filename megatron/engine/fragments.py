@@ -1,8 +1,10 @@
 """The parts of parameters that this rank's optimizer holds.
 
-ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of the line. A stretch of a
-row-major tensor is a few boxes of its index space; a box has a place in the global tensor, whatever the layout.
+ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of the
+line. A stretch of a row-major tensor is a few boxes of its index space; a box has a place in the
+global tensor, whatever the layout.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,7 +20,8 @@ Index = tuple[int, ...]
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Index]]:
-    """Elements [start, stop) of a row-major array as boxes (offsets, sizes), in order; at most 2 * dimensions - 1.
+    """Elements [start, stop) of a row-major array as boxes (offsets, sizes), in order; at most 2 *
+    dimensions - 1.
 
     >>> boxes(2, 9, (3, 4))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -48,7 +51,8 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Inde
 def real_boxes(
     flat: torch.Tensor, start: int, local_shape: Sequence[int], sharding: Sharding
 ) -> Iterator[tuple[Index, torch.Tensor]]:
-    """(global offset, view) of the real elements of `flat`: elements [start, start + len) of a local tensor.
+    """(global offset, view) of the real elements of `flat`: elements [start, start + len) of a
+    local tensor.
 
     Padding, outside `sharding.extent`, is left out. Views share memory with `flat`.
     """
@@ -68,7 +72,8 @@ def real_boxes(
 
 @dataclass(frozen=True)
 class Fragment:
-    """The stretch [start, start + numel) of one local parameter whose optimizer state this rank holds.
+    """The stretch [start, start + numel) of one local parameter whose optimizer state this rank
+    holds.
 
     master   fp32 weights, a flat view into the optimizer's partition  # [numel]
     moments  the optimizer's state by name, flat views like `master`
@@ -82,14 +87,17 @@ class Fragment:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def real(self, flat: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-        """(global offset, view) of the real elements of a flat tensor [numel] that is laid out like this fragment."""
+        """(global offset, view) of the real elements of a flat tensor [numel] that is laid out like
+        this fragment.
+        """
         return real_boxes(flat, self.start, self.parameter.shape, self.sharding)
 
 
 def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
     """Return whether another rank of the model group holds the same values and counts them.
 
-    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not sharded.
+    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not
+    sharded.
     """
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:

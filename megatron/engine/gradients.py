@@ -1,9 +1,12 @@
-"""Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced over ranks.
+"""Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced
+over ranks.
 
-Every parameter carries a sink into its bucket (megatron.parallel.sink). A bucket that is complete is sent to its
-owners while the backward pass continues. Several ranks of a model-parallel group may hold terms of one sum; those are
-added up after the data-parallel reduction, on the owners alone, which have a data-parallel size'th of the elements.
+Every parameter carries a sink into its bucket (megatron.parallel.sink). A bucket that is complete
+is sent to its owners while the backward pass continues. Several ranks of a model-parallel group may
+hold terms of one sum; those are added up after the data-parallel reduction, on the owners alone,
+which have a data-parallel size'th of the elements.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -23,23 +26,31 @@ from megatron.parallel.topology import Group, Topology
 class Gradients:
     """The gradient sums of this rank's parameters.
 
-    buckets   in the order in which backward passes complete them: the same on all data-parallel ranks
+    buckets   in the order in which backward passes complete them: the same on all data-parallel
+              ranks
     terms     which gradients are terms of a sum over the tensor ranks
     overlap   send a bucket as soon as it is complete, not only in `reduce`
     direct    layers may add weight gradients to the sums themselves
 
-    A bucket is complete when each of its parameters got as many contributions as a step gives it. How many that are
-    for each micro-batch is counted in the first step, which therefore overlaps nothing, nor do those before one
-    `counts`; schedules that split the backward pass, shared weights and layers that hand their gradient to autograd
-    need no further care. Buckets are sent in their order, so that all ranks post the same messages, also where a
-    parameter gets no gradient: its bucket and those behind it wait for `reduce`.
+    A bucket is complete when each of its parameters got as many contributions as a step gives it.
+    How many that are for each micro-batch is counted in the first step, which therefore overlaps
+    nothing, nor do those before one `counts`; schedules that split the backward pass, shared
+    weights and layers that hand their gradient to autograd need no further care. Buckets are sent
+    in their order, so that all ranks post the same messages, also where a parameter gets no
+    gradient: its bucket and those behind it wait for `reduce`.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], topology: Topology, terms: Terms, overlap: bool, direct: bool = True
+        self,
+        buckets: Sequence[Bucket],
+        topology: Topology,
+        terms: Terms,
+        overlap: bool,
+        direct: bool = True,
     ) -> None:
         self.buckets = list(buckets)
-        self.first: FirstGradients | None = None  # of the step that counted first; None without tensor parallelism
+        # of the step that counted first; None without tensor parallelism
+        self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
         self._counted = False
         self._topology, self._terms = topology, terms
@@ -53,14 +64,17 @@ class Gradients:
                 p.gradient_sink = sink  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(to_sink)
                 self._sinks[p], self._bucket_of[p] = sink, number
-        self._partial: list[torch.Tensor] = []  # what this rank owns of them; the first step shows which they are
+        # what this rank owns of them; the first step shows which they are
+        self._partial: list[torch.Tensor] = []
         self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
         self._works: list[Any] = []
         self._sent = 0  # buckets on their way
         self._micro_batches = 0  # of the current step; 0: not announced
-        self._per_micro_batch: dict[torch.nn.Parameter, int] = {}  # contributions; empty until the first step is over
+        # contributions; empty until the first step is over
+        self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
         self._seen = dict.fromkeys(self._sinks, 0)
-        self._missing: list[int] = []  # for each bucket parameters that are not complete; empty: nothing is sent early
+        # for each bucket parameters that are not complete; empty: nothing is sent early
+        self._missing: list[int] = []
 
     @property
     def parameters(self) -> Iterable[torch.nn.Parameter]:
@@ -69,16 +83,18 @@ class Gradients:
     def _owned(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [part for bucket in self.buckets for part in bucket.reduced(parameters)]
 
-    # -- while backward passes run -------------------------------------------------------------------------------------
+    # -- while backward passes run -----------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`; `reduce` follows them.
 
-        Raises ConfigError, on every rank, for a second call before that, where the sums of the first were sent.
+        Raises ConfigError, on every rank, for a second call before that, where the sums of the
+        first were sent.
         """
         if self._missing:
             raise ConfigError(
-                "the gradients of the micro-batches before are being reduced already: call Engine.step() after every "
+                "the gradients of the micro-batches before are being reduced already: call "
+                "Engine.step() after every "
                 "Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
             )
         self._micro_batches += micro_batches
@@ -102,7 +118,8 @@ class Gradients:
         number = self._bucket_of[p]
         if number < self._sent:
             raise ConfigError(
-                f"{sharding_of(p).name} got a gradient more than the {due} that {self._micro_batches} micro-batches "
+                f"{sharding_of(p).name} got a gradient more than the {due} that "
+                f"{self._micro_batches} micro-batches "
                 f"gave it in the first step, after their sum was sent: turn the overlap off with "
                 f"--no-overlap-grad-reduce where parameters are used in some micro-batches only"
             )
@@ -120,24 +137,32 @@ class Gradients:
             self._works += reduce_to_owners(bucket, self._topology.data)
         self._sent += 1
 
-    # -- between backward passes and the optimizer's step --------------------------------------------------------------
+    # -- between backward passes and the optimizer's step ------------------------------------------
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was sent."""
+        """The gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was
+        sent.
+        """
         return self._sinks[p].complete()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that it owns."""
+        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that
+        it owns.
+        """
         if self._micro_batches and not self._per_micro_batch:
-            self._per_micro_batch = {p: _for_each(n, self._micro_batches) for p, n in self._seen.items()}
+            self._per_micro_batch = {
+                p: _for_each(n, self._micro_batches) for p, n in self._seen.items()
+            }
         if not self._counted:
             self._look()
         self._send_all()
         topology = self._topology
         embedding = topology.embedding
         # The neighbour at the other end of the pipeline may still compute: start early, wait late.
-        works = [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
+        works = (
+            [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
+        )
         sum_over(self._partial, topology.tensor)
         for work in works:
             work.wait()
@@ -146,10 +171,16 @@ class Gradients:
         """Find in a first step which gradients are terms, and keep the digests that check it."""
         if self._topology.tensor.size == 1:
             return
-        partial = {p: self._terms.partial(p, not s.fresh) for p, s in self._sinks.items() if sharding_of(p).dim is None}
+        partial = {
+            p: self._terms.partial(p, not s.fresh)
+            for p, s in self._sinks.items()
+            if sharding_of(p).dim is None
+        }
         self._partial = self._owned([p for p, is_term in partial.items() if is_term])
         if partial:
-            found = torch.stack([mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial])
+            found = torch.stack(
+                [mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial]
+            )
             self._looked = FirstGradients(list(partial), list(partial.values()), found)
 
     @property
@@ -158,7 +189,9 @@ class Gradients:
         return self._counted
 
     def counts(self) -> None:
-        """The step of the last `reduce` was not skipped: later ones overlap, and are not looked at."""
+        """The step of the last `reduce` was not skipped: later ones overlap, and are not looked
+        at.
+        """
         if not self._counted:
             self._counted, self.first = True, self._looked
 
@@ -170,7 +203,9 @@ class Gradients:
         self._works = []
 
     def renew(self) -> None:
-        """Begin new sums. What is on its way arrives first: all data-parallel ranks must call this."""
+        """Begin new sums. What is on its way arrives first: all data-parallel ranks must call
+        this.
+        """
         if self._missing:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
         self._sent, self._micro_batches, self._missing = 0, 0, []
@@ -183,14 +218,18 @@ _NEVER = 1 << 62
 
 
 def _for_each(contributions: int, micro_batches: int) -> int:
-    """Contributions for one micro-batch; more than ever come where they differ or there were none."""
+    """Contributions for one micro-batch; more than ever come where they differ or there were
+    none.
+    """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
 
 
 @torch.no_grad()
 def to_sink(p: torch.Tensor) -> None:
-    """Add what autograd has left to the sink; it left no gradient where a layer has added its own."""
+    """Add what autograd has left to the sink; it left no gradient where a layer has added its
+    own.
+    """
     if p.grad is not None:
         p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
         p.grad = None
@@ -211,14 +250,16 @@ def sum_over(tensors: Sequence[torch.Tensor], group: Group) -> None:
 class Terms:
     """The kind of each parameter's gradient, whole or a term of a sum over the tensor ranks.
 
-    It is read off the autograd graph of the first forward pass of each of `chunks`. A parameter that all tensor ranks
-    hold gets its whole gradient on each of them where it works on values that are the same on all. Where each rank has
-    heads, features or tokens of its own, the gradient on a rank is one term of a sum. The messages between the
-    parameter and the loss decide which: an autograd function that communicates over the tensor group sets
-    `ctx.partial_gradient` in its forward pass, True where the gradients that it returns are terms. Every other function
-    passes on the kind of gradient that it gets.
+    It is read off the autograd graph of the first forward pass of each of `chunks`. A parameter
+    that all tensor ranks hold gets its whole gradient on each of them where it works on values that
+    are the same on all. Where each rank has heads, features or tokens of its own, the gradient on a
+    rank is one term of a sum. The messages between the parameter and the loss decide which: an
+    autograd function that communicates over the tensor group sets `ctx.partial_gradient` in its
+    forward pass, True where the gradients that it returns are terms. Every other function passes on
+    the kind of gradient that it gets.
 
-    sequence_parallel  a gradient that enters a chunk through its output is of this rank's tokens only
+    sequence_parallel  a gradient that enters a chunk through its output is of this rank's tokens
+                       only
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], sequence_parallel: bool) -> None:
@@ -251,9 +292,11 @@ class Terms:
             ways += [(after, partial) for after, _ in node.next_functions if after is not None]
 
     def partial(self, p: torch.Tensor, used: bool) -> bool:
-        """Return whether the gradients of `p` on the tensor ranks are terms of a sum; its Sharding may declare it.
+        """Return whether the gradients of `p` on the tensor ranks are terms of a sum; its Sharding
+        may declare it.
 
-        `used`: it has a gradient. Raises ConfigError where no path of the graph, or paths of both kinds lead to it.
+        `used`: it has a gradient. Raises ConfigError where no path of the graph, or paths of both
+        kinds lead to it.
         """
         sharding = sharding_of(p)
         if sharding.partial_gradient is not None or sharding.dim is not None:
@@ -261,14 +304,19 @@ class Terms:
         seen = self._seen.get(p, set())
         if len(seen) > 1:
             raise ConfigError(
-                f"the gradient of {sharding.name} is whole on one way from the loss and a term of a sum over the "
-                f"tensor ranks on another: values that all ranks hold enter a tensor-parallel region through "
-                f"ColumnParallelLinear, or through an autograd function that sums their gradient over the ranks"
+                f"the gradient of {sharding.name} is whole on one way from the loss and a term of "
+                "a sum over the "
+                "tensor ranks on another: values that all ranks hold enter a tensor-parallel "
+                "region through "
+                "ColumnParallelLinear, or through an autograd function that sums their gradient "
+                "over the ranks"
             )
         if used and not seen:
             raise ConfigError(
-                f"{sharding.name} got a gradient, but no autograd graph leads from the output of its chunk to it: call "
-                f"the chunk itself, or declare with partial_gradient=True or False whether the gradients of the tensor "
+                f"{sharding.name} got a gradient, but no autograd graph leads from the output of "
+                "its chunk to it: call "
+                "the chunk itself, or declare with partial_gradient=True or False whether the "
+                "gradients of the tensor "
                 f"ranks are terms of a sum"
             )
         return True in seen

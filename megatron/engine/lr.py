@@ -1,23 +1,28 @@
 """Learning rate and weight decay as functions of how far training has come.
 
-Both schedules are pure: they take what was consumed before a step (iterations, samples, tokens) and return the value
-for that step. With warm-up the very first step therefore has learning rate 0, as in Megatron.
+Both schedules are pure: they take what was consumed before a step (iterations, samples, tokens) and
+return the value for that step. With warm-up the very first step therefore has learning rate 0, as
+in Megatron.
 
-The unit is the one in which the decay is given: tokens before samples before iterations. A warm-up given in another
-unit is converted with the full global batch and the sequence length.
+The unit is the one in which the decay is given: tokens before samples before iterations. A warm-up
+given in another unit is converted with the full global batch and the sequence length.
 
 With n what was consumed, w the warm-up and d the decay length (warm-up included), all in one unit:
 
     n < w            lr * n / w
     constant         lr
     linear           min + (lr - min) * (1 - r)                  r = (n - w) / (d - w)
-    cosine           min + (lr - min) * (1 + cos(pi r)) / 2      (Loshchilov and Hutter, arXiv 1608.03983, eq. 5)
-    inverse square   max(min, lr * sqrt(max(w, 1) / n))          (Vaswani et al., arXiv 1706.03762, section 5.3)
-    WSD              lr until d - c, then min + (lr - min) * f(q) with q = (n - d + c) / c, c the final decay
-                     (Hu et al., arXiv 2404.06395, section 4), f(q) = 1 - q (linear), (1 + cos(pi q)) / 2 (cosine),
-                     2 * 0.5^q - 1 (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
+    cosine           min + (lr - min) * (1 + cos(pi r)) / 2      (Loshchilov and Hutter, arXiv
+                     1608.03983, eq. 5)
+    inverse square   max(min, lr * sqrt(max(w, 1) / n))          (Vaswani et al., arXiv 1706.03762,
+                     section 5.3)
+    WSD              lr until d - c, then min + (lr - min) * f(q) with q = (n - d + c) / c, c the
+                     final decay (Hu et al., arXiv 2404.06395, section 4), f(q) = 1 - q (linear), (1
+                     + cos(pi q)) / 2 (cosine), 2 * 0.5^q - 1 (exponential), 1 - sqrt(q)
+                     (minus_sqrt; Haegele et al., arXiv 2405.18392)
     n > d            min, in every form but the constant one
 """
+
 from __future__ import annotations
 
 import math
@@ -33,7 +38,9 @@ _FINAL_DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""By --lr-wsd-decay-style, what is left of the learning rate after the part q of the last phase of WSD, from 1 to 0."""
+"""By --lr-wsd-decay-style, what is left of the learning rate after the part q of the last phase of
+WSD, from 1 to 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class _Clock:
             return amount
         if self.ramps and "iterations" in (unit, self.unit):
             raise ConfigError(
-                f"{what} is given in {unit} but the decay in {self.unit}, and the batch size ramps up, so that they do "
+                f"{what} is given in {unit} but the decay in {self.unit}, and the batch size ramps "
+                "up, so that they do "
                 f"not translate: give both in {self.unit}"
             )
         per_iteration = {
@@ -68,8 +76,12 @@ class _Clock:
 _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
-def _length(section: Any, prefix: str, order: Sequence[str] = tuple(_UNITS)) -> tuple[float, str] | None:
-    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, or in another order, with its unit."""
+def _length(
+    section: Any, prefix: str, order: Sequence[str] = tuple(_UNITS)
+) -> tuple[float, str] | None:
+    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, or in another
+    order, with its unit.
+    """
     for suffix in order:
         amount = getattr(section, f"{prefix}_{suffix}", None)
         if amount:
@@ -78,13 +90,17 @@ def _length(section: Any, prefix: str, order: Sequence[str] = tuple(_UNITS)) -> 
 
 
 def _run_length(config: Any) -> tuple[float, str] | None:
-    """Return the length of the run; samples and iterations come before the token limit, which only shortens it."""
+    """Return the length of the run; samples and iterations come before the token limit, which only
+    shortens it.
+    """
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
 def _clock(config: Any, unit: str) -> _Clock:
     batch = config.batch
-    return _Clock(unit, batch.global_batch_size, config.model.seq_length, batch.rampup_batch_size is not None)
+    return _Clock(
+        unit, batch.global_batch_size, config.model.seq_length, batch.rampup_batch_size is not None
+    )
 
 
 class LearningRateSchedule:
@@ -94,7 +110,8 @@ class LearningRateSchedule:
     warmup    length of the linear warm-up
     decay     when the learning rate has come down to `min_lr`, warm-up included
 
-    Raises ConfigError when lengths contradict each other in ways that megatron.config does not see: in several units.
+    Raises ConfigError when lengths contradict each other in ways that megatron.config does not see:
+    in several units.
     """
 
     def __init__(self, config: Any) -> None:
@@ -104,7 +121,8 @@ class LearningRateSchedule:
         if found is None:
             if self.style not in ("constant", "inverse-square-root"):
                 raise ConfigError(
-                    f"lr-decay-style {self.style} needs a length: set train-iters, train-samples or lr-decay-iters"
+                    f"lr-decay-style {self.style} needs a length: set train-iters, train-samples "
+                    "or lr-decay-iters"
                 )
             found = (math.inf, "iterations")
         self.decay, self.unit = found
@@ -112,12 +130,16 @@ class LearningRateSchedule:
         self.warmup = self._warmup_length(o)
         if self.decay <= self.warmup and self.style not in ("constant", "inverse-square-root"):
             raise ConfigError(
-                f"the learning rate's decay ends after {self.decay:g} {self.unit}, which is not after its warm-up of "
+                f"the learning rate's decay ends after {self.decay:g} {self.unit}, which is not "
+                "after its warm-up of "
                 f"{self.warmup:g}: shorten the warm-up or lengthen the decay"
             )
         self._final = 0.0
         if self.style == "WSD":
-            self._final, self._final_decay = self._final_length(o), _FINAL_DECAYS[o.lr_wsd_decay_style]
+            self._final, self._final_decay = (
+                self._final_length(o),
+                _FINAL_DECAYS[o.lr_wsd_decay_style],
+            )
 
     def _warmup_length(self, o: Any) -> float:
         if o.lr_warmup_fraction is not None:
@@ -131,7 +153,8 @@ class LearningRateSchedule:
         final = self._clock.convert(*found, "the final decay of WSD")
         if final > self.decay - self.warmup:
             raise ConfigError(
-                f"the final decay of WSD takes {final:g} {self.unit}, more than the {self.decay - self.warmup:g} after "
+                f"the final decay of WSD takes {final:g} {self.unit}, more than the "
+                f"{self.decay - self.warmup:g} after "
                 f"the warm-up: shorten it"
             )
         return final
@@ -161,7 +184,8 @@ class LearningRateSchedule:
 class WeightDecaySchedule:
     """Weight decay over the whole run: start + f(n / end of run) * (end - start).
 
-    f(x) = x (linear) or (1 - cos(pi x)) / 2 (cosine). Raises ConfigError for a change over a run without a length.
+    f(x) = x (linear) or (1 - cos(pi x)) / 2 (cosine). Raises ConfigError for a change over a run
+    without a length.
     """
 
     def __init__(self, config: Any) -> None:
@@ -172,7 +196,9 @@ class WeightDecaySchedule:
         self.style = o.weight_decay_incr_style
         found = _run_length(config)
         if found is None and self.style != "constant":
-            raise ConfigError(f"weight-decay-incr-style {self.style} needs train-iters or train-samples: set one")
+            raise ConfigError(
+                f"weight-decay-incr-style {self.style} needs train-iters or train-samples: set one"
+            )
         self.length, self.unit = found or (1.0, "iterations")
         self._clock = _clock(config, self.unit)
 

@@ -1,4 +1,5 @@
 """The torch optimizer that runs on this rank's master weights, and its parameter groups."""
+
 from __future__ import annotations
 
 import importlib
@@ -25,18 +26,22 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def parameter_groups(
-    parameters: Iterable[torch.nn.Parameter], weight_decay: float, bucket_elements: int | None = None,
+    parameters: Iterable[torch.nn.Parameter],
+    weight_decay: float,
+    bucket_elements: int | None = None,
     whole: WantsWhole | None = None,
 ) -> list[dict[str, Any]]:
-    """The parameters with weight decay, then those without, cut into buckets; an empty group is left out.
+    """The parameters with weight decay, then those without, cut into buckets; an empty group is
+    left out.
 
-    Each kind is in the reverse of the order given, which is about the order in which a backward pass makes gradients.
-    A group has at most `bucket_elements` unless one parameter has more; None: all of a kind are one group. The tied
-    embedding is a group of its own, so that the first and the last stage divide it alike over their data-parallel
-    ranks. So are parameters that the optimizer wants `whole`, by global name and shape.
+    Each kind is in the reverse of the order given, which is about the order in which a backward
+    pass makes gradients. A group has at most `bucket_elements` unless one parameter has more; None:
+    all of a kind are one group. The tied embedding is a group of its own, so that the first and the
+    last stage divide it alike over their data-parallel ranks. So are parameters that the optimizer
+    wants `whole`, by global name and shape.
 
-    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the schedule, and a key
-    `whole`, True for those of whole parameters.
+    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the
+    schedule, and a key `whole`, True for those of whole parameters.
     """
     kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
     for p in list(parameters)[::-1]:
@@ -47,11 +52,15 @@ def parameter_groups(
     for (spared, wanted, tied), kind in sorted(kinds.items(), key=lambda item: item[0]):
         for bucket in [kind] if tied else _cut(kind, bucket_elements):
             decay = 0.0 if spared else weight_decay
-            groups.append({"params": bucket, "weight_decay": decay, "decays": not spared, "whole": wanted})
+            groups.append(
+                {"params": bucket, "weight_decay": decay, "decays": not spared, "whole": wanted}
+            )
     return groups
 
 
-def _cut(parameters: list[torch.nn.Parameter], elements: int | None) -> list[list[torch.nn.Parameter]]:
+def _cut(
+    parameters: list[torch.nn.Parameter], elements: int | None
+) -> list[list[torch.nn.Parameter]]:
     buckets: list[list[torch.nn.Parameter]] = [[]]
     count = 0
     for p in parameters:
@@ -64,7 +73,9 @@ def _cut(parameters: list[torch.nn.Parameter], elements: int | None) -> list[lis
 
 
 def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
-    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same kinds of parameter groups."""
+    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same kinds of
+    parameter groups.
+    """
     mine = tuple(sorted({bool(g["decays"]) for g in groups}, reverse=True))
     found: list[Any] = [mine]
     if topology.model.size > 1:
@@ -77,25 +88,35 @@ def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
             for rank, kinds in zip(topology.model.ranks, found, strict=True)
         )
         raise ConfigError(
-            f"every pipeline stage and tensor rank needs parameters of the same kinds, but they have: {listed}. Use "
-            f"fewer pipeline stages or another --pipeline-layout, so that no stage is without layers"
+            "every pipeline stage and tensor rank needs parameters of the same kinds, but they "
+            f"have: {listed}. Use "
+            "fewer pipeline stages or another --pipeline-layout, so that no stage is without "
+            "layers"
         )
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]], settings: Any, device: torch.device, implementation: str = "auto", fused: bool = False
+    groups: list[dict[str, Any]],
+    settings: Any,
+    device: torch.device,
+    implementation: str = "auto",
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW or SGD, from `config.optimizer`.
 
-    implementation  config.kernels.optimizer_implementation; "apex": apex's AdamW, where it runs on this device
-    fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is torch's fused one
+    implementation  config.kernels.optimizer_implementation; "apex": apex's AdamW, where it runs on
+                    this device
+    fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is
+                    torch's fused one
     """
     if settings.optimizer == "sgd":
         return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
     betas = (settings.adam_beta1, settings.adam_beta2)
     if implementation == "apex" and fused_adam(device.type).usable:
         apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
-        apex = apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        apex = apex_adam(
+            groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True
+        )
         for group in apex.param_groups:
             group["step"] = 0
         return apex
@@ -107,10 +128,11 @@ def build_optimizer(
 def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Make the optimizer's state now, as zeros.
 
-    torch makes it at the first step; a fresh engine must have it before to load a checkpoint, and memory that does not
-    suffice is better found out at the start.
+    torch makes it at the first step; a fresh engine must have it before to load a checkpoint, and
+    memory that does not suffice is better found out at the start.
     """
-    torchs = isinstance(optimizer, torch.optim.AdamW)  # fused, so that its steps are counted on the device
+    # fused, so that its steps are counted on the device
+    torchs = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for p in group["params"]:
             made = optimizer.state[p]
@@ -146,8 +168,9 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 class Untraced:
     """A base class before torch's optimizer: its methods without the marks for torch's compiler.
 
-    torch marks methods of its optimizers as not to be traced, and imports the compiler when they are first called,
-    which takes half as long as importing torch. Nothing here is traced, so the methods are used without the marks.
+    torch marks methods of its optimizers as not to be traced, and imports the compiler when they
+    are first called, which takes half as long as importing torch. Nothing here is traced, so the
+    methods are used without the marks.
     """
 
     add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -172,24 +195,32 @@ class SGD(Untraced, torch.optim.SGD):
 
 
 class FusedAdamW(Untraced, torch.optim.Optimizer):
-    """torch.optim.AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients fp32 or 16 bit.
+    """torch.optim.AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients fp32 or 16
+    bit.
 
     params  as torch's optimizers take them; lr, betas, eps, weight_decay are numbers
 
-    Each group counts its steps in `group["step"]`, on the host, also for a parameter without gradient, which is left
-    out. State: `exp_avg` and `exp_avg_sq`, fp32.
+    Each group counts its steps in `group["step"]`, on the host, also for a parameter without
+    gradient, which is left out. State: `exp_avg` and `exp_avg_sq`, fp32.
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
     gradients       {parameter: gradient} in place of .grad, which has the parameter's format
-    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device, which the host need not
-                    know. Where it is not finite the step changes nothing, and the caller must call `uncount`
+    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
+                    which the host need not know. Where it is not finite the step changes nothing,
+                    and the caller must call `uncount`
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
+        )
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0
@@ -209,11 +240,19 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     if name not in state:
                         state[name] = torch.zeros_like(p)
                 adamw_(
-                    [p], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]],
-                    [self.copies[p]] if p in self.copies else [], lr=group["lr"], beta1=beta1, beta2=beta2,
-                    eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
+                    [p],
+                    [gradient],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [self.copies[p]] if p in self.copies else [],
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=group["step"],
                     gradient_scale=self.gradient_scale,
-                )  # fmt: skip
+                )
 
     def uncount(self) -> None:
         """Take the last step, which changed nothing, out of the bias correction."""

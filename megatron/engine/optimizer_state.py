@@ -1,4 +1,7 @@
-"""State of an optimizer for each weight, and the size of a bucket. Needs torch for a user's own optimizer only."""
+"""State of an optimizer for each weight, and the size of a bucket. Needs torch for a user's own
+optimizer only.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -12,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class OptimizerState(NamedTuple):
-    """Names of its tensors, fp32 and one element for each weight, and whether each tensor of weights has a "step",
-    which is a tensor itself or a number."""
+    """Names of its tensors, fp32 and one element for each weight, and whether each tensor of
+    weights has a "step", which is a tensor itself or a number."""
 
     tensors: tuple[str, ...]
     step: type | None = None
@@ -24,13 +27,18 @@ class OptimizerState(NamedTuple):
         return 4 * len(self.tensors)
 
     def traffic_bytes(self, gradient_bytes: float) -> float:
-        """Read and written for each weight by an update that touches everything once: gradient in; master weight and
-        state in and out."""
+        """Read and written for each weight by an update that touches everything once: gradient in;
+        master weight and state in and out."""
         return gradient_bytes + 2.0 * (4 + self.bytes)
 
 
-OPTIMIZERS = {"adam": OptimizerState(("exp_avg", "exp_avg_sq")), "sgd": OptimizerState(("momentum_buffer",))}
-"""State of the choices of --optimizer. Steps are counted by the group or made with the rest (engine/optimizer.py)."""
+OPTIMIZERS = {
+    "adam": OptimizerState(("exp_avg", "exp_avg_sq")),
+    "sgd": OptimizerState(("momentum_buffer",)),
+}
+"""State of the choices of --optimizer. Steps are counted by the group or made with the rest
+(engine/optimizer.py).
+"""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
@@ -39,22 +47,29 @@ def optimizer_state(config: Config) -> OptimizerState:
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
     own = config.pieces.optimizer
-    return OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
+    return (
+        OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
+    )
 
 
 def has_kernel(config: Config) -> bool:
-    """Return whether the update may be our kernel, which also writes the weights of forward and backward."""
+    """Return whether the update may be our kernel, which also writes the weights of forward and
+    backward.
+    """
     return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
 
 
 @functools.lru_cache(maxsize=64)
 def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
-    """Return what a step on a few weights leaves, with those of whole parameters where it takes such."""
+    """Return what a step on a few weights leaves, with those of whole parameters where it takes
+    such.
+    """
     kinds = [None, lambda flat, change: flat] if hasattr(make, "whole") else [None]
     found = [_after_a_step(make, settings, whole) for whole in kinds]
     if found[0] != found[-1]:
         raise ConfigError(
-            f"optimizer={make!r} keeps {found[-1].tensors} for whole parameters and {found[0].tensors} for others: "
+            f"optimizer={make!r} keeps {found[-1].tensors} for whole parameters and "
+            f"{found[0].tensors} for others: "
             f"ZeRO and checkpoints take the same names for all"
         )
     return found[0]
@@ -65,20 +80,33 @@ def _after_a_step(make: Optimizer, settings: Any, whole: Any) -> OptimizerState:
 
     weights = torch.nn.Parameter(torch.ones(6))
     weights.grad = torch.ones(6)
-    optimizer = make([{"params": [weights], "weight_decay": settings.weight_decay, "whole": whole}], settings)
+    optimizer = make(
+        [{"params": [weights], "weight_decay": settings.weight_decay, "whole": whole}], settings
+    )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise ConfigError(
+            f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
     optimizer.step()
     tensors, step = [], None
     for name, value in optimizer.state[weights].items():
-        if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == weights.shape
+            and value.dtype == torch.float32
+        ):
             tensors.append(name)
         elif name == "step" and (not isinstance(value, torch.Tensor) or value.numel() == 1):
             step = torch.Tensor if isinstance(value, torch.Tensor) else type(value)
         else:
-            kind = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            kind = (
+                f"{list(value.shape)} of {value.dtype}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights {list(weights.shape)}: ZeRO and "
+                f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights "
+                f"{list(weights.shape)}: ZeRO and "
                 f"checkpoints take fp32 tensors of their shape, and one number, 'step'"
             )
     return OptimizerState(tuple(tensors), step)
@@ -89,10 +117,12 @@ _PER_RANK = 1_000_000
 
 
 def bucket_elements(most: int, ranks: int) -> int:
-    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most `most` unless 0.
+    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most
+    `most` unless 0.
 
-    A million for each rank, so that each gets a message that is worth its latency (4 MB in fp32) and a checkpoint has
-    few pieces; 4 million, where the ranks are few, so that many buckets can be on their way during a backward pass.
+    A million for each rank, so that each gets a message that is worth its latency (4 MB in fp32)
+    and a checkpoint has few pieces; 4 million, where the ranks are few, so that many buckets can be
+    on their way during a backward pass.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size

@@ -1,1 +1,3 @@
-"""What runs around a training: trials and points of experiments on one runner, reports, checks of jobs and of nodes."""
+"""What runs around a training: trials and points of experiments on one runner, reports, checks of
+jobs and of nodes.
+"""

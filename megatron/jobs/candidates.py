@@ -1,8 +1,10 @@
-"""The finite list of layouts that may be tried: every combination of a space that is valid and, by the planner, fits.
+"""The finite list of layouts that may be tried: every combination of a space that is valid and, by
+the planner, fits.
 
-That the list is finite and known before the first trial is what lets a search rank all of it, try nothing twice, and
-refuse nothing after it was paid for.
+That the list is finite and known before the first trial is what lets a search rank all of it, try
+nothing twice, and refuse nothing after it was paid for.
 """
+
 from __future__ import annotations
 
 import functools
@@ -41,7 +43,8 @@ GIB = 2**30
 _MOST = 50_000  # combinations, each of which takes about a millisecond
 _DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
-# From Megatron's first loss scale, 2^32, the first steps in fp16 overflow and are skipped, which are all of a trial's.
+# From Megatron's first loss scale, 2^32, the first steps in fp16 overflow and are skipped, which
+# are all of a trial's.
 _FIRST_LOSS_SCALE = 4096
 
 
@@ -49,9 +52,11 @@ _FIRST_LOSS_SCALE = 4096
 class Candidate:
     """A layout that may be tried: it is valid and, as far as is known, fits.
 
-    index         its place among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in every run of the tuner
+    index         its place among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in
+                  every run of the tuner
     values        by parameter of the space; processes: of a trial
-    flags         of pretrain_gpt.py, all of them, without what a trial adds (length, metrics file, log intervals)
+    flags         of pretrain_gpt.py, all of them, without what a trial adds (length, metrics file,
+                  log intervals)
     nodes         of the job; tokens of one step
     memory_bytes  on a device of the fullest pipeline rank, by the planner; None: not asked
     step_s        of a step by the planner; None: without a described machine
@@ -76,7 +81,8 @@ class Candidate:
 class Machine:
     """The machine that trials run on.
 
-    cluster             its description, None: not known, so that neither memory nor time is predicted
+    cluster             its description, None: not known, so that neither memory nor time is
+                        predicted
     processes_per_node  of a job that fills its nodes
     max_nodes           that one trial may have
     capacity_bytes      of a device that a layout may use, None: memory is not asked
@@ -90,8 +96,8 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """candidates in the order of the space's combinations; rejections: reason -> (how many, an example) of the
-    others."""
+    """candidates in the order of the space's combinations; rejections: reason -> (how many, an
+    example) of the others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -101,24 +107,34 @@ class Rejected(Exception):
     """A combination that makes no layout: (reason, the case at hand)."""
 
 
-def enumerate_candidates(space: Space, flags: Sequence[str], machine: Machine, *, predict: bool) -> Enumeration:
+def enumerate_candidates(
+    space: Space, flags: Sequence[str], machine: Machine, *, predict: bool
+) -> Enumeration:
     """List every layout of a space that runs on this machine; of those that run the same the first.
 
     flags    of the command line, which win over the space's
     predict  ask the planner for the time of a step, on the best placement
 
-    Raises ConfigError for flags that cannot be, for an expression that has no value, for more combinations than can be
-    looked at, and for a machine that does not go with its description.
+    Raises ConfigError for flags that cannot be, for an expression that has no value, for more
+    combinations than can be looked at, and for a machine that does not go with its description.
     """
     cluster, each = machine.cluster, machine.processes_per_node
-    if cluster is not None and (each > cluster.devices_per_node or (machine.max_nodes > 1
-                                                                    and each != cluster.devices_per_node)):  # fmt: skip
-        raise ConfigError(f"{each} processes on each of {machine.max_nodes} node(s), but a node of {cluster.name} has "
-                          f"{cluster.devices_per_node} devices: describe the machine that trials run on with "
-                          "--cluster")  # fmt: skip
+    if cluster is not None and (
+        each > cluster.devices_per_node
+        or (machine.max_nodes > 1 and each != cluster.devices_per_node)
+    ):
+        raise ConfigError(
+            f"{each} processes on each of {machine.max_nodes} node(s), but a node of "
+            f"{cluster.name} has "
+            f"{cluster.devices_per_node} devices: describe the machine that trials run on with "
+            "--cluster"
+        )
     if space.combinations > _MOST:
-        raise ConfigError(f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}, which can be "
-                          "looked at one by one: leave out parameters or values")  # fmt: skip
+        raise ConfigError(
+            f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}, which can "
+            "be "
+            "looked at one by one: leave out parameters or values"
+        )
     found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
     names = [p.name for p in space.parameters]
     varied = [p.name for p in space.parameters if len(p.values) > 1] or names
@@ -138,56 +154,88 @@ def enumerate_candidates(space: Space, flags: Sequence[str], machine: Machine, *
 
 
 def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags of all layouts, in order; of those that say one setting, that of the command line. Raises
-    ConfigError."""
+    """Return the flags of all layouts, in order; of those that say one setting, that of the command
+    line. Raises ConfigError."""
     scanned = scan(flags)
     raise_problems(scanned.problems)
     said, words = settings_of_flags(scanned.flags), list[str]()
     for name in space.named:
         if (setting := DECIDES.get(name, name)) in said:
-            raise ConfigError(f"{said[setting]} contradicts {name} of {space.path}: leave the flag out")
+            raise ConfigError(
+                f"{said[setting]} contradicts {name} of {space.path}: leave the flag out"
+            )
     for spelling, values in scan(space.flags).flags.items():
         settings = settings_of_flags({spelling: values}).keys()
         if not said.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
             words += [spelling, *values]
     words += flags
-    raise_problems(read_settings(words).problems)  # what is wrong with them is wrong with every layout
+    # what is wrong with them is wrong with every layout
+    raise_problems(read_settings(words).problems)
     return tuple(words)
 
 
 def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
-    """Return all flags of a trial but the metrics file's. Raises ConfigError where they cannot be read."""
+    """Return all flags of a trial but the metrics file's. Raises ConfigError where they cannot be
+    read.
+    """
     given = read_settings(flags).given
-    kept = [*flags, "--train-iters", str(steps), "--eval-iters", "0", "--log-interval", "1", "--timing-log-level", "1"]
+    kept = [
+        *flags,
+        "--train-iters",
+        str(steps),
+        "--eval-iters",
+        "0",
+        "--log-interval",
+        "1",
+        "--timing-log-level",
+        "1",
+    ]
     kept += [] if _DATA & given.keys() else ["--mock-data"]
     if given.get("fp16") and not {"loss_scale", "initial_loss_scale"} & given.keys():
         kept += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
     return kept
 
 
-# -- one combination ---------------------------------------------------------------------------------------------------
+# -- one combination -------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=256)
 def _settings(flags: tuple[str, ...]) -> dict[str, Any]:
-    """Return all settings, by short names and their own, by flags of which some may still be missing."""
+    """Return all settings, by short names and their own, by flags of which some may still be
+    missing.
+    """
     settings = read_settings(flags)
     unknown = {} if settings.given.get("global_batch_size") else {"gbs": None}
     resolve(settings)
-    return settings.values | {name: settings.values[own] for name, own in SETTING.items() if name not in unknown}
+    return settings.values | {
+        name: settings.values[own] for name, own in SETTING.items() if name not in unknown
+    }
 
 
 class _Names(dict[str, Any]):
-    """The values of names in expressions: settings, those of a combination, and what follows from them, worked out when
-    it is asked for. Raises Rejected, and ConfigError for an expression that has no value."""
+    """The values of names in expressions: settings, those of a combination, and what follows from
+    them, worked out when it is asked for. Raises Rejected, and ConfigError for an expression that
+    has no value."""
 
     def __init__(
-        self, space: Space, flags: tuple[str, ...], machine: Machine, values: Mapping[str, Value], key: str
+        self,
+        space: Space,
+        flags: tuple[str, ...],
+        machine: Machine,
+        values: Mapping[str, Value],
+        key: str,
     ) -> None:
-        others = values.keys() - space.variables - DECIDES.keys()  # which the model's sizes may follow from
+        # which the model's sizes may follow from
+        others = values.keys() - space.variables - DECIDES.keys()
         words = [word for name in sorted(others) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
-        self.space, self.common, self.machine, self.varied, self.key = space, flags, machine, values, key
+        self.space, self.common, self.machine, self.varied, self.key = (
+            space,
+            flags,
+            machine,
+            values,
+            key,
+        )
         self._under_way = list[str]()
         for name in space.derived:
             self.pop(name, None)
@@ -195,7 +243,9 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._under_way:
             around = " -> ".join([*self._under_way, name])
-            raise ConfigError(f"{self.space.path}: [derived] {self._under_way[0]} follows from itself: {around}")
+            raise ConfigError(
+                f"{self.space.path}: [derived] {self._under_way[0]} follows from itself: {around}"
+            )
         self._under_way.append(name)
         try:
             found = self[name] = self._worked_out(name)
@@ -220,7 +270,9 @@ class _Names(dict[str, Any]):
         elif name == "dp":
             found, rest = divmod(self["processes"], self["tp"] * self["pp"])
             if rest:
-                raise Rejected("TP x PP does not divide the processes", f"{self['tp']} x {self['pp']}")
+                raise Rejected(
+                    "TP x PP does not divide the processes", f"{self['tp']} x {self['pp']}"
+                )
         elif name == "gbs":
             found = self["mbs"] * self["dp"]
         else:
@@ -231,7 +283,9 @@ class _Names(dict[str, Any]):
         try:
             return expression.value(self)
         except ValueError as error:
-            raise ConfigError(f"{self.space.path}: {where}: '{expression.text}': {error} (with {self.key})") from None
+            raise ConfigError(
+                f"{self.space.path}: {where}: '{expression.text}': {error} (with {self.key})"
+            ) from None
 
     def flags(self) -> tuple[str, ...]:
         """Return all flags of the layout, but what a trial adds."""
@@ -241,22 +295,29 @@ class _Names(dict[str, Any]):
             if name == "chunks":
                 layers, parts = self["num_layers"] or 0, self["pp"] * value
                 if layers % parts:
-                    raise Rejected("layers do not divide into so many chunks", f"{layers} layers, {parts} chunks")
+                    raise Rejected(
+                        "layers do not divide into so many chunks",
+                        f"{layers} layers, {parts} chunks",
+                    )
                 name, value = CHUNK, layers // parts if value > 1 else None
             words += flags_of(name, value)
         return (*self.common, *words)
 
 
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
-    """Return a layout, checked in the order of what checks cost, and a text that is equal for those that run the same.
-    Raises Rejected and ConfigError."""
+    """Return a layout, checked in the order of what checks cost, and a text that is equal for those
+    that run the same. Raises Rejected and ConfigError."""
     space, machine = names.space, names.machine
     for reason, rule in space.constraints.items():
         holds = names.evaluate(f"[constraints] '{reason}'", rule)
         if not isinstance(holds, bool):
-            # 64 % tp is 0, and so false, where tp divides: the contrary of what whoever writes it means.
-            raise ConfigError(f"{space.path}: [constraints] '{reason}': '{rule.text}' is {holds!r}, neither true nor "
-                              f"false: write a comparison (with {names.key})")  # fmt: skip
+            # 64 % tp is 0, and so false, where tp divides: the contrary of what whoever writes it
+            # means.
+            raise ConfigError(
+                f"{space.path}: [constraints] '{reason}': '{rule.text}' is {holds!r}, neither true "
+                "nor "
+                f"false: write a comparison (with {names.key})"
+            )
         if not holds:
             raise Rejected(reason, rule.text)
     processes, each = names["processes"], machine.processes_per_node
@@ -265,7 +326,9 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     if nodes > most:
         raise Rejected("more nodes than there are", f"{nodes}, there are {most}")
     if nodes > 1 and processes % each:
-        raise Rejected(f"neither whole nodes of {each} processes nor a part of one", f"{processes} processes")
+        raise Rejected(
+            f"neither whole nodes of {each} processes nor a part of one", f"{processes} processes"
+        )
     flags = names.flags()
     try:
         config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
@@ -283,33 +346,47 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     except ConfigError as error:
         raise Rejected("the planner refuses it", " ".join(str(error).split())) from None
     tokens = layout.batch * config.model.seq_length
-    found = Candidate(0, names.key, names.varied, processes, (*flags, *placed), nodes, tokens, memory, step_s)
+    found = Candidate(
+        0, names.key, names.varied, processes, (*flags, *placed), nodes, tokens, memory, step_s
+    )
     if not layout.has_choice("zero"):
         settings["zero_stage"] = None
     return found, json.dumps([settings, placed], sort_keys=True, default=str)
 
 
-def _fit(config: Config, machine: Machine, predict: bool) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Return (bytes of the fullest rank, seconds of a step on the best placement, flags that place the ranks) by the
-    planner. Raises Rejected for what does not fit, ConfigError for what it refuses."""
+def _fit(
+    config: Config, machine: Machine, predict: bool
+) -> tuple[float | None, float | None, tuple[str, ...]]:
+    """Return (bytes of the fullest rank, seconds of a step on the best placement, flags that place
+    the ranks) by the planner. Raises Rejected for what does not fit, ConfigError for what it
+    refuses."""
     cluster, layout, capacity = machine.cluster, layout_of(config), machine.capacity_bytes
     if cluster is None:
         return None, None, ()
     memory = 0.0
-    for ranks in ((0,), None):  # the first holds most micro-batches: often it is enough to ask for it
-        memory = max(rank.total for rank in memory_of_ranks(config, cluster.device_type, ranks=ranks))
+    # the first holds most micro-batches: often it is enough to ask for it
+    for ranks in ((0,), None):
+        memory = max(
+            rank.total for rank in memory_of_ranks(config, cluster.device_type, ranks=ranks)
+        )
         if capacity is not None and memory > capacity:
-            raise Rejected("more memory than a device has, by the planner",
-                           f"{memory / GIB:.1f} GiB, {capacity / GIB:.1f} may be used")  # fmt: skip
+            raise Rejected(
+                "more memory than a device has, by the planner",
+                f"{memory / GIB:.1f} GiB, {capacity / GIB:.1f} may be used",
+            )
     words, step_s = list[str](), None
     # Where a node's devices are not all alike, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
-        wanted = {name: (own,) for name, own in (("order", layout.rank_order), ("devices", layout.device_order)) if own}
+        wanted = {
+            name: (own,)
+            for name, own in (("order", layout.rank_order), ("devices", layout.device_order))
+            if own
+        }
         step_s, order, devices = min(
             (estimate(config, cluster, place).seconds, place.layout.order, place.device_order)
             for place in worthwhile_placements(config, cluster, wanted)
-        )  # fmt: skip
+        )
         words += ["--rank-order", order] if not layout.rank_order and layout.world > 1 else []
         words += flags_of("devices", devices) if not layout.device_order and ordered else []
     if ordered:

@@ -1,4 +1,6 @@
-"""Check a job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a GPU."""
+"""Check a job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -47,24 +49,34 @@ command after --. That command is resolved as its ranks would, and held against 
 files on disk. What the run costs, and what was not checked, is printed last.
 
 Exit code 0 without errors, 2 with."""
-_OURS = re.compile(r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE)
+_OURS = re.compile(
+    r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
+)
 _MOST_BYTES = 1 << 24  # of a script
 _TIGHT = 0.9  # of the memory: the runtime and the communication library take some gigabytes
 _LONG_S = 30 * 86400
 _LEVELS = ("error", "warning", "note")
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
 _NO_VALUE = (
-    "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue parsable test-only usage "
-    "use-min-nodes spread-job reboot ignore-pbs no-kill exclusive get-user-env nice propagate x11 wait "
+    "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue "
+    "parsable test-only usage "
+    "use-min-nodes spread-job reboot ignore-pbs no-kill exclusive get-user-env nice propagate x11 "
+    "wait "
     "H O s Q v V h k I W"
 ).split()
 _VARIABLES = dict(
-    SBATCH_ACCOUNT="account", SBATCH_JOB_NAME="job-name", SBATCH_NETWORK="network", SBATCH_OPEN_MODE="open-mode",
-    SBATCH_PARTITION="partition", SBATCH_QOS="qos", SBATCH_TIMELIMIT="time",
-)  # fmt: skip
+    SBATCH_ACCOUNT="account",
+    SBATCH_JOB_NAME="job-name",
+    SBATCH_NETWORK="network",
+    SBATCH_OPEN_MODE="open-mode",
+    SBATCH_PARTITION="partition",
+    SBATCH_QOS="qos",
+    SBATCH_TIMELIMIT="time",
+)
 # What sbatch says where no controller answers.
 _NO_SLURM = re.compile(
-    r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf", re.IGNORECASE
+    r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf",
+    re.IGNORECASE,
 )
 
 
@@ -100,7 +112,9 @@ class Job:
     unchecked: list[str] = field(default_factory=list)
 
     def find(self, level: str, about: str, text: str) -> None:
-        """Note a problem; where `about` is an option of Slurm's, with the place where it is given."""
+        """Note a problem; where `about` is an option of Slurm's, with the place where it is
+        given.
+        """
         where = f" [{self.options[about].where}]" if about in self.options else ""
         self.findings.append((level, about, text + where))
 
@@ -120,7 +134,9 @@ class Job:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check and print; return the exit code. The flags of check stand before the script, or --. Raises ConfigError."""
+    """Check and print; return the exit code. The flags of check stand before the script, or --.
+    Raises ConfigError.
+    """
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
     parser.add_argument(
         "--cluster",
@@ -149,15 +165,21 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     named = job.environ.get("MEGATRON_CLUSTER")
     if job.words is not None:  # resolved as the ranks do it
         try:
-            job.config = parse_args([*(["--cluster", named] if named else []), *job.words], job.tasks)
+            job.config = parse_args(
+                [*(["--cluster", named] if named else []), *job.words], job.tasks
+            )
         except ConfigError as problem:
             job.find("error", "configuration", str(problem))
-    cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER") or named
+    cluster = (
+        cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER") or named
+    )
     cluster = cluster or (job.config.parallel.cluster if job.config else None)
     if cluster and cluster != "none":
         job.cluster = load_cluster(cluster)
     else:
-        job.unchecked.append("limits, memory and cost: no machine is named (--cluster, MEGATRON_CLUSTER)")
+        job.unchecked.append(
+            "limits, memory and cost: no machine is named (--cluster, MEGATRON_CLUSTER)"
+        )
     check_options(job)
     if job.config is not None:
         check_training(job, job.config)
@@ -174,14 +196,18 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
     yield from (f"not checked: {text}" for text in job.unchecked)
     found = Counter(level for level, _, _ in job.findings)
-    yield f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} thing(s) not checked"
+    yield (
+        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} "
+        "thing(s) not checked"
+    )
 
 
-# -- what is asked of Slurm --------------------------------------------------------------------------------------------
+# -- what is asked of Slurm ------------------------------------------------------------------------
 
 
 def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Options, int]:
-    """Return the options at the beginning of `words`, by long name or letter, and the position of the first other word.
+    """Return the options at the beginning of `words`, by long name or letter, and the position of
+    the first other word.
 
     An unknown option takes a value.
 
@@ -194,7 +220,9 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
         word, at = words[at], at + 1
         if word == "--":
             break
-        name, equals, value = word.removeprefix("--").partition("=") if word[1] == "-" else (word[1], "", word[2:])
+        name, equals, value = (
+            word.removeprefix("--").partition("=") if word[1] == "-" else (word[1], "", word[2:])
+        )
         if name not in _NO_VALUE and not equals and not value and at < len(words):
             value, at = words[at], at + 1
         found[_LETTERS.get(name, name)] = Given(value, where)
@@ -202,7 +230,8 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
 
 
 def directives(text: str) -> tuple[Options, list[str]]:
-    """Return the options of a script's #SBATCH lines, later ones over earlier ones, and what is wrong with some lines.
+    """Return the options of a script's #SBATCH lines, later ones over earlier ones, and what is
+    wrong with some lines.
 
     Slurm reads none after the first command.
     """
@@ -211,7 +240,10 @@ def directives(text: str) -> tuple[Options, list[str]]:
         if not re.match(r"#SBATCH(\s|$)", line):
             commands |= bool(line.strip()) and not line.lstrip().startswith("#")
         elif commands:
-            problems.append(f"line {number}: {line} stands after the first command, where Slurm does not read it")
+            problems.append(
+                f"line {number}: {line} stands after the first command, where Slurm does not read "
+                "it"
+            )
         else:
             try:
                 words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
@@ -226,8 +258,14 @@ def directives(text: str) -> tuple[Options, list[str]]:
 
 
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
-    """Return the options that hold: the command line wins over variables, and they over the script's lines."""
-    variables = {name: Given(environ[key], f"variable {key}") for key, name in _VARIABLES.items() if environ.get(key)}
+    """Return the options that hold: the command line wins over variables, and they over the
+    script's lines.
+    """
+    variables = {
+        name: Given(environ[key], f"variable {key}")
+        for key, name in _VARIABLES.items()
+        if environ.get(key)
+    }
     return script | variables | line
 
 
@@ -238,60 +276,91 @@ def count(text: str | None) -> int | None:
 
 
 def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[int, list[str]]:
-    """Run a command; return its exit code and its lines. Raises OSError and subprocess.SubprocessError."""
+    """Run a command; return its exit code and its lines. Raises OSError and
+    subprocess.SubprocessError.
+    """
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", timeout=limit_s, **options,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+        **options,
+    )
     return done.returncode, done.stdout.strip().splitlines()
 
 
 def ask_slurm(job: Job, words: Sequence[str]) -> None:
-    """Ask Slurm itself: `sbatch --test-only` submits nothing, and knows the machine's partitions and limits and, where
-    Slurm keeps accounts, the user's."""
+    """Ask Slurm itself: `sbatch --test-only` submits nothing, and knows the machine's partitions
+    and limits and, where Slurm keeps accounts, the user's."""
     if "account" not in job.options:
-        job.find("warning", "account", "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses")
-    job.unchecked.append("whether the account has node-hours left, and how long the job waits in the queue")
+        job.find(
+            "warning",
+            "account",
+            "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses",
+        )
+    job.unchecked.append(
+        "whether the account has node-hours left, and how long the job waits in the queue"
+    )
     try:
         code, told = output_of(["sbatch", "--test-only", *words], 60.0)
-        said = " / ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in told[-3:])
+        said = " / ".join(
+            line.removeprefix("sbatch: ").removeprefix("error: ") for line in told[-3:]
+        )
         answered = code == 0 or not _NO_SLURM.search(said)
     except (OSError, subprocess.SubprocessError) as error:
         code, said, answered = 1, f"it cannot be asked here: {error}", False
     if answered:
         job.find("error" if code else "note", "sbatch --test-only", said)
     else:
-        job.unchecked.append(f"account, partition, limits and features by sbatch --test-only: {said}")
+        job.unchecked.append(
+            f"account, partition, limits and features by sbatch --test-only: {said}"
+        )
 
 
 def check_options(job: Job) -> None:
-    """Check nodes and wall time against the machine's limits, and options that go with each other."""
+    """Check nodes and wall time against the machine's limits, and options that go with each
+    other.
+    """
     cluster, given = job.cluster, job.value("time")
     wall_s = duration_s(given or "")
     if given is None:
         if "nodes" in job.options:
-            job.find("warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS")
+            job.find(
+                "warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS"
+            )
     elif wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
         job.find("error", "time", f"{given} is no time: give minutes, HH:MM:SS or D-HH:MM:SS")
     if cluster is not None and {"time", "nodes"} & set(job.options):
         try:
-            hours = cluster.wall_limit_hours(job.asked_nodes, job.value("partition"), job.value("qos"))
+            hours = cluster.wall_limit_hours(
+                job.asked_nodes, job.value("partition"), job.value("qos")
+            )
             if wall_s is not None and wall_s > 3600 * hours:
                 job.find(
-                    "error", "time", f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}: "
+                    "error",
+                    "time",
+                    f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}: "
                     f"ask for at most {show_duration(3600 * hours)}",
-                )  # fmt: skip
+                )
         except ConfigError as problem:
             job.find("error", "nodes", str(problem))
     if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
-        job.find("warning", "requeue", "no --open-mode=append: the log of the first start is lost with the second")
+        job.find(
+            "warning",
+            "requeue",
+            "no --open-mode=append: the log of the first start is lost with the second",
+        )
 
 
-# -- the script --------------------------------------------------------------------------------------------------------
+# -- the script ------------------------------------------------------------------------------------
 
 
 def read_script(words: Sequence[str], line: Options, at: int) -> Job:
-    """Read the options of the script `words[at]`, and its training command, by a dry run if it is ours.
+    """Read the options of the script `words[at]`, and its training command, by a dry run if it is
+    ours.
 
     Raises ConfigError.
     """
@@ -304,27 +373,36 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     for problem in problems:
         job.find("error", "options", problem)
     if not text.startswith("#!"):
-        job.find("error", "script", "the first line is no interpreter, and sbatch refuses it: add #!/bin/bash")
+        job.find(
+            "error",
+            "script",
+            "the first line is no interpreter, and sbatch refuses it: add #!/bin/bash",
+        )
     ask_slurm(job, words)
     ours = _OURS.search(text)
     if ours and ours[1] == "job":
         dry_run(job, content, arguments)
     elif ours:
         tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
-        job.unchecked.append(f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their cost")
+        job.unchecked.append(
+            f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their "
+            "cost"
+        )
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
         job.find(
-            "warning", "script", "it does not source examples/frontier/job.sh, so nothing of it is run, and only its "
+            "warning",
+            "script",
+            "it does not source examples/frontier/job.sh, so nothing of it is run, and only its "
             "#SBATCH lines are checked: give its training command after --",
-        )  # fmt: skip
+        )
     return job
 
 
 def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
-    """Run a script of ours with DRY_RUN=1 as Slurm would: a copy of it, from the folder of submission, with the job's
-    variables. Raises ConfigError."""
+    """Run a script of ours with DRY_RUN=1 as Slurm would: a copy of it, from the folder of
+    submission, with the job's variables. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
         copy.write_bytes(content)
@@ -338,7 +416,9 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             "SITE_NET_FOLDER": folder,
         }
         try:
-            code, told = output_of(["bash", str(copy), *arguments], 120.0, env=environ, cwd=job.value("chdir"))
+            code, told = output_of(
+                ["bash", str(copy), *arguments], 120.0, env=environ, cwd=job.value("chdir")
+            )
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the script cannot be run: {error}") from error
     for line in told:
@@ -351,27 +431,48 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             try:
                 words = shlex.split(line)[1:]
             except ValueError as error:
-                raise ConfigError(f"the script's command cannot be read ({error}): {line[:200]}") from error
+                raise ConfigError(
+                    f"the script's command cannot be read ({error}): {line[:200]}"
+                ) from error
             if words[0] == "export":
-                job.environ = os.environ | dict(word.split("=", 1) for word in words[1:] if "=" in word)
+                job.environ = os.environ | dict(
+                    word.split("=", 1) for word in words[1:] if "=" in word
+                )
             elif "pretrain_gpt.py" in line:
                 read_command(job, words)
     if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
-        job.find("error", "script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}")
+        job.find(
+            "error", "script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}"
+        )
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
-    """Read the flags of a training command, and how many processes it starts: by srun, torchrun or alone."""
-    programs = (i for i, word in enumerate(command) if re.fullmatch(r"pretrain_gpt\w*(\.py)?", os.path.basename(word)))
+    """Read the flags of a training command, and how many processes it starts: by srun, torchrun or
+    alone.
+    """
+    programs = (
+        i
+        for i, word in enumerate(command)
+        if re.fullmatch(r"pretrain_gpt\w*(\.py)?", os.path.basename(word))
+    )
     at = next(programs, None)
     if at is None:
-        job.find("error", "command", f"there is no pretrain_gpt.py in it: {shlex.join(command)[:200]}")
+        job.find(
+            "error", "command", f"there is no pretrain_gpt.py in it: {shlex.join(command)[:200]}"
+        )
         return
     job.words = list(command[at + 1 :])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in ("-N --nodes --nnodes", "-n --ntasks", "--ntasks-per-node", "--nproc-per-node --nproc_per_node"):
+    for names in (
+        "-N --nodes --nnodes",
+        "-n --ntasks",
+        "--ntasks-per-node",
+        "--nproc-per-node --nproc_per_node",
+    ):
         parser.add_argument(*names.split(), dest=names, nargs="?")
-    nodes, tasks, each, processes = map(count, vars(parser.parse_known_args(command[:at])[0]).values())
+    nodes, tasks, each, processes = map(
+        count, vars(parser.parse_known_args(command[:at])[0]).values()
+    )
     if os.path.basename(command[0]) == "srun":
         job.nodes = nodes or (math.ceil((tasks or 1) / each) if each else job.nodes)
     else:
@@ -379,7 +480,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     job.tasks = (tasks or job.nodes * (each or 1)) * (processes or 1)
 
 
-# -- the training ------------------------------------------------------------------------------------------------------
+# -- the training ----------------------------------------------------------------------------------
 
 
 def check_network(job: Job, cluster: Cluster) -> None:
@@ -394,11 +495,17 @@ def check_network(job: Job, cluster: Cluster) -> None:
         return
     if job.environ.get("NCCL_NET", "Socket") in ("", "Socket"):
         job.find(
-            "warning", "network", "NCCL_NET is not OFI: without the plugin RCCL uses TCP without a notice. "
+            "warning",
+            "network",
+            "NCCL_NET is not OFI: without the plugin RCCL uses TCP without a notice. "
             "examples/frontier/env.sh sets it",
-        )  # fmt: skip
+        )
     if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
-        job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
+        job.find(
+            "error",
+            "network",
+            "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd",
+        )
 
 
 def check_training(job: Job, config: Config) -> None:
@@ -412,7 +519,9 @@ def check_training(job: Job, config: Config) -> None:
         config = config.replace(vocab_size=GPT2_VOCABULARY)
     if unknown:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
-        job.find(level, "tokenizer", f"{unknown}: figures take a vocabulary of {config.model.vocab_size}")
+        job.find(
+            level, "tokenizer", f"{unknown}: figures take a vocabulary of {config.model.vocab_size}"
+        )
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
     job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
     checks: dict[str, Callable[[Job, Config], None]] = {"data": check_data, "saving": check_saving}
@@ -458,78 +567,112 @@ def check_saving(job: Job, config: Config) -> None:
     """Check the folder of the checkpoints, and the room there."""
     save, load, keep = config.checkpoint.save, config.checkpoint.load, config.checkpoint.keep_last
     if not save:
-        job.find("warning", "saving", "no --save: all is lost at the end of the job. Give --save FOLDER --load FOLDER")
+        job.find(
+            "warning",
+            "saving",
+            "no --save: all is lost at the end of the job. Give --save FOLDER --load FOLDER",
+        )
         return
     if job.is_local(save):
-        job.find("error", "saving", f"--save {save} is on the nodes' own disks, which are gone with the job")
+        job.find(
+            "error",
+            "saving",
+            f"--save {save} is on the nodes' own disks, which are gone with the job",
+        )
         return
     if load != save:
         job.find(
-            "error" if config.training.requeue else "warning", "saving",
-            f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not resume from what it "
+            "error" if config.training.requeue else "warning",
+            "saving",
+            f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not "
+            "resume from what it "
             f"saved. Give --load {save}",
-        )  # fmt: skip
+        )
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
         job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
     folder = Path(save).absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
-        job.find("error", "saving", f"--save {save} cannot be written: {folder} is not yours to write")
+        job.find(
+            "error", "saving", f"--save {save} cannot be written: {folder} is not yours to write"
+        )
     size, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
         job.find(
-            "error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB "
+            "error",
+            "saving",
+            f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB "
             f"that are free on the file system of {folder}",
-        )  # fmt: skip
+        )
 
 
 def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
     """Compare the planner's memory of the fullest device with what the machine has."""
     fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
-    job.known["memory"] = text = f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
+    job.known["memory"] = text = (
+        f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
+    )
     if fullest > _TIGHT * cluster.memory_gib:
         job.find(
-            "error" if fullest > cluster.memory_gib else "warning", "memory",
-            f"{text}, beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full",
-        )  # fmt: skip
+            "error" if fullest > cluster.memory_gib else "warning",
+            "memory",
+            f"{text}, beside the runtime: more tensor or pipeline parallelism, or "
+            "--recompute-granularity full",
+        )
 
 
 def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
-    """Estimate what the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold, and
-    CheckpointError."""
+    """Estimate what the rest of the run costs. Raises ConfigError for a layout that the machine
+    cannot hold, and CheckpointError."""
     start, end = remaining_steps(config)
     step_s, wall_s = estimate(config, cluster).seconds, duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
     hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
-        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to {end:,} of "
+        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
+        f"{end:,} of "
         f"{step_s:.3g} s by the planner, beside starts, saves and the queue"
     )
     if seconds > _LONG_S:
         job.find(
-            "warning", "cost", f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s): "
+            "warning",
+            "cost",
+            f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s): "
             "shorten it (--train-tokens, --train-iters) or take more nodes",
-        )  # fmt: skip
+        )
 
 
 def remaining_steps(config: Config) -> tuple[int, int]:
-    """Return the iterations at which the run resumes and ends. Raises CheckpointError and ConfigError."""
+    """Return the iterations at which the run resumes and ends. Raises CheckpointError and
+    ConfigError.
+    """
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
     from megatron.training.run.batches import BatchSchedule, total_iterations
 
     settings, iteration, consumed = config.checkpoint, 0, 0
     found = find(settings.load, settings.load_tag) if settings.load else None
-    if settings.load and found and (found.folder or found.rejected or settings.exit_on_missing_checkpoint):
+    if (
+        settings.load
+        and found
+        and (found.folder or found.rejected or settings.exit_on_missing_checkpoint)
+    ):
         checkpoint = open_checkpoint(required(settings.load, found))
         if not settings.use_checkpoint_args:
             check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
-            iteration, consumed = checkpoint.iteration, checkpoint.state["state"].get("consumed_samples", 0)
+            iteration, consumed = (
+                checkpoint.iteration,
+                checkpoint.state["state"].get("consumed_samples", 0),
+            )
             if not is_count(consumed):
-                raise CheckpointError(f"{checkpoint.folder} says {consumed!r} where it counts consumed samples")
-    return iteration, total_iterations(config, BatchSchedule.from_config(config), iteration, consumed)
+                raise CheckpointError(
+                    f"{checkpoint.folder} says {consumed!r} where it counts consumed samples"
+                )
+    return iteration, total_iterations(
+        config, BatchSchedule.from_config(config), iteration, consumed
+    )

@@ -1,8 +1,10 @@
-"""Test the nodes of an allocation before a training starts: `tools/preflight.py measure` under srun.
+"""Test the nodes of an allocation before a training starts: `tools/preflight.py measure` under
+srun.
 
-Every process multiplies matrices on its device. Processes on nodes whose devices work then all-reduce within their node
-and with their counterparts on both neighbouring nodes. Each leaves its figures and errors in the store of rank 0, which
-judges the nodes. Ranks are expected in blocks, one block per node. The collectives have not been run on a GPU.
+Every process multiplies matrices on its device. Processes on nodes whose devices work then
+all-reduce within their node and with their counterparts on both neighbouring nodes. Each leaves its
+figures and errors in the store of rank 0, which judges the nodes. Ranks are expected in blocks, one
+block per node. The collectives have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,8 +35,13 @@ from megatron.planner.cluster import load_cluster
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
 
-PRODUCT, WITHIN, BETWEEN = "matrix product", "all-reduce within the node", "all-reduce with a neighbouring node"
-# Of each measurement: its unit, the share of the median below which a rank is slow, and its band in a cluster file.
+PRODUCT, WITHIN, BETWEEN = (
+    "matrix product",
+    "all-reduce within the node",
+    "all-reduce with a neighbouring node",
+)
+# Of each measurement: its unit, the share of the median below which a rank is slow, and its band in
+# a cluster file.
 FIGURES = {
     PRODUCT: ("TFLOP/s", 0.75, "gemm_tflops"),
     WITHIN: ("GB/s", 0.5, "allreduce_node_gb_per_s"),
@@ -43,35 +50,46 @@ FIGURES = {
 
 
 class Process:
-    """One process of the test: its figures, and its errors by the step that failed. Each step may take `seconds`."""
+    """One process of the test: its figures, and its errors by the step that failed. Each step may
+    take `seconds`.
+    """
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
         self.launch, self._connection, self._seconds = connection.launch, connection, seconds
         self._group_store, self._device = connection.another(), torch.device("cpu")
-        self._groups: list[Any] = []  # kept until the end: destroying a group waits for its other members
+        # kept until the end: destroying a group waits for its other members
+        self._groups: list[Any] = []
         self.figures, self.errors = dict[str, float](), dict[str, str]()
 
     def multiply(self, backend: str | None, placing: Placing | None) -> None:
-        """Measure TFLOP/s of a square product of ones on this process's device, and check the result."""
+        """Measure TFLOP/s of a square product of ones on this process's device, and check the
+        result.
+        """
 
         def work() -> float:
             self._device = select_device(self.launch, backend, placing)
-            size, dtype = (8192, torch.float16) if self._device.type == "cuda" else (384, torch.float32)
+            size, dtype = (
+                (8192, torch.float16) if self._device.type == "cuda" else (384, torch.float32)
+            )
             ones = torch.ones(size, size, device=self._device, dtype=dtype)
             product = torch.empty_like(ones)
             seconds = self._median_seconds(lambda: torch.mm(ones, ones, out=product))
             if (product != size).any():
-                raise RuntimeError(f"the result has entries from {product.min():g} to {product.max():g}, not {size}")
+                raise RuntimeError(
+                    f"the result has entries from {product.min():g} to {product.max():g}, not "
+                    f"{size}"
+                )
             return 2 * size**3 / seconds / 1e12
 
         self._step(PRODUCT, work, time.monotonic() + self._seconds)
 
     def meet(self, nodes: Sequence[int]) -> None:
-        """All-reduce within this node, then with both neighbours in the ring of `nodes`, of which this is one.
+        """All-reduce within this node, then with both neighbours in the ring of `nodes`, of which
+        this is one.
 
-        The faster neighbour counts, so that a bad node spoils no other node's figure. An odd ring takes three rounds,
-        in each of which one node is left out. All deadlines are counted from the beginning: a process that waited in
-        vain still has its full time in the next round.
+        The faster neighbour counts, so that a bad node spoils no other node's figure. An odd ring
+        takes three rounds, in each of which one node is left out. All deadlines are counted from
+        the beginning: a process that waited in vain still has its full time in the next round.
         """
         each = self.launch.local_world_size
         node, local = divmod(self.launch.rank, each)
@@ -90,7 +108,9 @@ class Process:
     def exchange(self) -> dict[int, dict[str, Any]]:
         """Meet the other nodes whose devices work. Return, on rank 0, what each process found."""
         store, limit = self._connection.store, timedelta(seconds=4 * self._seconds + _MARGIN_S)
-        came = self.share("device", range(self.launch.world_size), timedelta(seconds=2 * self._seconds))
+        came = self.share(
+            "device", range(self.launch.world_size), timedelta(seconds=2 * self._seconds)
+        )
         store.wait(["device"], limit)
         nodes = json.loads(store.get("device"))
         if self.launch.rank // self.launch.local_world_size in nodes:
@@ -100,17 +120,28 @@ class Process:
             store.wait(["network"], limit)  # a group ends with its first member
         return found
 
-    def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> dict[int, dict[str, Any]]:
-        """Tell rank 0 what this process found. There, return what they told in time, and publish the good nodes."""
+    def share(
+        self, phase: str, ranks: Iterable[int], limit: timedelta
+    ) -> dict[int, dict[str, Any]]:
+        """Tell rank 0 what this process found. There, return what they told in time, and publish
+        the good nodes.
+        """
         launch, store = self.launch, self._connection.store
-        told = {"host": launch.node, "device": self._device.type, "figures": self.figures, "errors": self.errors}
+        told = {
+            "host": launch.node,
+            "device": self._device.type,
+            "figures": self.figures,
+            "errors": self.errors,
+        }
         store.set(f"{phase}/{launch.rank}", json.dumps(told))
         if launch.rank:
             return {}
         keys = {rank: f"{phase}/{rank}" for rank in ranks}
         with without_dns():  # the store asks for the name of each process that connects
             self._connection.poll([*keys.values()], time.monotonic() + limit.total_seconds())
-        found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        found = {
+            rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
+        }
         each = launch.local_world_size
         good = Counter(rank // each for rank, told in found.items() if not told["errors"])
         store.set(phase, json.dumps([node for node in sorted(good) if good[node] == each]))
@@ -123,14 +154,15 @@ class Process:
             self.figures[name] = max(value, self.figures.get(name, 0.0))
         except Exception as error:
             self.errors[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            with contextlib.suppress(Exception):  # the last group may still use the connection and the device
+            # the last group may still use the connection and the device
+            with contextlib.suppress(Exception):
                 self._group_store = bounded(self._connection.another, _MARGIN_S)
                 if self._device.type == "cuda":
                     bounded(self._groups[-1].abort, _MARGIN_S)
 
     def _bandwidth(self, name: str, place: int, size: int) -> float:
-        """Return the GB/s of an all-reduce in a new group: in a ring each rank sends and receives 2 (n - 1) / n of its
-        bytes. Raises RuntimeError for a wrong sum."""
+        """Return the GB/s of an all-reduce in a new group: in a ring each rank sends and receives 2
+        (n - 1) / n of its bytes. Raises RuntimeError for a wrong sum."""
         store, length = dist.PrefixStore(name, self._group_store), 2**20
         group: Any
         if self._device.type == "cuda":
@@ -144,7 +176,9 @@ class Process:
         tensor = torch.full((length // 4,), place + 1.0, device=self._device)
         group.allreduce([tensor]).wait()
         if (tensor != size * (size + 1) / 2).any():
-            raise RuntimeError(f"the sum of 1 to {size} has values from {tensor.min():g} to {tensor.max():g}")
+            raise RuntimeError(
+                f"the sum of 1 to {size} has values from {tensor.min():g} to {tensor.max():g}"
+            )
         seconds = self._median_seconds(lambda: group.allreduce([tensor.zero_()]).wait())
         return 2 * (size - 1) / size * length / seconds / 1e9
 
@@ -160,28 +194,39 @@ class Process:
 
 
 class Verdict(NamedTuple):
-    """Hosts to use and to leave out, and the report. No host is good if the fault cannot be assigned to one."""
+    """Hosts to use and to leave out, and the report. No host is good if the fault cannot be
+    assigned to one.
+    """
 
     good: list[str]
     bad: list[str]
     lines: list[str]
 
 
-def judge(found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], bands: Mapping[str, float]) -> Verdict:
-    """Judge what each process told, by rank; `hosts` has the host of each rank, in the order of the allocation.
+def judge(
+    found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], bands: Mapping[str, float]
+) -> Verdict:
+    """Judge what each process told, by rank; `hosts` has the host of each rank, in the order of the
+    allocation.
 
-    A rank is slow far below the median, or below the machine's band where most ranks are not. On a CPU no rank is:
-    speeds depend on what else uses the cores.
+    A rank is slow far below the median, or below the machine's band where most ranks are not. On a
+    CPU no rank is: speeds depend on what else uses the cores.
     """
     faults, lines = defaultdict[str, list[str]](list), list[str]()
     reached = any(BETWEEN in told["figures"] for told in found.values())
     for rank, host in enumerate(hosts):
-        errors = found[rank]["errors"] if rank in found else {"process": "it did not come, died or hangs"}
+        errors = (
+            found[rank]["errors"]
+            if rank in found
+            else {"process": "it did not come, died or hangs"}
+        )
         for step, text in errors.items():
             if step != BETWEEN or reached:
                 faults[host].append(f"rank {rank}: {step}: {text}")
     for name, (unit, share, band) in FIGURES.items():
-        values = {rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]}
+        values = {
+            rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]
+        }
         if not values:
             continue
         slowest, median = min(values, key=values.__getitem__), statistics.median(values.values())
@@ -229,7 +274,9 @@ def run(args: argparse.Namespace) -> int:
         connection = StoreConnection(launch, timedelta(seconds=2 * args.seconds))
         connection.open(2 * args.seconds)
         process = Process(connection, args.seconds)
-        process.multiply(args.backend, Placing(local_order=cluster.local_order) if cluster else None)
+        process.multiply(
+            args.backend, Placing(local_order=cluster.local_order) if cluster else None
+        )
         return process.exchange()
 
     try:
@@ -237,7 +284,9 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, LaunchError) as error:
         if launch.rank == 0:
             raise
-        raise LostRankError(f"rank 0 did not come, died or hangs: {str(error).splitlines()[0]}") from error
+        raise LostRankError(
+            f"rank 0 did not come, died or hangs: {str(error).splitlines()[0]}"
+        ) from error
     if launch.rank:
         return 0
     verdict = judge(found, rank_hosts(launch, found), cluster.bands if cluster else {})
@@ -255,4 +304,6 @@ def _write_hosts(folder: Path | None, bad: Sequence[str], good: Sequence[str]) -
         for name, hosts in (("bad_hosts", bad), ("good_hosts", good)):
             (folder / name).write_text("".join(f"{host}\n" for host in hosts))
     except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be written: {error.strerror}: name another folder") from error
+        raise ConfigError(
+            f"--out {folder} cannot be written: {error.strerror}: name another folder"
+        ) from error

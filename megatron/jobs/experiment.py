@@ -1,8 +1,9 @@
 """Scaling experiments: their points, what these cost, and a source that runs them. Needs no torch.
 
-Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction is found before anything is queued.
-Costs come from the published throughput and the limits of the machine.
+Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction is found before
+anything is queued. Costs come from the published throughput and the limits of the machine.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,19 +25,27 @@ from megatron.planner.published import Published, published, published_by_name
 from megatron.planner.table import Table
 
 _DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-data"}
-# The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is lower than Megatron's
-# 2^32, from which the first steps, and so all of these short runs, would overflow and be skipped.
+# The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is
+# lower than Megatron's 2^32, from which the first steps, and so all of these short runs, would
+# overflow and be skipped.
 _PAPER_FLAGS = (
-    "--fp16", "--initial-loss-scale", "4096", "--rank-order", "tp-dp-pp", "--device-order", "0,1,2,3,4,5,6,7",
-)  # fmt: skip
-_PAPER_VOCABULARY_MULTIPLE = 1024  # GPT-2's 50,257 entries become 51,200, whatever the tensor-parallel size
+    "--fp16",
+    "--initial-loss-scale",
+    "4096",
+    "--rank-order",
+    "tp-dp-pp",
+    "--device-order",
+    "0,1,2,3,4,5,6,7",
+)
+# GPT-2's 50,257 entries become 51,200, whatever the tensor-parallel size
+_PAPER_VOCABULARY_MULTIPLE = 1024
 _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 _LIMIT_S = 3600.0  # of a point whose time cannot be predicted
 
 
 class Kind(NamedTuple):
-    """A kind of experiment. varies: the size that varies; values: its defaults. For a sweep with the paper's models:
-    batch of a point (pp-bubble: micro-batches of each stage), and replicas."""
+    """A kind of experiment. varies: the size that varies; values: its defaults. For a sweep with
+    the paper's models: batch of a point (pp-bubble: micro-batches of each stage), and replicas."""
 
     parameter: str
     varies: str
@@ -53,7 +62,8 @@ KINDS: Mapping[str, Kind] = {
     "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
     "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
     "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
-    # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
+    # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8
+    # does not fit.
     "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
 }
 
@@ -65,8 +75,8 @@ class Request:
     model       22b, 175b, 1t (the paper's models), or the name of any preset
     recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
     values      of what varies; empty for the kind's own
-    batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every point. None: the
-                published one, or the kind's own
+    batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every
+                point. None: the published one, or the kind's own
     iterations  of the full batch, which are measured after `warm_up` steps that are not
     flags       more flags of pretrain_gpt.py; they win
     """
@@ -105,13 +115,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of an experiment. `config` is None and `problem` says why where its settings contradict each other.
+    """One run of an experiment. `config` is None and `problem` says why where its settings
+    contradict each other.
 
     flags        of pretrain_gpt.py, without the place of the metrics file
     world        processes
-    iteration_s  of the full batch; total_s: of the whole point with its warm-up and start-up; None: unknown
+    iteration_s  of the full batch; total_s: of the whole point with its warm-up and start-up; None:
+                 unknown
     limit_h      longest job on so many nodes
-    queue        a partition that would let such a job last long enough, where the default one does not
+    queue        a partition that would let such a job last long enough, where the default one does
+                 not
     """
 
     name: str
@@ -134,23 +147,31 @@ class Point:
 
     @property
     def fits_alone(self) -> bool:
-        """Tell whether a job of just this point's nodes may last long enough, as far as is known."""
+        """Tell whether a job of just this point's nodes may last long enough, as far as is
+        known.
+        """
         return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
 
     def description(self) -> dict[str, Any]:
         """Return the content of point.json: what was varied, and all settings."""
         kind, request = KINDS[self.request.kind], self.request
         return {
-            "name": self.name, "experiment": request.experiment, "parameter": kind.parameter, "value": self.value,
-            "kind": request.kind if kind.varies == "dp" else "sweep", "world": self.world, "nodes": self.nodes,
-            "warm_up": request.warm_up, "flags": list(self.flags),
+            "name": self.name,
+            "experiment": request.experiment,
+            "parameter": kind.parameter,
+            "value": self.value,
+            "kind": request.kind if kind.varies == "dp" else "sweep",
+            "world": self.world,
+            "nodes": self.nodes,
+            "warm_up": request.warm_up,
+            "flags": list(self.flags),
             "settings": self.config.to_dict() if self.config else {},
-        }  # fmt: skip
+        }
 
 
 def plan(request: Request) -> list[Point]:
-    """Return the points of a request, in the order of what varies. Raises ConfigError for flags that contradict
-    themselves."""
+    """Return the points of a request, in the order of what varies. Raises ConfigError for flags
+    that contradict themselves."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
     kind, known = KINDS[request.kind], _paper(base)
     values = request.values or kind.values
@@ -172,13 +193,18 @@ def _paper(base: Config) -> Published | None:
 
 def _point(request: Request, base: Config, value: int) -> Point:
     kind, own, known = KINDS[request.kind], base.batch.global_batch_size, _paper(base)
-    sizes = {"tp": base.parallel.tensor_model_parallel_size, "pp": base.parallel.pipeline_model_parallel_size,
-             "mbs": base.batch.micro_batch_size, "dp": kind.replicas if request.of_the_paper else 1}  # fmt: skip
+    sizes = {
+        "tp": base.parallel.tensor_model_parallel_size,
+        "pp": base.parallel.pipeline_model_parallel_size,
+        "mbs": base.batch.micro_batch_size,
+        "dp": kind.replicas if request.of_the_paper else 1,
+    }
     batch = request.batch or (kind.batch if request.of_the_paper else own)
     if request.kind == "weak":
         each = request.batch or own
         if known is not None and request.batch is None:
-            # As many sequences for a GCD as published, where a replica of the recipe has another size than the paper's.
+            # As many sequences for a GCD as published, where a replica of the recipe has another
+            # size than the paper's.
             each = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
         batch = each * value
     elif request.kind == "strong":
@@ -189,23 +215,45 @@ def _point(request: Request, base: Config, value: int) -> Point:
     tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
     world = tensor * pipeline * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
-    # A smaller batch during the warm-up, where that is shorter: what is compiled, allocated and connected in it does
-    # not depend on the number of micro-batches once the pipeline is full.
-    small, step, ramp = _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"], micro * sizes["dp"], tuple[str, ...]()
+    # A smaller batch during the warm-up, where that is shorter: what is compiled, allocated and
+    # connected in it does not depend on the number of micro-batches once the pipeline is full.
+    small, step, ramp = (
+        _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"],
+        micro * sizes["dp"],
+        tuple[str, ...](),
+    )
     if request.warm_up and small < batch and batch % step == 0:
         ramp = "--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small)
     flags = [
         *request.recipe_flags,
-        "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
-        "--micro-batch-size", str(micro), "--global-batch-size", str(batch), *ramp,
-        "--train-iters", str(request.warm_up + request.iterations), "--log-interval", "1", "--eval-iters", "0",
-    ]  # fmt: skip
+        "--tensor-model-parallel-size",
+        str(tensor),
+        "--pipeline-model-parallel-size",
+        str(pipeline),
+        "--micro-batch-size",
+        str(micro),
+        "--global-batch-size",
+        str(batch),
+        *ramp,
+        "--train-iters",
+        str(request.warm_up + request.iterations),
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
     if request.of_the_paper and request.recipe == "paper":
-        flags += ["--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor))]
+        flags += [
+            "--make-vocab-size-divisible-by",
+            str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)),
+        ]
     flags += request.flags
     config, problem = None, None
     if world % tasks:
-        problem = f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a multiple of {tasks}"
+        problem = (
+            f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a "
+            f"multiple of {tasks}"
+        )
     else:
         try:
             config = parse_args(flags, world)
@@ -219,13 +267,16 @@ def _point(request: Request, base: Config, value: int) -> Point:
 def bubble_of(config: Config) -> float:
     """Return the part of a step in which a stage waits: (p - 1) / (v m + p - 1)."""
     waits = config.parallel.pipeline_model_parallel_size - 1
-    return waits / (config.parallel.virtual_pipeline_model_parallel_size * config.num_micro_batches() + waits)
+    return waits / (
+        config.parallel.virtual_pipeline_model_parallel_size * config.num_micro_batches() + waits
+    )
 
 
 def priced(
     point: Point, cluster: Cluster | None, tflops: float | None = None, partition: str | None = None
 ) -> Point:
-    """Return the point with its cost. `tflops`: hardware TFLOP/s of a device; None: what is published for this model.
+    """Return the point with its cost. `tflops`: hardware TFLOP/s of a device; None: what is
+    published for this model.
 
     Raises ConfigError for more nodes than the machine or the partition gives.
     """
@@ -235,30 +286,45 @@ def priced(
     rate = tflops or (known.tflops if known else None)
     if config is None or rate is None:
         return replace(point, limit_h=limit)
-    model, batch, ramp = config.model, config.batch.global_batch_size, config.batch.rampup_batch_size
+    model, batch, ramp = (
+        config.model,
+        config.batch.global_batch_size,
+        config.batch.rampup_batch_size,
+    )
     vocabulary = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     flops = paper_flops(1, model.seq_length, model.num_layers, model.hidden_size, vocabulary)
     # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.
     sample_s = flops / (rate * 1e12 * point.world) / (1 - bubble_of(config))
-    samples = point.request.iterations * batch + point.request.warm_up * (ramp[0] if ramp else batch)
+    samples = point.request.iterations * batch + point.request.warm_up * (
+        ramp[0] if ramp else batch
+    )
     total_s = START_UP_S + sample_s * samples
     longer = (
-        queue.name for queue in (cluster.partitions if cluster is not None else ())
-        if (queue.max_nodes or point.nodes) >= point.nodes and 3600 * (queue.max_hours or 0) >= total_s
-    )  # fmt: skip
-    return replace(point, iteration_s=sample_s * batch, total_s=total_s, limit_h=limit, queue=next(longer, None))
+        queue.name
+        for queue in (cluster.partitions if cluster is not None else ())
+        if (queue.max_nodes or point.nodes) >= point.nodes
+        and 3600 * (queue.max_hours or 0) >= total_s
+    )
+    return replace(
+        point,
+        iteration_s=sample_s * batch,
+        total_s=total_s,
+        limit_h=limit,
+        queue=next(longer, None),
+    )
 
 
-# -- running points ----------------------------------------------------------------------------------------------------
+# -- running points --------------------------------------------------------------------------------
 
 
 @dataclass
 class Experiment:
-    """The source of a runner's jobs: the points that are not done, the longest first. A point that fails is recorded
-    and the others go on.
+    """The source of a runner's jobs: the points that are not done, the longest first. A point that
+    fails is recorded and the others go on.
 
     limit_s  longest time of a point, None: by its cost
-    done, skipped, failed, waiting  names of the points by what became of them, with reasons; skipped ones were done
+    done, skipped, failed, waiting  names of the points by what became of them, with reasons;
+                                    skipped ones were done
              before, waiting ones were not started or were interrupted
     out_of_time  whether that was for want of time
     Raises ConfigError for a folder that holds something else.
@@ -291,8 +357,8 @@ class Experiment:
 
     @property
     def resumable(self) -> bool:
-        """Tell whether something was done and the rest did not fit into the time: without the first it would never
-        end."""
+        """Tell whether something was done and the rest did not fit into the time: without the first
+        it would never end."""
         return self.out_of_time and bool(self.done)
 
     def run(self, runner: Runner) -> None:
@@ -303,19 +369,30 @@ class Experiment:
             self._postpone(point, f"interrupted by {why}" if runner.signal else why)
 
     def next(self, runner: Runner) -> Job | None:
-        """Return the first point that there is room and time for; postpone those that never get it."""
+        """Return the first point that there is room and time for; postpone those that never get
+        it.
+        """
         for point in list(self._to_do):
             left = runner.left_s()
             if not runner.ever(point.nodes):
-                self._postpone(point, f"needs {point.nodes} nodes, there are {len(runner.place.hosts)}")
+                self._postpone(
+                    point, f"needs {point.nodes} nodes, there are {len(runner.place.hosts)}"
+                )
             elif not runner.room(point.nodes):
                 continue
             elif left is not None and point.total_s is not None and left < point.total_s:
                 self.out_of_time = True
-                self._postpone(point, f"needs about {show_duration(point.total_s)}, {show_duration(left)} are left of "
-                                      "the job")  # fmt: skip
+                self._postpone(
+                    point,
+                    f"needs about {show_duration(point.total_s)}, {show_duration(left)} are left "
+                    "of "
+                    "the job",
+                )
             elif (job := self._claimed(point)) is not None:
-                self.say(f"{point.name}: {point.world} process(es), at most {show_duration(job.limit_s)}; {job.folder}")
+                self.say(
+                    f"{point.name}: {point.world} process(es), at most "
+                    f"{show_duration(job.limit_s)}; {job.folder}"
+                )
                 return job
         return None
 
@@ -330,9 +407,21 @@ class Experiment:
             return None
         self._to_do.remove(point)
         self._claims[point.name] = claim
-        limit = self.limit_s or (_LIMIT_S if point.total_s is None else SLACK * point.total_s + START_UP_S)
-        return Job(point.name, folder, point.description(), point.flags, point.world, point.nodes, point.steps, limit,
-                   limit, point.iteration_s)  # fmt: skip
+        limit = self.limit_s or (
+            _LIMIT_S if point.total_s is None else SLACK * point.total_s + START_UP_S
+        )
+        return Job(
+            point.name,
+            folder,
+            point.description(),
+            point.flags,
+            point.world,
+            point.nodes,
+            point.steps,
+            limit,
+            limit,
+            point.iteration_s,
+        )
 
     def _postpone(self, point: Point, why: str) -> None:
         self._to_do.remove(point)
@@ -357,15 +446,18 @@ class Experiment:
 
 
 def state_of(folder: Path, point: Point) -> tuple[str, str]:
-    """Return 'refused' or 'failed' with the reason, 'done', 'interrupted', or '' when there is nothing yet of a point.
-    Raises ConfigError when the folder has a point with other settings."""
+    """Return 'refused' or 'failed' with the reason, 'done', 'interrupted', or '' when there is
+    nothing yet of a point. Raises ConfigError when the folder has a point with other settings."""
     if point.problem:
         return "refused", point.problem
     there, mine = read_beside(folder / POINT, metrics_file.POINT), point.description()
     for name in mine if there else ():
         if name != "settings" and there.get(name) != mine[name]:
-            raise ConfigError(f"{folder} holds a point with another '{name}' ({there.get(name)}, now {mine[name]}): "
-                              "remove it, or give another --out")  # fmt: skip
+            raise ConfigError(
+                f"{folder} holds a point with another '{name}' ({there.get(name)}, now "
+                f"{mine[name]}): "
+                "remove it, or give another --out"
+            )
     if is_complete(folder, point.steps):
         return "done", ""
     result = read_beside(folder / RESULT, metrics_file.RESULT)
@@ -374,58 +466,127 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
     return "interrupted" if (folder / METRICS).exists() or there else "", ""
 
 
-# -- before a job ------------------------------------------------------------------------------------------------------
+# -- before a job ----------------------------------------------------------------------------------
 
 
 def table(points: Sequence[Point], root: Path) -> Table:
-    """Make a table with a row for each point, and what is there of it already in the experiment's folder."""
+    """Make a table with a row for each point, and what is there of it already in the experiment's
+    folder.
+    """
     first, rows = points[0].request, list[tuple[str, ...]]()
     for point in points:
         sizes, times = [""] * 4, [""] * 4
         if point.config is not None:
             parallel, batch = point.config.parallel, point.config.batch
-            layout = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                      parallel.data_parallel_size)  # fmt: skip
-            sizes = ["x".join(map(str, layout)), f"{batch.micro_batch_size}", f"{batch.global_batch_size:,}",
-                     f"{100 * bubble_of(point.config):.1f} %"]  # fmt: skip
+            layout = (
+                parallel.tensor_model_parallel_size,
+                parallel.pipeline_model_parallel_size,
+                parallel.data_parallel_size,
+            )
+            sizes = [
+                "x".join(map(str, layout)),
+                f"{batch.micro_batch_size}",
+                f"{batch.global_batch_size:,}",
+                f"{100 * bubble_of(point.config):.1f} %",
+            ]
         if point.total_s is not None:
-            longest = "" if point.limit_h is None else f"{point.limit_h:g} h" + ": too short" * (not point.fits_alone)
-            times = [f"{point.iteration_s or 0.0:,.0f}", show_duration(point.total_s), longest,
-                     f"{point.nodes * point.total_s / 3600:,.1f}"]  # fmt: skip
-        rows.append((point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times,
-                     state_of(root / point.name, point)[0]))  # fmt: skip
-    title = f"{first.experiment}: {first.warm_up} step(s) of warm-up and {first.iterations} measured at each point"
-    return Table(title, ("point", "nodes", "GCDs", "TPxPPxDP", "micro", "batch", "bubble", "s/step", "time",
-                         "longest job", "node-hours", "state"), rows)  # fmt: skip
+            longest = (
+                ""
+                if point.limit_h is None
+                else f"{point.limit_h:g} h" + ": too short" * (not point.fits_alone)
+            )
+            times = [
+                f"{point.iteration_s or 0.0:,.0f}",
+                show_duration(point.total_s),
+                longest,
+                f"{point.nodes * point.total_s / 3600:,.1f}",
+            ]
+        rows.append(
+            (
+                point.name,
+                f"{point.nodes}",
+                f"{point.world:,}",
+                *sizes,
+                *times,
+                state_of(root / point.name, point)[0],
+            )
+        )
+    title = (
+        f"{first.experiment}: {first.warm_up} step(s) of warm-up and {first.iterations} "
+        "measured at each point"
+    )
+    return Table(
+        title,
+        (
+            "point",
+            "nodes",
+            "GCDs",
+            "TPxPPxDP",
+            "micro",
+            "batch",
+            "bubble",
+            "s/step",
+            "time",
+            "longest job",
+            "node-hours",
+            "state",
+        ),
+        rows,
+    )
 
 
-def remarks(points: Sequence[Point], nodes: int, cluster: Cluster | None, side_by_side: bool = True,
-            partition: str | None = None) -> list[str]:  # fmt: skip
-    """List why points are refused, and what one allocation of `nodes` nodes takes for all, beside a job for each."""
+def remarks(
+    points: Sequence[Point],
+    nodes: int,
+    cluster: Cluster | None,
+    side_by_side: bool = True,
+    partition: str | None = None,
+) -> list[str]:
+    """List why points are refused, and what one allocation of `nodes` nodes takes for all, beside a
+    job for each.
+    """
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
-    lines += [f"{p.name} needs a larger allocation, beside others, or "
-              + (f"partition {p.queue}" if p.queue else "fewer iterations") for p in points if not p.fits_alone]
+    lines += [
+        f"{p.name} needs a larger allocation, beside others, or "
+        + (f"partition {p.queue}" if p.queue else "fewer iterations")
+        for p in points
+        if not p.fits_alone
+    ]
     known = [(p.nodes, p.total_s) for p in points if p.total_s is not None]
     if not known:
         return [*lines, "no time is published for this model: give --tflops to estimate times"]
-    least_s = least_time_s([(n, seconds) for n, seconds in known if n <= nodes], nodes, side_by_side)
-    limit = f" (longest job on so many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)" if cluster else ""
+    least_s = least_time_s(
+        [(n, seconds) for n, seconds in known if n <= nodes], nodes, side_by_side
+    )
+    limit = (
+        f" (longest job on so many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)"
+        if cluster
+        else ""
+    )
     left_out = ", ".join(p.name for p in points if p.nodes > nodes)
     return [
         *lines,
-        f"one allocation of {nodes} node(s), {'side by side' if side_by_side else 'one after another'}: at least "
-        f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends before, the same "
+        f"one allocation of {nodes} node(s), "
+        f"{'side by side' if side_by_side else 'one after another'}: at least "
+        f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends "
+        "before, the same "
         "command goes on" + (f"; too large for it: {left_out}" if left_out else ""),
         f"a job for each point: {sum(n * seconds for n, seconds in known) / 3600:,.1f} node-hours",
     ]
 
 
-def least_time_s(points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True) -> float:
-    """Return the least time of an allocation for points of (nodes, seconds): side by side that of the longest of them,
-    or of all with all nodes always at work, whichever is longer.
+def least_time_s(
+    points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True
+) -> float:
+    """Return the least time of an allocation for points of (nodes, seconds): side by side that of
+    the longest of them, or of all with all nodes always at work, whichever is longer.
 
     >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
     (40.0, 50.0)
     """
     times = [seconds for _, seconds in points]
-    return max(*times, sum(n * s for n, s in points) / nodes, 0.0) if side_by_side and times else sum(times)
+    return (
+        max(*times, sum(n * s for n, s in points) / nodes, 0.0)
+        if side_by_side and times
+        else sum(times)
+    )

@@ -1,8 +1,11 @@
-"""Start the processes of one run, on this machine or as a step of a Slurm job, and end them whatever they do.
+"""Start the processes of one run, on this machine or as a step of a Slurm job, and end them
+whatever they do.
 
-Nothing here blocks: the caller that started a Run polls it, and each poll sends the signals that are due. A run's
-processes are in sessions of their own, and none outlives the process that started it, however that ends.
+Nothing here blocks: the caller that started a Run polls it, and each poll sends the signals that
+are due. A run's processes are in sessions of their own, and none outlives the process that started
+it, however that ends.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,20 +26,24 @@ GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL: a short run has nothing to save."""
 _ASK_AGAIN_S = 5.0
 _WAIT_S = 60  # from the end of one task of a step until srun ends the others
-_PEERS_S = 20.0  # from the loss of a rank until the others are killed: they end by themselves, and name the lost rank
+# from the loss of a rank until the others are killed: they end by themselves, and name the lost
+# rank
+_PEERS_S = 20.0
 _FIRST_PORT, _PORTS = 3442, range(1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
 
-# Makes Slurm signal the step called STEP. An srun that is told to end while its tasks start asks Slurm once to kill
-# them. If they do not exist yet, that request is lost, and srun waits for them and ignores further signals.
+# Makes Slurm signal the step called STEP. An srun that is told to end while its tasks start asks
+# Slurm once to kill them. If they do not exist yet, that request is lost, and srun waits for them
+# and ignores further signals.
 _TELL_STEP = """
 for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
     scancel -s "$1" "$id"
 done
 """
 
-# The functions of job.sh start the tasks; sourcing it sets PYTHON and CODE. ALIVE is a pipe whose other end the starter
-# holds: it closes when the starter ends, which srun does not notice by itself.
+# The functions of job.sh start the tasks; sourcing it sets PYTHON and CODE. ALIVE is a pipe whose
+# other end the starter holds: it closes when the starter ends, which srun does not notice by
+# itself.
 _SLURM_LAUNCH = """
 source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2
 PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
@@ -78,11 +85,15 @@ class Run:
     """The processes of a run: all ranks, or one launcher.
 
     step        name of its step under Slurm
-    held        what is closed when the run ends: the reserved port, and the pipe by which the launcher sees its starter
-    exit_codes  None until the run has ended; then those of the processes that ended before others were killed
+    held        what is closed when the run ends: the reserved port, and the pipe by which the
+                launcher sees its starter
+    exit_codes  None until the run has ended; then those of the processes that ended before others
+                were killed
     """
 
-    def __init__(self, step: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, step: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.processes, self._step, self._clock = list[subprocess.Popen[bytes]](), step, clock
         self.held = contextlib.ExitStack()
         self.exit_codes: list[int] | None = None
@@ -93,7 +104,9 @@ class Run:
         self._helpers: list[subprocess.Popen[bytes]] = []
 
     def poll(self) -> bool:
-        """Return whether the run has ended; send the signals that are due after `stop` or the loss of a rank."""
+        """Return whether the run has ended; send the signals that are due after `stop` or the loss
+        of a rank.
+        """
         codes, now = [process.poll() for process in self.processes], self._clock()
         ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
@@ -104,7 +117,11 @@ class Run:
             return True
         if self._failed_at is None and any(ended):
             self._failed_at = now
-        if self._stopped_at is None and self._failed_at is not None and now > self._failed_at + _PEERS_S:
+        if (
+            self._stopped_at is None
+            and self._failed_at is not None
+            and now > self._failed_at + _PEERS_S
+        ):
             self._own, self._stopped_at = ended, now - 2 * GRACE_S
             self._press(now)
         elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
@@ -112,7 +129,9 @@ class Run:
         return False
 
     def stop(self) -> None:
-        """Ask the run to end; from then on `poll` kills it if it does not. A second call has no effect."""
+        """Ask the run to end; from then on `poll` kills it if it does not. A second call has no
+        effect.
+        """
         if self._stopped_at is None and self.exit_codes is None:
             self._stopped_at = self._clock()
             self._press(self._stopped_at)
@@ -123,13 +142,14 @@ class Run:
             self._tell(signal.SIGKILL)
             self._signal(signal.SIGKILL)
             for process in self.processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing can end it
+                # stuck in the kernel: nothing can end it
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10.0)
             self.held.close()
 
     def _press(self, now: float) -> None:
-        """Send SIGTERM, and SIGKILL after the grace period. The tasks of a step are killed first, and srun one grace
-        period later: without srun they would run on."""
+        """Send SIGTERM, and SIGKILL after the grace period. The tasks of a step are killed first,
+        and srun one grace period later: without srun they would run on."""
         assert self._stopped_at is not None, "no signal is due before the run is stopped"
         waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
         force = waited >= GRACE_S
@@ -163,7 +183,8 @@ def slurm_command(flags: Sequence[str]) -> list[str]:
 def start_here(
     command: Sequence[str], count: int, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
-    """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to TASKS/task_N.err.
+    """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to
+    TASKS/task_N.err.
 
     They are killed when the calling thread ends, so call this from the main thread.
     """
@@ -174,7 +195,10 @@ def start_here(
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            env, log = environment(os.environ, rank, count, str(port)), f"{TASKS}/task_{rank}.err" if rank else LOG
+            env, log = (
+                environment(os.environ, rank, count, str(port)),
+                f"{TASKS}/task_{rank}.err" if rank else LOG,
+            )
             run.processes.append(_spawn([*tether, *command], env, folder / log))
     except BaseException:
         run.kill()
@@ -185,7 +209,9 @@ def start_here(
 def start_step(
     command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
-    """Start a job step on its hosts. Its tasks print to LOG in the folder, and their errors go to TASKS/task_N.err."""
+    """Start a job step on its hosts. Its tasks print to LOG in the folder, and their errors go to
+    TASKS/task_N.err.
+    """
     run = Run(step.name, clock)
     listening, alive = os.pipe()
     run.held.callback(os.close, alive)
@@ -208,12 +234,17 @@ def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dic
     first = int(kept.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
     return kept | {
         "SRUN_WAIT": str(_WAIT_S),
-        "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} --job-name={step.name}".strip(),
-        "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT), "NODES": str(len(step.hosts)),
-        "HOSTS": ",".join(step.hosts), "TASKS_PER_NODE": str(step.tasks_per_node), "LOGS": str(tasks), "REQUEUE": "0",
+        "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} "
+        f"--job-name={step.name}".strip(),
+        "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT),
+        "NODES": str(len(step.hosts)),
+        "HOSTS": ",".join(step.hosts),
+        "TASKS_PER_NODE": str(step.tasks_per_node),
+        "LOGS": str(tasks),
+        "REQUEUE": "0",
         # A port that the steps before it did not use.
         "MASTER_PORT": str(_PORTS[(first + step.turn) % len(_PORTS)]),
-    }  # fmt: skip
+    }
 
 
 def logs_of(folder: Path, most: int = 256) -> list[Path]:
@@ -230,7 +261,16 @@ def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
 def _spawn(
     command: Sequence[str], env: Mapping[str, str], log: Path, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own that writes to a log; `keep`: file descriptors that it inherits."""
+    """Start a process in a session of its own that writes to a log; `keep`: file descriptors that
+    it inherits.
+    """
     with open(log, "wb") as file:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                start_new_session=True, pass_fds=keep)  # fmt: skip
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=keep,
+        )

@@ -1,10 +1,11 @@
-"""Runs short trainings (trials of the tuner, points of experiments): on this machine one at a time, or side by side as
-steps of a Slurm job, each on nodes of its own.
+"""Runs short trainings (trials of the tuner, points of experiments): on this machine one at a time,
+or side by side as steps of a Slurm job, each on nodes of its own.
 
-A run that fails does not end the others, and none outlives its starter. Each has a time limit and a longest time
-between two steps. When one fails inside a Slurm job its nodes are tested; those that do not answer are left out from
-then on, and the run is repeated on others.
+A run that fails does not end the others, and none outlives its starter. Each has a time limit and a
+longest time between two steps. When one fails inside a Slurm job its nodes are tested; those that
+do not answer are left out from then on, and the run is repeated on others.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -25,18 +26,39 @@ from typing import Any, Protocol
 from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
-from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT, Ending, cause, ending
+from megatron.jobs.processes import (
+    GRACE_S,
+    Run,
+    Step,
+    logs_of,
+    slurm_command,
+    start_here,
+    start_step,
+    training_command,
+)
+from megatron.jobs.result import (
+    CRASH,
+    HANG,
+    LOST_RANK,
+    OUT_OF_MEMORY,
+    TIME_OUT,
+    Ending,
+    cause,
+    ending,
+)
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK, START_UP_S = 3.0, 300.0
-"""Longest time of a run: a factor of its predicted steps, and seconds for imports, rendezvous, first collectives."""
+"""Longest time of a run: a factor of its predicted steps, and seconds for imports, rendezvous,
+first collectives.
+"""
 TIME, ALLOCATION = "time is up", "the allocation ends"
 """Why `Runner.run` ended before its source had nothing left; otherwise the name of a signal."""
 _POLL_S = 0.2
-_LEAST_STALL_S, _SLOWER = 60.0, 10.0  # a step hangs after so long, and so many times the longest step before
+# a step hangs after so long, and so many times the longest step before
+_LEAST_STALL_S, _SLOWER = 60.0, 10.0
 _EXIT_S = 30.0  # from the last record to the end of the processes
 _MOST_LOST = 2  # nodes that may die under a run; one more, and the run is at fault
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,7 +66,9 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are. launcher: local or slurm; hosts: nodes for them, () on this machine; parallel: most at once."""
+    """Where runs are. launcher: local or slurm; hosts: nodes for them, () on this machine;
+    parallel: most at once.
+    """
 
     launcher: str
     hosts: tuple[str, ...] = ()
@@ -55,10 +79,11 @@ class Place:
 class Job:
     """A short training to be run.
 
-    name      for messages and Slurm; folder: for its files; point: content of its point.json, hosts are added
+    name      for messages and Slurm; folder: for its files; point: content of its point.json, hosts
+              are added
     flags     of pretrain_gpt.py, without --metrics-file; steps: optimizer steps in all
-    limit_s   longest time in all; stall_s: longest time without a new step, None: by the steps before and step_s, the
-              predicted time of a step
+    limit_s   longest time in all; stall_s: longest time without a new step, None: by the steps
+              before and step_s, the predicted time of a step
     """
 
     name: str
@@ -90,7 +115,8 @@ class Attempt:
     stopped      the limit for which it was stopped
     complete     all steps are recorded
     why          why it failed; None where it ended well, and where it was interrupted
-    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is to be repeated
+    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is
+                 to be repeated
     """
 
     job: Job
@@ -107,20 +133,29 @@ class Attempt:
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
-        more = {"exit_code": cause(self.run.exit_codes), "started": self.started, "ended": self.ended,
-                "hosts": list(self.hosts)}  # fmt: skip
+        more = {
+            "exit_code": cause(self.run.exit_codes),
+            "started": self.started,
+            "ended": self.ended,
+            "hosts": list(self.hosts),
+        }
         with _disk(self.job):
             write_json(self.job.folder / RESULT, {**record, **more})
 
 
 class Runner:
-    """Runs the jobs of a source; `say` gets a line for each node that is left out. left_s: seconds left, None where
-    that is not known."""
+    """Runs the jobs of a source; `say` gets a line for each node that is left out. left_s: seconds
+    left, None where that is not known."""
 
     def __init__(
-        self, place: Place, say: Callable[[str], object] = print, *, left_s: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+        self,
+        place: Place,
+        say: Callable[[str], object] = print,
+        *,
+        left_s: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.place, self.left_s, self._clock, self._sleep = place, left_s, clock, sleep
         self._local = place.launcher == "local"
         self._nodes = Nodes(place.hosts, say)
@@ -173,7 +208,7 @@ class Runner:
                 return TIME
             self._sleep(_POLL_S)
 
-    # -- one run -------------------------------------------------------------------------------------------------------
+    # -- one run -----------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
         """Start a job; its processes live as long as the thread that calls this."""
@@ -185,10 +220,19 @@ class Runner:
             _set_aside(job.folder)
             write_json(job.folder / POINT, {**job.point, "hosts": list(hosts)})
             if self._local:
-                run = start_here(training_command(flags), job.processes, job.folder, clock=self._clock)
+                run = start_here(
+                    training_command(flags), job.processes, job.folder, clock=self._clock
+                )
             else:
-                # Another search or experiment may run in this Slurm job: the name of a step has our process id.
-                step = Step(f"{job.name}-{os.getpid()}", hosts, job.processes // job.nodes, self._turn, job.limit_s)
+                # Another search or experiment may run in this Slurm job: the name of a step has our
+                # process id.
+                step = Step(
+                    f"{job.name}-{os.getpid()}",
+                    hosts,
+                    job.processes // job.nodes,
+                    self._turn,
+                    job.limit_s,
+                )
                 run = start_step(slurm_command(flags), step, job.folder, clock=self._clock)
         self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
@@ -222,18 +266,22 @@ class Runner:
         return each.stopped or said
 
     def _look_outside(self, each: Attempt, failed: Ending) -> None:
-        """Find out whether the allocation, a signal or a dead node ended a run, and not the run itself."""
+        """Find out whether the allocation, a signal or a dead node ended a run, and not the run
+        itself.
+        """
         if not self._local and not each.interrupted:
             if each.stopped is None and slurm_job_runs() is False:
-                self._over, each.interrupted = True, ALLOCATION  # Slurm signals steps as it does their starter
+                # Slurm signals steps as it does their starter
+                self._over, each.interrupted = True, ALLOCATION
             elif os.environ.get("SLURM_JOB_ID"):
                 each.inquiry = Inquiry(each.hosts)
-        if self.signal and failed.kind in (CRASH, LOST_RANK):  # the signal may have gone to the run, too
+        # the signal may have gone to the run, too
+        if self.signal and failed.kind in (CRASH, LOST_RANK):
             each.interrupted = f"interrupted by {self.signal}"
 
     def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
-        """Hold a failure against its dead nodes, unless it ran out of memory, which takes nodes along, or nodes die
-        under it again and again."""
+        """Hold a failure against its dead nodes, unless it ran out of memory, which takes nodes
+        along, or nodes die under it again and again."""
         self._nodes.leave_out(dead)
         if not dead:
             return
@@ -245,10 +293,12 @@ class Runner:
         else:
             each.interrupted = said
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _stop_all(self, source: Source, why: str) -> None:
-        """Stop what runs and wait seconds for its end: interrupted, unless it had done all its steps."""
+        """Stop what runs and wait seconds for its end: interrupted, unless it had done all its
+        steps.
+        """
         for each in self._running:
             if each.stopped is None or each.inquiry is not None:
                 each.interrupted = each.interrupted or why
@@ -266,7 +316,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note signals instead of dying of them, except those that are ignored, as SIGHUP is under nohup."""
+        """Note signals instead of dying of them, except those that are ignored, as SIGHUP is under
+        nohup.
+        """
 
         def note(number: int, _frame: object) -> None:
             self.signal = signal.Signals(number).name
@@ -284,8 +336,8 @@ class Runner:
 class Watch:
     """Watches the metrics file of a run, in which rank 0 writes a record for each step.
 
-    Before the first step a run has its whole limit: how long imports, kernels and communicators take depends on the
-    machine and on their number.
+    Before the first step a run has its whole limit: how long imports, kernels and communicators
+    take depends on the machine and on their number.
     """
 
     job: Job
@@ -296,7 +348,9 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Tell why it is to be stopped; None while it is well. now: seconds of the clock by which it began."""
+        """Tell why it is to be stopped; None while it is well. now: seconds of the clock by which
+        it began.
+        """
         metrics, size = self.job.folder / METRICS, 0
         with contextlib.suppress(OSError):
             size = metrics.stat().st_size
@@ -304,21 +358,31 @@ class Watch:
             self._size, self._changed = size, now
             with contextlib.suppress(DataError):
                 records = read_records(metrics)
-                self._steps = [float(r.get("step_time_s") or 0.0) for r in records if r["event"] == "iteration"]
+                self._steps = [
+                    float(r.get("step_time_s") or 0.0) for r in records if r["event"] == "iteration"
+                ]
                 self._complete = _all_done(records, self.job.steps)
         still_s = now - self._changed
         if self._complete:
             return Ending(HANG, "did not end after its last step") if still_s > _EXIT_S else None
-        where = f"after step {len(self._steps)} of {self.job.steps}" if self._steps else "before its first step"
+        where = (
+            f"after step {len(self._steps)} of {self.job.steps}"
+            if self._steps
+            else "before its first step"
+        )
         if now - self._begun > self.job.limit_s:
-            return Ending(TIME_OUT, f"stopped after its limit of {show_duration(self.job.limit_s)}, {where}")
-        patience_s = self.job.stall_s or max(_LEAST_STALL_S, _SLOWER * max([*self._steps, self.job.step_s or 0.0]))
+            return Ending(
+                TIME_OUT, f"stopped after its limit of {show_duration(self.job.limit_s)}, {where}"
+            )
+        patience_s = self.job.stall_s or max(
+            _LEAST_STALL_S, _SLOWER * max([*self._steps, self.job.step_s or 0.0])
+        )
         if self._steps and still_s > patience_s:
             return Ending(HANG, f"no step in {show_duration(still_s)}, {where}")
         return None
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 def is_complete(folder: Path, steps: int) -> bool:
@@ -335,7 +399,8 @@ def _set_aside(folder: Path) -> None:
     """Move what an earlier attempt left in a folder to attempt-1, attempt-2, ... in it."""
     old = [p for p in folder.iterdir() if not p.name.startswith(("attempt-", LOCK_NAME))]
     if old:
-        attempts = (folder / f"attempt-{n}" for n in itertools.count(1))  # somebody may have removed some
+        # somebody may have removed some
+        attempts = (folder / f"attempt-{n}" for n in itertools.count(1))
         aside = next(path for path in attempts if not path.exists())
         aside.mkdir()
         for path in old:
@@ -343,7 +408,9 @@ def _set_aside(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file so that a reader finds the old or the new one, whole, also after the node went down."""
+    """Write a file so that a reader finds the old or the new one, whole, also after the node went
+    down.
+    """
     with renamed_into(path) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
@@ -353,19 +420,24 @@ def _disk(job: Job) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{job.name} cannot be started or noted in {job.folder}: {error.strerror or error}. See to "
-                          "the disk or the machine; the same command goes on") from error  # fmt: skip
+        raise ConfigError(
+            f"{job.name} cannot be started or noted in {job.folder}: {error.strerror or error}. "
+            "See to "
+            "the disk or the machine; the same command goes on"
+        ) from error
 
 
-# -- the allocation ----------------------------------------------------------------------------------------------------
+# -- the allocation --------------------------------------------------------------------------------
 
 
 def time_left(
-    walltime_s: float | None, allocation_s: Callable[[], float | None], reserve_s: float = 0.0,
+    walltime_s: float | None,
+    allocation_s: Callable[[], float | None],
+    reserve_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
-) -> Callable[[], float | None]:  # fmt: skip
-    """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the end, whichever is
-    less; None where both are unknown."""
+) -> Callable[[], float | None]:
+    """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the
+    end, whichever is less; None where both are unknown."""
     begun, left_s = clock(), allocation_s()
     known = [] if walltime_s is None else [walltime_s]
     known += [] if left_s is None else [left_s - reserve_s]
@@ -378,7 +450,9 @@ def slurm_time_left_s() -> float | None:
 
 
 def slurm_job_runs() -> bool | None:
-    """Tell whether this Slurm job runs, and is not cancelled or out of time; None where squeue does not say."""
+    """Tell whether this Slurm job runs, and is not cancelled or out of time; None where squeue does
+    not say.
+    """
     said = _squeue("%T")
     return None if said is None else said == "RUNNING"
 
@@ -427,16 +501,19 @@ class Nodes:
         for host in dead:
             if host in self._hosts and host not in self._out:
                 self._out.add(host)
-                self._say(f"{host} does not answer: it is left out from now on; {self.usable} of {len(self._hosts)} "
-                          "node(s) are left")  # fmt: skip
+                self._say(
+                    f"{host} does not answer: it is left out from now on; {self.usable} of "
+                    f"{len(self._hosts)} "
+                    "node(s) are left"
+                )
         self.give_back(())
 
 
 class Inquiry:
     """Finds out, in a thread of its own, which of some nodes of this job are dead.
 
-    dead: those that start no task while another node does; None until that is known. Where no node starts one the
-    fault is Slurm's, and none is dead: a failure is then held against what ran.
+    dead: those that start no task while another node does; None until that is known. Where no node
+    starts one the fault is Slurm's, and none is dead: a failure is then held against what ran.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -451,7 +528,8 @@ class Inquiry:
             here = {os.environ.get("SLURMD_NODENAME", "")} - {""}
             answered = self.answers(self._hosts | here)
             if answered:
-                # Asked again: srun starts tasks by way of other nodes, and a busy one may see a credential too late.
+                # Asked again: srun starts tasks by way of other nodes, and a busy one may see a
+                # credential too late.
                 silent = self._hosts - answered
                 dead = silent - self.answers(silent)
         except OSError:  # srun cannot be started here
@@ -460,14 +538,32 @@ class Inquiry:
             self.dead = sorted(dead)
 
     def answers(self, hosts: Iterable[str]) -> set[str]:
-        """Return the nodes that start a task which prints their name, each in a step of its own beside all that runs
-        there. Raises OSError."""
-        words = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w"]
+        """Return the nodes that start a task which prints their name, each in a step of its own
+        beside all that runs there. Raises OSError."""
+        words = [
+            "srun",
+            "-N",
+            "1",
+            "-n",
+            "1",
+            "-c",
+            "1",
+            "--overlap",
+            "--time=3",
+            "--job-name=nodes",
+            "-w",
+        ]
         probes = [
-            subprocess.Popen([*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'], stdin=subprocess.DEVNULL,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            subprocess.Popen(
+                [*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
             for host in hosts
-        ]  # fmt: skip
+        ]
         found, deadline = set[str](), time.monotonic() + _ANSWER_S
         for probe in probes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,8 +1,10 @@
-"""Measured runs: read from their folders, figures of their steady steps, and what contradicts these. Needs no torch.
+"""Measured runs: read from their folders, figures of their steady steps, and what contradicts
+these. Needs no torch.
 
-Steady steps are those after the warm-up, of the full batch, that were not skipped and whose loss was finite. A figure
-is taken from the median of their times; the spread is their range over it.
+Steady steps are those after the warm-up, of the full batch, that were not skipped and whose loss
+was finite. A figure is taken from the median of their times; the spread is their range over it.
 """
+
 from __future__ import annotations
 
 import csv
@@ -24,15 +26,16 @@ from megatron.planner.published import Published, published
 from megatron.planner.table import Table
 
 METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
-# Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training step cannot beat it.
+# Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
+# step cannot beat it.
 _MEASURED_GEMM_TFLOPS = {"MI250": 115.3}
 _PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figure is wrong
 
 
 @dataclass(frozen=True)
 class Line:
-    """A record of a metrics file, under its names, for `steps` steps, whose mean step_time_s is. time: when it was
-    written, in seconds since 1970."""
+    """A record of a metrics file, under its names, for `steps` steps, whose mean step_time_s is.
+    time: when it was written, in seconds since 1970."""
 
     iteration: int
     steps: int
@@ -80,30 +83,36 @@ class MeasuredRun:
         return self.get("data_parallel_size")
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
     """Find every run below the given folders, and of the given files, in order of their names.
 
-    A folder is a run when it has a metrics file or a point's description. Raises DataError for a path that is missing
-    or has no run.
+    A folder is a run when it has a metrics file or a point's description. Raises DataError for a
+    path that is missing or has no run.
     """
     runs: list[MeasuredRun] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise DataError(f"{path}: no such file or folder: give folders of runs, or metrics files")
+            raise DataError(
+                f"{path}: no such file or folder: give folders of runs, or metrics files"
+            )
         marked = {file.parent for name in (METRICS, POINT) for file in path.rglob(name)}
         if not marked and path.is_dir():
             raise DataError(f"{path}: no run in it: a run has a {METRICS}")
         # What a run moved aside into its own folder (runner.py) is none.
-        own = [p for p in sorted(marked) if not (p.name.startswith("attempt-") and p.parent in marked)]
+        own = [
+            p for p in sorted(marked) if not (p.name.startswith("attempt-") and p.parent in marked)
+        ]
         runs += map(read_run, own or [path])
     return runs
 
 
 def read_run(path: str | Path) -> MeasuredRun:
-    """Read one run: its folder or its metrics file. Raises DataError when nothing can be read from it."""
+    """Read one run: its folder or its metrics file. Raises DataError when nothing can be read from
+    it.
+    """
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
     point = read_beside(file.parent / POINT, metrics_file.POINT)
@@ -116,29 +125,52 @@ def read_run(path: str | Path) -> MeasuredRun:
     start: dict[str, Any] = records[0] if starts else {}
     sizes = {"world_size": "world", "data_parallel_size": "data"}
     layout = {name: (start.get("layout") or {}).get(short) for name, short in sizes.items()}
-    settings = {**point.get("settings", {}), **(start.get("config") or {}), **{k: v for k, v in layout.items() if v}}
+    settings = {
+        **point.get("settings", {}),
+        **(start.get("config") or {}),
+        **{k: v for k, v in layout.items() if v},
+    }
     check_kinds(settings, SETTINGS, path)
     first, lines = int(start.get("iteration") or 0), list[Line]()
     names = Line.__dataclass_fields__.keys() - {"steps"}
     for record in records:
-        if record["event"] == "iteration" and record.get("step_time_s") and record.get("global_batch_size"):
+        if (
+            record["event"] == "iteration"
+            and record.get("step_time_s")
+            and record.get("global_batch_size")
+        ):
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
-            lines.append(Line(steps=steps, **{name: record[name] for name in names if record.get(name) is not None}))
+            lines.append(
+                Line(
+                    steps=steps,
+                    **{name: record[name] for name in names if record.get(name) is not None},
+                )
+            )
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
     ends = [record.get("reason") for record in records if record["event"] == "end"]
     name = point.get("name") or (file.parent.name if file.name == METRICS else file.stem)
-    return MeasuredRun(name, file, settings, tuple(lines), first, start.get("device") or "", point, failure,
-                       ends[-1:] == ["done"])  # fmt: skip
+    return MeasuredRun(
+        name,
+        file,
+        settings,
+        tuple(lines),
+        first,
+        start.get("device") or "",
+        point,
+        failure,
+        ends[-1:] == ["done"],
+    )
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one run; None where they cannot be had. Rates are tokens per second; TFLOP/s are per device.
+    """Figures of one run; None where they cannot be had. Rates are tokens per second; TFLOP/s are
+    per device.
 
     range_s       the fastest and the slowest steady step, None of a single one
     memory_bytes  most that any rank held
@@ -172,45 +204,75 @@ class Figures:
     @property
     def spread(self) -> float | None:
         """Return the range of the steady steps over their median; None of a single step."""
-        return (self.range_s[1] - self.range_s[0]) / self.step_s if self.range_s and self.step_s else None
+        return (
+            (self.range_s[1] - self.range_s[0]) / self.step_s
+            if self.range_s and self.step_s
+            else None
+        )
 
 
-def figures(run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | None = None) -> Figures:
+def figures(
+    run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | None = None
+) -> Figures:
     """Measure a run. A run without lines gives figures without values.
 
     warm_up      steps that do not count; None: as its point says, else 1
     peak_tflops  of a device; None: what is known
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
-    found = Figures(run, sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines), memory)
+    found = Figures(
+        run, sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines), memory
+    )
     if not run.lines:
         return found
     first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
     full = max(line.global_batch_size for line in run.lines)
-    steady = [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
-              and not line.skipped and not line.nan]  # fmt: skip
+    steady = [
+        line
+        for line in run.lines
+        if line.iteration - line.steps >= first
+        and line.global_batch_size == full
+        and not line.skipped
+        and not line.nan
+    ]
     if not steady:
-        why = (f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} were skipped, "
-               f"{found.nan} had a loss that is not finite, and none of the others is after the warm-up with the full "
-               "batch")  # fmt: skip
+        why = (
+            f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} "
+            "were skipped, "
+            f"{found.nan} had a loss that is not finite, and none of the others is after the "
+            "warm-up with the full "
+            "batch"
+        )
         return replace(found, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
     step_s, sequence = statistics.median(times), run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
 
     def stated(name: str) -> float | None:
-        work = [rate * line.step_time_s for line in steady if (rate := getattr(line, name)) is not None]
+        work = [
+            rate * line.step_time_s for line in steady if (rate := getattr(line, name)) is not None
+        ]
         return statistics.median(work) / step_s if work else None
 
     dtype = "float16" if run.get("fp16") else "bfloat16" if run.get("bf16") else "float32"
     peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
     model, hardware = stated("model_tflops"), stated("hardware_tflops")
-    measured = (value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device and dtype != "float32")
+    measured = (
+        value
+        for name, value in _MEASURED_GEMM_TFLOPS.items()
+        if name in run.device and dtype != "float32"
+    )
     ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
-    highest, problems = max(model or 0.0, hardware or 0.0), list(itertools.islice(_contradictions(run), 1))
+    highest, problems = (
+        max(model or 0.0, hardware or 0.0),
+        list(itertools.islice(_contradictions(run), 1)),
+    )
     if highest > ceiling:
-        problems.append(f"{highest:.4g} TFLOP/s per device are more than {ceiling:.4g}, which no training reaches: "
-                        f"the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak")  # fmt: skip
+        problems.append(
+            f"{highest:.4g} TFLOP/s per device are more than {ceiling:.4g}, which no training "
+            "reaches: "
+            f"the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
+        )
     notes = {
         f"{found.skipped} step(s) skipped, left out of the figures": found.skipped,
         f"{found.nan} step(s) with a loss that is not finite, left out": found.nan,
@@ -218,33 +280,57 @@ def figures(run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | N
         "one steady step only: no spread, so nothing is told apart from it": len(times) == 1,
     }
     return replace(
-        found, steady=sum(line.steps for line in steady), step_s=step_s, batch=full, tokens_per_s=tokens,
+        found,
+        steady=sum(line.steps for line in steady),
+        step_s=step_s,
+        batch=full,
+        tokens_per_s=tokens,
         range_s=(min(times), max(times)) if len(times) > 1 else None,
         tokens_per_s_per_device=tokens / run.world_size if tokens and run.world_size else None,
-        model_tflops=model, hardware_tflops=hardware, mfu=model / peak if model and peak else None,
+        model_tflops=model,
+        hardware_tflops=hardware,
+        mfu=model / peak if model and peak else None,
         hfu=hardware / peak if hardware and peak else None,
-        problems=tuple(problems), notes=tuple(text for text, holds in notes.items() if holds),
-    )  # fmt: skip
+        problems=tuple(problems),
+        notes=tuple(text for text, holds in notes.items() if holds),
+    )
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Find samples and times that do not agree with the line before. Those that a line lacks are NaN, which agrees."""
+    """Find samples and times that do not agree with the line before. Those that a line lacks are
+    NaN, which agrees.
+    """
     for before, line in itertools.pairwise(run.lines):
-        counted, expected = line.consumed_samples - before.consumed_samples, line.global_batch_size * line.steps
-        ramp = run.get("rampup_batch_size") and line.steps > 1  # the batch of steps between two lines is not known
+        counted, expected = (
+            line.consumed_samples - before.consumed_samples,
+            line.global_batch_size * line.steps,
+        )
+        # the batch of steps between two lines is not known
+        ramp = run.get("rampup_batch_size") and line.steps > 1
         if abs(counted - expected) > 0 and not ramp:
-            yield (f"iteration {line.iteration}: {counted} samples were counted since iteration {before.iteration}, "
-                   f"but {line.steps} step(s) of {line.global_batch_size} take {expected}")  # fmt: skip
+            yield (
+                f"iteration {line.iteration}: {counted} samples were counted since iteration "
+                f"{before.iteration}, "
+                f"but {line.steps} step(s) of {line.global_batch_size} take {expected}"
+            )
         passed, took = line.time - before.time, line.step_time_s * line.steps
         if took > 1.05 * passed + 1.0:  # what reading clocks may explain
-            yield (f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by {passed:.4g} s since "
-                   f"iteration {before.iteration}")  # fmt: skip
+            yield (
+                f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by "
+                f"{passed:.4g} s since "
+                f"iteration {before.iteration}"
+            )
 
 
 WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
-_TITLES = {WEAK: "weak scaling: batch per replica fixed", STRONG: "strong scaling: batch fixed", OTHER: "runs"}
+_TITLES = {
+    WEAK: "weak scaling: batch per replica fixed",
+    STRONG: "strong scaling: batch fixed",
+    OTHER: "runs",
+}
 _ALIKE = (
-    "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size "
+    "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size "
+    "micro_batch_size "
     "virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
 ).split()
 Range = tuple[float, float, float]
@@ -255,7 +341,8 @@ Range = tuple[float, float, float]
 class Series:
     """Runs of which one thing varies.
 
-    kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or other
+    kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
+               other
     members    in order of what varies
     base       the smallest valid run of weak or strong scaling, against which efficiency is taken
     published  the paper's model, when these runs are of it
@@ -274,15 +361,18 @@ class Series:
         return "GCD" if self.published else formulas.device_unit(self.members[0].run.device)
 
     def efficiency(self, member: Figures) -> Range | None:
-        """Return throughput per device over that of the base; the ends are those of the slowest steps of one against
-        the fastest of the other. None without a base and for a run that is invalid."""
+        """Return throughput per device over that of the base; the ends are those of the slowest
+        steps of one against the fastest of the other. None without a base and for a run that is
+        invalid."""
         base, mine = self.base and throughput(self.base), throughput(member)
         if not base or not mine:
             return None
         return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
-        """Return the valid run of most throughput per device, and all that cannot be told apart from it."""
+        """Return the valid run of most throughput per device, and all that cannot be told apart
+        from it.
+        """
         rates = [(rate, m) for m in self.members if (rate := throughput(m))]
         top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
         return [m for rate, m in rates if top and rate[2] >= top[0]]
@@ -291,7 +381,11 @@ class Series:
         """List what there is to say about a run, the gravest first."""
         said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
         if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
-            said.append("best" if len(best) == 1 else f"as good as any: {len(best)} runs are best within their spread")
+            said.append(
+                "best"
+                if len(best) == 1
+                else f"as good as any: {len(best)} runs are best within their spread"
+            )
         return said
 
     def value(self, member: Figures) -> float | None:
@@ -300,8 +394,8 @@ class Series:
 
 
 def throughput(m: Figures) -> Range | None:
-    """Return tokens per second of a device in the slowest steady step, the median and the fastest; None of an invalid
-    run. A single step could have been any."""
+    """Return tokens per second of a device in the slowest steady step, the median and the fastest;
+    None of an invalid run. A single step could have been any."""
     rate = m.tokens_per_s_per_device
     if rate is None or m.step_s is None or not m.valid:
         return None
@@ -310,7 +404,9 @@ def throughput(m: Figures) -> Range | None:
 
 
 def compare(measured: Sequence[Figures]) -> list[Series]:
-    """Put runs into series: by the experiment that their points name, else by model and layout of a replica."""
+    """Put runs into series: by the experiment that their points name, else by model and layout of a
+    replica.
+    """
     groups: dict[str, list[Figures]] = {}
     for each in measured:
         key = each.run.point.get("experiment") or [each.run.get(name) for name in _ALIKE]
@@ -324,7 +420,9 @@ def _series(members: list[Figures]) -> Series:
     name = point.get("experiment") or (known.name if known else f"{run.get('num_layers')} layers")
     if point.get("kind") == SWEEP:
         members.sort(key=lambda m: m.run.point.get("value") or 0)
-        return Series(name, SWEEP, str(point.get("parameter") or "value"), tuple(members), None, known)
+        return Series(
+            name, SWEEP, str(point.get("parameter") or "value"), tuple(members), None, known
+        )
     members.sort(key=lambda m: m.run.world_size or 0)
     valid = [m for m in members if m.valid and m.run.world_size]
     # The kind is what is fixed while the number of devices varies.
@@ -335,7 +433,7 @@ def _series(members: list[Figures]) -> Series:
     return Series(name, kind, "devices", tuple(members), None if kind == OTHER else valid[0], known)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def state(m: Figures) -> str:
@@ -346,31 +444,55 @@ def state(m: Figures) -> str:
 
 
 _FIGURES = (
-    "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu hfu memory_bytes "
+    "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu "
+    "hfu memory_bytes "
     "skipped"
 ).split()
 _HEADS = {
-    "run": "run", "devices": "{}s", "layout": "TPxPPxDP", "micro_batch": "micro", "global_batch": "batch",
-    "step_s": "s/step", "spread": "spread", "tokens_per_s": "tokens/s", "model_tflops": "TFLOP/s", "mfu": "MFU",
-    "hfu": "HFU", "efficiency": "efficiency", "within": "within", "memory_bytes": "GiB", "state": "state",
-}  # fmt: skip
+    "run": "run",
+    "devices": "{}s",
+    "layout": "TPxPPxDP",
+    "micro_batch": "micro",
+    "global_batch": "batch",
+    "step_s": "s/step",
+    "spread": "spread",
+    "tokens_per_s": "tokens/s",
+    "model_tflops": "TFLOP/s",
+    "mfu": "MFU",
+    "hfu": "HFU",
+    "efficiency": "efficiency",
+    "within": "within",
+    "memory_bytes": "GiB",
+    "state": "state",
+}
 """Heads of the table's columns, by the names of the CSV file; {} is a device."""
 _SHARES = {"spread", "mfu", "hfu", "efficiency"}
 
 
 def _row(series: Series, m: Figures) -> dict[str, Any]:
-    """Return a run's values by the names of the CSV file, unrounded; None where there is no figure."""
+    """Return a run's values by the names of the CSV file, unrounded; None where there is no
+    figure.
+    """
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     efficiency = series.efficiency(m)
     return {
-        "series": series.name, "kind": series.kind, "parameter": series.parameter, "value": series.value(m),
-        "run": m.run.name, "devices": m.run.world_size, "micro_batch": m.run.get("micro_batch_size"),
+        "series": series.name,
+        "kind": series.kind,
+        "parameter": series.parameter,
+        "value": series.value(m),
+        "run": m.run.name,
+        "devices": m.run.world_size,
+        "micro_batch": m.run.get("micro_batch_size"),
         "layout": "x".join(str(size or "?") for size in (*sizes, m.run.replicas)),
-        "global_batch": m.batch or m.run.get("global_batch_size"), **{name: getattr(m, name) for name in _FIGURES},
+        "global_batch": m.batch or m.run.get("global_batch_size"),
+        **{name: getattr(m, name) for name in _FIGURES},
         "efficiency": efficiency[1] if efficiency else None,
-        "within": f"{efficiency[0]:.1%} to {efficiency[2]:.1%}" if efficiency and efficiency[2] < math.inf else None,
-        "state": state(m), "remarks": "; ".join(series.remarks(m)),
-    }  # fmt: skip
+        "within": f"{efficiency[0]:.1%} to {efficiency[2]:.1%}"
+        if efficiency and efficiency[2] < math.inf
+        else None,
+        "state": state(m),
+        "remarks": "; ".join(series.remarks(m)),
+    }
 
 
 def _text(name: str, value: Any) -> str:
@@ -389,15 +511,20 @@ def _text(name: str, value: Any) -> str:
 
 def table(series: Series) -> Table:
     """Make a table of the columns in which some row has a value."""
-    says = f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
+    says = (
+        f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
+    )
     if series.base is not None:
         says += f"; efficiency against {series.base.run.world_size} {series.device}s"
     if series.published is not None:
         says += f"; published HFU: {series.published.percent} %"
     rows = [_row(series, m) for m in series.members]
     shown = [name for name in _HEADS if any(row[name] is not None for row in rows)]
-    return Table(f"{series.name} ({says})", tuple(_HEADS[name].format(series.device) for name in shown),
-                 [tuple(_text(name, row[name]) for name in shown) for row in rows])  # fmt: skip
+    return Table(
+        f"{series.name} ({says})",
+        tuple(_HEADS[name].format(series.device) for name in shown),
+        [tuple(_text(name, row[name]) for name in shown) for row in rows],
+    )
 
 
 def as_csv(everything: Sequence[Series]) -> str:
@@ -410,27 +537,38 @@ def as_csv(everything: Sequence[Series]) -> str:
     return out.getvalue()
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 
 def draw(everything: Sequence[Series], path: Path) -> bool:
-    """Draw efficiency of weak and strong scaling with the published point, throughput of each sweep; bars are the range
-    of the steady steps. False where there is nothing to draw. Raises ConfigError without matplotlib, or where the file
-    cannot be written."""
+    """Draw efficiency of weak and strong scaling with the published point, throughput of each
+    sweep; bars are the range of the steady steps. False where there is nothing to draw. Raises
+    ConfigError without matplotlib, or where the file cannot be written."""
     plot = pyplot(instead="give --no-plots")
     shown = [series for series in everything if series.kind == SWEEP or series.base is not None]
     if not shown:
         return False
-    figure, row = plot.subplots(1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False)
+    figure, row = plot.subplots(
+        1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False
+    )
     for axes, series in zip(row[0], shown, strict=True):
         sweep = series.kind == SWEEP
         axes.set_title(series.name)
         axes.set_xlabel(series.parameter if sweep else f"{series.device}s")
-        axes.set_ylabel(f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling")
+        axes.set_ylabel(
+            f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling"
+        )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        points = [(series.value(m), throughput(m) if sweep else series.efficiency(m)) for m in series.members]
-        known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
+        points = [
+            (series.value(m), throughput(m) if sweep else series.efficiency(m))
+            for m in series.members
+        ]
+        known = [
+            (x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0)
+            for x, y in points
+            if x and y
+        ]
         xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
         axes.errorbar(xs, ys, bars, fmt="o-", capsize=3)
         target = getattr(series.published, series.kind, None)

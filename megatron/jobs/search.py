@@ -1,5 +1,7 @@
-"""Propose the candidate that is tried next, by a pure function of what has been seen, the seed and how many there were
-before: a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among listed candidates."""
+"""Propose the candidate that is tried next, by a pure function of what has been seen, the seed and
+how many there were before: a search that was killed goes on as if it had not been. Optuna and
+DeepHyper choose among listed candidates."""
+
 from __future__ import annotations
 
 import logging
@@ -33,7 +35,8 @@ class History:
     """The state that a proposal may depend on.
 
     seen     log(cost) by candidate, in the order of their first trials; None: it failed
-    open     candidates that may be proposed: not tried, running or ruled out; pending: those that run
+    open     candidates that may be proposed: not tried, running or ruled out; pending: those that
+             run
     prior    log(cost) by the planner, for each candidate; None: without a prior
     """
 
@@ -50,28 +53,34 @@ class History:
         return tuple(p.values.index(values[p.name]) for p in self.parameters)
 
     def expected(self) -> list[float]:
-        """Return log(cost) of each candidate by the planner, as far as the measured ones bear it out: level + slope x
-        prior, the slope by least squares with a belief in 1 (_RIDGE). Without a prior: the mean of what was tried."""
+        """Return log(cost) of each candidate by the planner, as far as the measured ones bear it
+        out: level + slope x prior, the slope by least squares with a belief in 1 (_RIDGE). Without
+        a prior: the mean of what was tried."""
         known = {index: cost for index, cost in self.seen.items() if cost is not None}
         level = statistics.mean(known.values()) if known else 0.0
         if self.prior is None:
             return [level] * len(self.candidates)
-        middle = statistics.mean(self.prior[index] for index in known or range(len(self.candidates)))
+        middle = statistics.mean(
+            self.prior[index] for index in known or range(len(self.candidates))
+        )
         pairs = [(self.prior[index] - middle, cost - level) for index, cost in known.items()]
         slope = (sum(x * y for x, y in pairs) + _RIDGE) / (sum(x * x for x, _ in pairs) + _RIDGE)
         return [level + slope * (prior - middle) for prior in self.prior]
 
     def told(self) -> dict[int, float]:
-        """Return log(cost) of what was tried or runs: of a failure half more than expected of it, of a running one what
-        is expected, so that the next one goes elsewhere (constant liar, Ginsbourger et al. 2010)."""
+        """Return log(cost) of what was tried or runs: of a failure half more than expected of it,
+        of a running one what is expected, so that the next one goes elsewhere (constant liar,
+        Ginsbourger et al. 2010)."""
         expected = self.expected()
-        tried = {i: expected[i] + _FAILURE if cost is None else cost for i, cost in self.seen.items()}
+        tried = {
+            i: expected[i] + _FAILURE if cost is None else cost for i, cost in self.seen.items()
+        }
         return {index: expected[index] for index in self.pending} | tried
 
 
 def find_search(name: str) -> str:
-    """Find the search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its library is missing
-    or another version."""
+    """Find the search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its
+    library is missing or another version."""
     try:
         if name == "optuna":
             import optuna  # noqa: F401
@@ -83,8 +92,11 @@ def find_search(name: str) -> str:
         if name == "auto":
             return find_search("optuna")
         extra = "tune" if name == "optuna" else name
-        raise ConfigError(f"--search {name} needs a library that this Python does not have, or in another version "
-                          f"({error}): pip install --upgrade 'megatron-frontier[{extra}]'") from None  # fmt: skip
+        raise ConfigError(
+            f"--search {name} needs a library that this Python does not have, or in another "
+            "version "
+            f"({error}): pip install --upgrade 'megatron-frontier[{extra}]'"
+        ) from None
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
@@ -100,44 +112,56 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """Return the planner's log(cost), and for each failure that differs in one value alone a quarter more."""
-        near = [other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2]
+        """Return the planner's log(cost), and for each failure that differs in one value alone a
+        quarter more.
+        """
+        near = [
+            other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2
+        ]
         return prior[index] + len(near) * _NEAR
 
     return min(history.open, key=belief), "planner"
 
 
 def _optuna(history: History, chance: random.Random) -> int:
-    """Choose by TPE over the product of the values, by their places; where its sample is no open candidate the nearest
-    one is taken."""
+    """Choose by TPE over the product of the values, by their places; where its sample is no open
+    candidate the nearest one is taken."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions: dict[str, BaseDistribution] = {
-        p.name: IntDistribution(0, len(p.values) - 1) if p.ordered else CategoricalDistribution(range(len(p.values)))
+        p.name: IntDistribution(0, len(p.values) - 1)
+        if p.ordered
+        else CategoricalDistribution(range(len(p.values)))
         for p in history.parameters
-    }  # fmt: skip
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate is called experimental
-        sampler = optuna.samplers.TPESampler(seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1)
+        sampler = optuna.samplers.TPESampler(
+            seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1
+        )
         study = optuna.create_study(sampler=sampler)
         for index, cost in history.told().items():
             params = dict(zip(distributions, history.places(index), strict=True))
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=cost))
+            study.add_trial(
+                optuna.trial.create_trial(params=params, distributions=distributions, value=cost)
+            )
         asked = study.ask(distributions).params
 
     def far(index: int) -> float:
         apart = zip(history.parameters, asked.values(), history.places(index), strict=True)
-        return sum(abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart)
+        return sum(
+            abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart
+        )
 
     return min(history.open, key=far)
 
 
 def _deephyper(history: History, chance: random.Random) -> int:
-    """Choose by asynchronous Bayesian optimisation with an upper confidence bound, in which failed trials count too
-    (Dash et al. 2023, Table V). The forest, its bound and the choice are DeepHyper's; the list, the prior and what
-    failures count as are brought to it."""
+    """Choose by asynchronous Bayesian optimisation with an upper confidence bound, in which failed
+    trials count too (Dash et al. 2023, Table V). The forest, its bound and the choice are
+    DeepHyper's; the list, the prior and what failures count as are brought to it."""
     import numpy as np
     from ConfigSpace import OrdinalHyperparameter
     from deephyper.hpo import CBO, HpProblem
@@ -161,10 +185,14 @@ def _deephyper(history: History, chance: random.Random) -> int:
 
     logging.getLogger("deephyper").setLevel(logging.ERROR)
     seed = chance.getrandbits(31)
-    # A forest takes many candidates for the same, and of those the first sample is taken: not the next of the list.
+    # A forest takes many candidates for the same, and of those the first sample is taken: not the
+    # next of the list.
     sampled = chance.sample(list(history.open), len(history.open))
     names = sorted(p.name for p in history.parameters)  # as DeepHyper orders them
-    points = [{p.name: p.values.index(c.values[p.name]) for p in history.parameters} for c in history.candidates]
+    points = [
+        {p.name: p.values.index(c.values[p.name]) for p in history.parameters}
+        for c in history.candidates
+    ]
     keys = [tuple(point[name] for name in names) for point in points]
     predictions = dict(zip(keys, history.expected(), strict=True))
     with warnings.catch_warnings():
@@ -172,18 +200,36 @@ def _deephyper(history: History, chance: random.Random) -> int:
         problem = HpProblem()
         for parameter in history.parameters:
             # By their places: trees split places and DeepHyper's labels of categories alike.
-            problem.add_hyperparameter(OrdinalHyperparameter(parameter.name, list(range(len(parameter.values)))))
+            problem.add_hyperparameter(
+                OrdinalHyperparameter(parameter.name, list(range(len(parameter.values))))
+            )
         problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
-        # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their spread badly.
-        forest = OnPrediction(_TREES, splitter="random", max_features=1.0, bootstrap=False, min_samples_split=2,
-                              random_state=seed)  # fmt: skip
+        # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their
+        # spread badly.
+        forest = OnPrediction(
+            _TREES,
+            splitter="random",
+            max_features=1.0,
+            bootstrap=False,
+            min_samples_split=2,
+            random_state=seed,
+        )
         search = CBO(
-            problem, random_state=seed, surrogate_model=forest, acq_func="UCB",
-            acq_func_kwargs={"kappa": _KAPPA, "scheduler": {"type": "constant"}}, acq_optimizer="sampling",
-            acq_optimizer_kwargs={"n_points": len(sampled), "filter_duplicated": False,
-                                  "outliers_iqr_factor": float("inf")},
-            objective_scaler="identity", n_initial_points=1, checkpoint_history_to_csv=False,
-        )  # fmt: skip
+            problem,
+            random_state=seed,
+            surrogate_model=forest,
+            acq_func="UCB",
+            acq_func_kwargs={"kappa": _KAPPA, "scheduler": {"type": "constant"}},
+            acq_optimizer="sampling",
+            acq_optimizer_kwargs={
+                "n_points": len(sampled),
+                "filter_duplicated": False,
+                "outliers_iqr_factor": float("inf"),
+            },
+            objective_scaler="identity",
+            n_initial_points=1,
+            checkpoint_history_to_csv=False,
+        )
         search.tell([(points[index], -cost) for index, cost in history.told().items()])
         asked = search.ask(1)[0]
     return next(index for index in sampled if points[index] == asked)

@@ -1,4 +1,5 @@
 """The settings of a search by tools/tune.py: the space, the machine, and where trials run."""
+
 from __future__ import annotations
 
 import argparse
@@ -64,22 +65,35 @@ class Setup:
         return START_UP_S + SLACK * candidate.step_s * self.steps
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be the same for a search to resume; the rest may change between two starts."""
+        """Return what must be the same for a search to resume; the rest may change between two
+        starts.
+        """
         return {
-            "space": self.space.name, "contents of the space": self.space.digest(), "flags": shlex.join(self.flags),
-            "search": self.search, "seed": self.args.seed, "prior": self.prior, "iterations": self.iterations,
-            "warm_up": self.warm_up, "cluster": self.cluster.name if self.cluster else None,
-            "launcher": self.place.launcher, "processes of a node": self.machine.processes_per_node,
+            "space": self.space.name,
+            "contents of the space": self.space.digest(),
+            "flags": shlex.join(self.flags),
+            "search": self.search,
+            "seed": self.args.seed,
+            "prior": self.prior,
+            "iterations": self.iterations,
+            "warm_up": self.warm_up,
+            "cluster": self.cluster.name if self.cluster else None,
+            "launcher": self.place.launcher,
+            "processes of a node": self.machine.processes_per_node,
             "bytes for a layout": self.machine.capacity_bytes,
-        }  # fmt: skip
+        }
 
 
 def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
-    """Make the settings from the command line. Raises ConfigError for contradictions, and for what is not here."""
+    """Make the settings from the command line. Raises ConfigError for contradictions, and for what
+    is not here.
+    """
     if args.dry_run and args.report_only:
         raise ConfigError("--dry-run beside --report-only: give one of them")
     if args.space is None:
-        raise ConfigError("--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones")
+        raise ConfigError(
+            "--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones"
+        )
     space = load_space(args.space)
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
     launcher = args.launcher or ("slurm" if in_job else "local")
@@ -93,37 +107,63 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     prior = not args.no_prior
     if prior and cluster is None:
         raise ConfigError(
-            "the planner's ranking needs a described machine: measure this one with 'python tools/calibrate.py -o "
-            "machine.toml' and give --cluster machine.toml, or search without the ranking: --no-prior"
+            "the planner's ranking needs a described machine: measure this one with 'python "
+            "tools/calibrate.py -o "
+            "machine.toml' and give --cluster machine.toml, or search without the ranking: "
+            "--no-prior"
         )
-    capacity = None if cluster is None else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
+    capacity = (
+        None
+        if cluster is None
+        else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
+    )
     if launcher == "local":
         each, nodes, place = _processes(args, space, cluster), 1, Place(launcher)
     elif args.processes is not None:
-        raise ConfigError("--processes is for --launcher local; on nodes --tasks-per-node says how many each has")
+        raise ConfigError(
+            "--processes is for --launcher local; on nodes --tasks-per-node says how many each has"
+        )
     else:
-        hosts, each = _hosts(args, shows), args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
+        hosts, each = (
+            _hosts(args, shows),
+            args.tasks_per_node or (cluster.devices_per_node if cluster else 8),
+        )
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
         place = Place(launcher, hosts, args.parallel or nodes)
         if not nodes:
             raise ConfigError("without --hosts-file: give --nodes N, how many the allocation has")
     walltime_s = None if args.walltime is None else duration_s(args.walltime)
     if args.walltime is not None and not walltime_s:
-        raise ConfigError(f"--walltime {args.walltime}: a time such as 90 (minutes), 1:30:00 or 1-00:00:00")
+        raise ConfigError(
+            f"--walltime {args.walltime}: a time such as 90 (minutes), 1:30:00 or 1-00:00:00"
+        )
     return Setup(
-        args, space, tuple(flags), cluster, Machine(cluster, each, nodes, capacity), place, search, prior,
+        args,
+        space,
+        tuple(flags),
+        cluster,
+        Machine(cluster, each, nodes, capacity),
+        place,
+        search,
+        prior,
         space.iterations if args.iterations is None else args.iterations,
-        space.warm_up if args.warm_up is None else args.warm_up, walltime_s,
+        space.warm_up if args.warm_up is None else args.warm_up,
+        walltime_s,
         args.out or ROOT / "runs" / f"tune-{space.name}",
-    )  # fmt: skip
+    )
 
 
 def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
-    """Return the number of processes on this machine: its GPUs, else its cores, or more if the space asks for more."""
+    """Return the number of processes on this machine: its GPUs, else its cores, or more if the
+    space asks for more.
+    """
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
-            raise ConfigError(f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run one "
-                              "after another; --processes says on how many devices")  # fmt: skip
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run "
+                "one "
+                "after another; --processes says on how many devices"
+            )
     if args.processes or cluster is not None:
         return int(args.processes or (cluster.devices_per_node if cluster else 1))
     return gpus_here() or max(len(os.sched_getaffinity(0)), _most(space, "processes"))
@@ -131,9 +171,16 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
 
 def _most(space: Space, name: str) -> int:
     """Return the largest number of nodes or processes that a space names, or 0."""
-    found = [value for parameter in space.parameters if parameter.name == name for value in parameter.values]
+    found = [
+        value
+        for parameter in space.parameters
+        if parameter.name == name
+        for value in parameter.values
+    ]
     text = space.derived[name].text if name in space.derived else ""
-    return max((n for n in (*found, int(text) if text.isdigit() else 0) if isinstance(n, int)), default=0)
+    return max(
+        (n for n in (*found, int(text) if text.isdigit() else 0) if isinstance(n, int)), default=0
+    )
 
 
 def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
@@ -141,11 +188,14 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
         if shows:
             return ()
         raise ConfigError(
-            "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/tune.sbatch does; --launcher "
+            "no nodes: inside an allocation give --hosts-file FILE, as "
+            "examples/frontier/tune.sbatch does; --launcher "
             "local runs trials on this machine, --dry-run shows what would run"
         )
     hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     if not hosts or len(set(hosts)) < len(hosts):
         twice = next((host for host in hosts if hosts.count(host) > 1), "no node")
-        raise ConfigError(f"--hosts-file {args.hosts_file} names {twice}: each node once, one a line")
+        raise ConfigError(
+            f"--hosts-file {args.hosts_file} names {twice}: each node once, one a line"
+        )
     return hosts

@@ -1,4 +1,5 @@
-"""The space that a tuner searches: a TOML file, or one of those that come with this package (`spaces/`).
+"""The space that a tuner searches: a TOML file, or one of those that come with this package
+(`spaces/`).
 
     [parameters]   name = [values]
     [variables]    the same, for names that are no flags
@@ -6,8 +7,10 @@
     [constraints]  "reason that is shown" = "expression that must hold"
     [trial]        iterations, warm_up
 
-beside title, source, flags and cluster. A name is a short one (config/layout.py), processes, preset, or a setting.
+beside title, source, flags and cluster. A name is a short one (config/layout.py), processes,
+preset, or a setting.
 """
+
 from __future__ import annotations
 
 import ast
@@ -31,11 +34,21 @@ from megatron.untrusted import read_toml
 _KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}
 _FUNCTIONS = {"min": min, "max": max}
 _OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le,
-    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
-    ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,9 @@ class Expression:
     tree: ast.expr
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate with these values of names; `and`, `or` and `if` look at no more than Python's do. Raises ValueError
-        for what is not offered, and where there is no value, such as after a division by zero."""
+        """Evaluate with these values of names; `and`, `or` and `if` look at no more than Python's
+        do. Raises ValueError for what is not offered, and where there is no value, such as after a
+        division by zero."""
         try:
             return _value(self.tree, values)
         except (ArithmeticError, LookupError, TypeError, RecursionError) as error:
@@ -55,8 +69,8 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Parse names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B else C, min() and
-    max(). Raises ValueError for what is no expression of Python.
+    """Parse names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B
+    else C, min() and max(). Raises ValueError for what is no expression of Python.
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
     128
@@ -82,7 +96,8 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return -_value(node.operand, values)
         case ast.BinOp() if type(node.op) in _OPERATORS:
             sides = _value(node.left, values), _value(node.right, values)
-            if not all(isinstance(side, int | float) for side in sides):  # a text times a number may fill the memory
+            # a text times a number may fill the memory
+            if not all(isinstance(side, int | float) for side in sides):
                 raise TypeError(f"{sides[0]!r} and {sides[1]!r}: only numbers can be computed with")
             return _OPERATORS[type(node.op)](*sides)
         case ast.BoolOp():
@@ -95,8 +110,12 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.IfExp():
             return _value(node.body if _value(node.test, values) else node.orelse, values)
         case ast.Compare() if _OPERATORS.keys() >= set(map(type, node.ops)):
-            pairs = itertools.pairwise(_value(item, values) for item in (node.left, *node.comparators))
-            return all(_OPERATORS[type(kind)](*pair) for kind, pair in zip(node.ops, pairs, strict=True))
+            pairs = itertools.pairwise(
+                _value(item, values) for item in (node.left, *node.comparators)
+            )
+            return all(
+                _OPERATORS[type(kind)](*pair) for kind, pair in zip(node.ops, pairs, strict=True)
+            )
         case ast.Call(func=ast.Name(id="min" | "max" as name), keywords=[]) if len(node.args) > 1:
             return _FUNCTIONS[name](_value(argument, values) for argument in node.args)
     raise ValueError(f"'{ast.unparse(node)}' is not offered")
@@ -108,40 +127,75 @@ SPACES = Path(__file__).with_name("spaces")
 CHUNK = "num_layers_per_virtual_pipeline_stage"
 _MOST_BYTES = 1 << 22  # of a file
 _KEYS: Mapping[str, type] = {
-    "title": str, "source": str, "cluster": str, "flags": list, "parameters": dict, "variables": dict, "derived": dict,
-    "constraints": dict, "trial": dict,
-}  # fmt: skip
+    "title": str,
+    "source": str,
+    "cluster": str,
+    "flags": list,
+    "parameters": dict,
+    "variables": dict,
+    "derived": dict,
+    "constraints": dict,
+    "trial": dict,
+}
 _TRIAL = {"iterations": 5, "warm_up": 3}
 _DIMENSIONS = {name: dimension.names[0] for dimension in DIMENSIONS for name in dimension.names}
 _SHORT = {**_DIMENSIONS, "processes": "processes", "preset": "preset", "dp": "dp"}
 SETTING = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "mbs": "micro_batch_size",
-    "gbs": "global_batch_size", "sp": "sequence_parallel", "zero": "zero_stage", "overlap": "tp_comm_overlap",
-    "order": "rank_order", "devices": "device_order",
-}  # fmt: skip
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "sp": "sequence_parallel",
+    "zero": "zero_stage",
+    "overlap": "tp_comm_overlap",
+    "order": "rank_order",
+    "devices": "device_order",
+}
 """The setting that a short name is another name of."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
-DECIDES = {**SETTING, "chunks": CHUNK, "schedule": "enable_zbh1_pipeline", "recompute": "recompute_granularity",
-            "nodes": "world_size", "processes": "world_size"}  # fmt: skip
+DECIDES = {
+    **SETTING,
+    "chunks": CHUNK,
+    "schedule": "enable_zbh1_pipeline",
+    "recompute": "recompute_granularity",
+    "nodes": "world_size",
+    "processes": "world_size",
+}
 """The setting that nothing else may say beside a short name."""
 # Patterns of recomputation as values.
-_WHOLE = {"selective": "selective:core_attn", "full": "full:uniform:1", "full:uniform": "full:uniform:1",
-          "full:block": "full:block:1"}  # fmt: skip
-_NO_PLACE = "has no place in a search: the tuner and its trials decide it (--iterations, --cluster, nodes, processes)"
+_WHOLE = {
+    "selective": "selective:core_attn",
+    "full": "full:uniform:1",
+    "full:uniform": "full:uniform:1",
+    "full:block": "full:block:1",
+}
+_NO_PLACE = (
+    "has no place in a search: the tuner and its trials decide it (--iterations, "
+    "--cluster, nodes, processes)"
+)
 # What the tuner or a trial says, what has no one step time, and what would cost a trial time.
-_REFUSED = frozenset((
-    "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster deepspeed_config rampup_batch_size "
-    "train_iters train_samples train_tokens exit_interval exit_duration_in_mins skip_train save save_interval "
-    "save_interval_minutes load load_tag finetune lr_warmup_iters lr_warmup_samples lr_decay_samples "
-    "lr_wsd_decay_iters lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
-    "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name wandb_save_dir profile "
-    "trace_dir straggler_report"
-).split())  # fmt: skip
+_REFUSED = frozenset(
+    (
+        "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster "
+        "deepspeed_config rampup_batch_size "
+        "train_iters train_samples train_tokens exit_interval exit_duration_in_mins skip_train "
+        "save save_interval "
+        "save_interval_minutes load load_tag finetune lr_warmup_iters lr_warmup_samples "
+        "lr_decay_samples "
+        "lr_wsd_decay_iters lr_wsd_decay_samples metrics_file log_interval eval_iters "
+        "timing_log_level master_addr "
+        "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name "
+        "wandb_save_dir profile "
+        "trace_dir straggler_report"
+    ).split()
+)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that varies; ordered: whether neighbouring values are alike (numbers are, names are not)."""
+    """One thing that varies; ordered: whether neighbouring values are alike (numbers are, names are
+    not).
+    """
 
     name: str
     values: tuple[Value, ...]
@@ -184,18 +238,21 @@ class Space:
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def digest(self) -> str:
-        """Return a digest that is the same for spaces of the same layouts in the same order, whatever their titles and
-        reasons are."""
-        rules = [(name, rule.text) for name, rule in self.derived.items()], [e.text for e in self.constraints.values()]
+        """Return a digest that is the same for spaces of the same layouts in the same order,
+        whatever their titles and reasons are."""
+        rules = (
+            [(name, rule.text) for name, rule in self.derived.items()],
+            [e.text for e in self.constraints.values()],
+        )
         return hashlib.sha256(repr((self.parameters, self.flags, rules)).encode()).hexdigest()[:16]
 
 
-# -- names and their flags ---------------------------------------------------------------------------------------------
+# -- names and their flags -------------------------------------------------------------------------
 
 
 def meaning(name: str) -> str:
-    """Return the short name, or else the setting, that a name stands for, with or without dashes. Raises
-    ConfigError."""
+    """Return the short name, or else the setting, that a name stands for, with or without dashes.
+    Raises ConfigError."""
     plain = name.lstrip("-").replace("-", "_")
     if plain not in _SHORT and plain not in all_options():
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
@@ -204,7 +261,9 @@ def meaning(name: str) -> str:
 
 
 def read_value(name: str, given: Any) -> Value:
-    """Return a value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
+    """Return a value of a space file as it is kept. Raises ConfigError for what the name's flags do
+    not take.
+    """
     if type(given) not in (int, float, str, bool):
         raise ConfigError(f"{given!r} is no value of a flag")
     text = write_value(given)
@@ -214,25 +273,35 @@ def read_value(name: str, given: Any) -> Value:
     if name == "processes":
         return read_value("nodes", given)
     option = all_options().get(name)
-    value = None if text.lower() == "none" and not (option and "none" in (option.choices or ())) else given
+    value = (
+        None
+        if text.lower() == "none" and not (option and "none" in (option.choices or ()))
+        else given
+    )
     found = read_settings(flags_of(name, value))
     raise_problems(found.problems)
     return value if option is None or option.many else found.given.get(name, value)
 
 
 def flags_of(name: str, value: Any) -> list[str]:
-    """Return the flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
+    """Return the flags that give a name this value; for chunks, which depend on the stages, ask for
+    CHUNK.
+    """
     if name == "preset":
         return [] if value is None else ["--preset", str(value)]
     settings = {SETTING.get(name, name): value}
     if name in ("nodes", "processes"):
         settings = {}
     elif name == "recompute":
-        chosen = {setting: own for setting, own in recompute_settings(value).items() if own is not None}
+        chosen = {
+            setting: own for setting, own in recompute_settings(value).items() if own is not None
+        }
         settings = chosen or {"recompute_granularity": None}
     elif name == "schedule":
         settings = {"enable_zbh1_pipeline": value == "zb-h1"}
-    return [word for setting, own in settings.items() for word in _words(all_options()[setting], own)]
+    return [
+        word for setting, own in settings.items() for word in _words(all_options()[setting], own)
+    ]
 
 
 def _words(option: Option, value: Any) -> list[str]:
@@ -240,13 +309,15 @@ def _words(option: Option, value: Any) -> list[str]:
         return [option.flag, "none"] if option.has_none and not option.many else []
     if option.kind is bool and isinstance(value, bool):
         return [option.written(value)]
-    words = list(value) if isinstance(value, tuple) else str(value).split() if option.many else [value]
+    words = (
+        list(value) if isinstance(value, tuple) else str(value).split() if option.many else [value]
+    )
     return [option.flag, *map(str, words)]
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map each setting to the flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have
-    no place."""
+    """Map each setting to the flag with its words, of flags as `scan` gives them. Raises
+    ConfigError with all that have no place."""
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
         written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
@@ -257,7 +328,7 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return found
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def known_spaces() -> dict[str, str]:
@@ -272,13 +343,15 @@ def _ready() -> list[str]:
 def load_space(name_or_path: str) -> Space:
     """Load the space of this name, or of this file.
 
-    Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is unknown, cannot be
-    read or is said twice; with the file, the table and the key.
+    Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is
+    unknown, cannot be read or is said twice; with the file, the table and the key.
     """
     path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
     if not path.is_file():
-        raise ConfigError(f"--space {name_or_path} is neither a file nor a space that is known"
-                          f"{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}")  # fmt: skip
+        raise ConfigError(
+            f"--space {name_or_path} is neither a file nor a space that is known"
+            f"{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}"
+        )
     file = read_toml(path, _MOST_BYTES, error=ConfigError)
     with _at(path, "the file"):
         _check_keys(file, _KEYS)
@@ -292,8 +365,16 @@ def load_space(name_or_path: str) -> Space:
     with _at(path, "flags"):
         scanned = scan(flags)
         raise_problems(scanned.problems)
-        said = {setting: f"flags has {written}" for setting, written in settings_of_flags(scanned.flags).items()}
-    found: dict[str, dict[str, Any]] = {"parameters": {}, "variables": {}, "derived": {}, "constraints": {}}
+        said = {
+            setting: f"flags has {written}"
+            for setting, written in settings_of_flags(scanned.flags).items()
+        }
+    found: dict[str, dict[str, Any]] = {
+        "parameters": {},
+        "variables": {},
+        "derived": {},
+        "constraints": {},
+    }
     for table, entries in found.items():
         for key, given in file[table].items():
             with _at(path, f"[{table}] {key}"):
@@ -303,10 +384,21 @@ def load_space(name_or_path: str) -> Space:
                 else:
                     entries[name] = _expression(given, file["variables"])
     if not found["parameters"]:
-        raise ConfigError(f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]")
-    return Space(path.stem, file["title"] or path.stem, str(path), file["cluster"], flags,
-                 (*found["parameters"].values(), *found["variables"].values()), frozenset(found["variables"]),
-                 found["derived"], found["constraints"], **trial)  # fmt: skip
+        raise ConfigError(
+            f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]"
+        )
+    return Space(
+        path.stem,
+        file["title"] or path.stem,
+        str(path),
+        file["cluster"],
+        flags,
+        (*found["parameters"].values(), *found["variables"].values()),
+        frozenset(found["variables"]),
+        found["derived"],
+        found["constraints"],
+        **trial,
+    )
 
 
 @contextlib.contextmanager
@@ -321,7 +413,9 @@ def _at(path: Path, where: str) -> Iterator[None]:
 def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
     for key, value in found.items():
         if key not in kinds:
-            raise ConfigError(f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}")
+            raise ConfigError(
+                f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}"
+            )
         if type(value) is not kinds[key]:
             raise ConfigError(f"{key} is {value!r}, but has to be a {kinds[key].__name__}")
 
@@ -351,7 +445,9 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
 
 
 def _expression(given: Any, variables: Collection[str]) -> Expression:
-    """Parse an expression; settings in it get their short names. Raises ConfigError and ValueError."""
+    """Parse an expression; settings in it get their short names. Raises ConfigError and
+    ValueError.
+    """
     found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
     for node in ast.walk(found.tree):
         if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:

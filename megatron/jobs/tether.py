@@ -2,9 +2,10 @@
 
     python -I -S tether.py PARENT COMMAND...
 
-PARENT: process id of the parent. This is a program, not a preexec_fn, so that no Python code runs between fork and exec
-in the parent, which may have threads.
+PARENT: process id of the parent. This is a program, not a preexec_fn, so that no Python code runs
+between fork and exec in the parent, which may have threads.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +17,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Have the kernel kill this process with the thread that started it (prctl(2), kept by exec); run the command."""
+    """Have the kernel kill this process with the thread that started it (prctl(2), kept by exec);
+    run the command.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,10 @@
 """Compile csrc/kernels/ into plain shared libraries, for HIP, CUDA or this machine's processor.
 
-`python setup.py build_kernels --target hip|cuda|host` and `pip install` call this; nothing is compiled when a job
-starts. Needs no torch and nothing else of this package: setup.py loads this file by its path.
+`python setup.py build_kernels --target hip|cuda|host` and `pip install` call this; nothing is
+compiled when a job starts. Needs no torch and nothing else of this package: setup.py loads this
+file by its path.
 """
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -24,21 +26,40 @@ TARGETS = ("host", "hip", "cuda")
 DEFAULT_ARCH = {"hip": "gfx90a", "cuda": "sm_90"}
 
 CHOICE = "MEGATRON_KERNELS_TARGETS"
-"""Environment variable: the targets that an installation builds, e.g. "host,hip", or "none"; unset: host."""
+"""Environment variable: the targets that an installation builds, e.g. "host,hip", or "none"; unset:
+host.
+"""
 
 # Per target: the variable that names a compiler, what is looked for without it, and how to get one.
 _COMPILERS = {
-    "hip": ("HIPCC", ("hipcc", "$ROCM_PATH/bin/hipcc", "/opt/rocm/bin/hipcc"),
-            "on Frontier: module load rocm; on Debian: apt-get install hipcc"),
-    "cuda": ("NVCC", ("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"), "part of NVIDIA's CUDA toolkit"),
-    "host": ("CXX", ("c++", "g++", "g++-14", "g++-13", "g++-12", "clang++"),
-             "GCC 12, clang 15 or newer; on Frontier: module load gcc-native; on Debian: apt-get install g++"),
-}  # fmt: skip
+    "hip": (
+        "HIPCC",
+        ("hipcc", "$ROCM_PATH/bin/hipcc", "/opt/rocm/bin/hipcc"),
+        "on Frontier: module load rocm; on Debian: apt-get install hipcc",
+    ),
+    "cuda": (
+        "NVCC",
+        ("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
+        "part of NVIDIA's CUDA toolkit",
+    ),
+    "host": (
+        "CXX",
+        ("c++", "g++", "g++-14", "g++-13", "g++-12", "clang++"),
+        "GCC 12, clang 15 or newer; on Frontier: module load gcc-native; on Debian: apt-get "
+        "install g++",
+    ),
+}
 _COMPILERS["simulator"] = ("CXX", ("g++",), "apt-get install g++")
 
-# What each level of x86-64 needs beyond the one before (x86-64 psABI, section 3.1.1), as /proc/cpuinfo writes it.
+# What each level of x86-64 needs beyond the one before (x86-64 psABI, section 3.1.1), as
+# /proc/cpuinfo writes it.
 _LEVELS = (
-    ("x86-64-v4", frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi1 bmi2 f16c fma abm movbe".split())),
+    (
+        "x86-64-v4",
+        frozenset(
+            "avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi1 bmi2 f16c fma abm movbe".split()
+        ),
+    ),
     ("x86-64-v3", frozenset("avx2 bmi1 bmi2 f16c fma abm movbe".split())),
     ("x86-64-v2", frozenset("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3".split())),
 )
@@ -49,7 +70,9 @@ class BuildError(RuntimeError):
 
 
 def source_hash(folder: Path = SOURCES) -> str:
-    """Return a short hash of the kernels' sources; "" if there are none, as in an installed package."""
+    """Return a short hash of the kernels' sources; "" if there are none, as in an installed
+    package.
+    """
     files = sorted(p for p in folder.glob("*") if p.suffix in (".h", ".cpp"))
     if not files:
         return ""
@@ -60,7 +83,9 @@ def source_hash(folder: Path = SOURCES) -> str:
 
 
 def host_archs(flags: frozenset[str] | None = None) -> list[str]:
-    """Return the host architectures that this processor can run, best first: levels of x86-64, or its name."""
+    """Return the host architectures that this processor can run, best first: levels of x86-64, or
+    its name.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
     found = _processor_flags() if flags is None else flags
@@ -68,12 +93,16 @@ def host_archs(flags: frozenset[str] | None = None) -> list[str]:
 
 
 def library_name(target: str, arch: str) -> str:
-    """Return libmegatron-<target>-<arch>.so; several architectures in one library are joined by "+"."""
+    """Return libmegatron-<target>-<arch>.so; several architectures in one library are joined by
+    "+".
+    """
     return f"libmegatron-{target}-{arch}.so"
 
 
 def compiler(target: str) -> str | None:
-    """Find the compiler of a target: $HIPCC, $NVCC or $CXX take precedence over the PATH; None if there is none."""
+    """Find the compiler of a target: $HIPCC, $NVCC or $CXX take precedence over the PATH; None if
+    there is none.
+    """
     variable, names, _ = _COMPILERS[target]
     named = os.environ.get(variable)
     for name in [named] if named else names:
@@ -87,7 +116,11 @@ def no_compiler(target: str) -> str:
     """Return what was looked for in vain, and what to do."""
     variable, names, advice = _COMPILERS[target]
     named = os.environ.get(variable)
-    where = f"${variable} is {named}, which cannot be used" if named else f"looked for {', '.join(names)}"
+    where = (
+        f"${variable} is {named}, which cannot be used"
+        if named
+        else f"looked for {', '.join(names)}"
+    )
     return f"no compiler for --target {target}: {where}; ${variable} names one ({advice})"
 
 
@@ -99,14 +132,23 @@ def default_archs(target: str) -> list[str]:
 
 
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
-    """Return the compiler's flags. Debian's hipcc builds for NVIDIA or for gfx803 unless told otherwise."""
+    """Return the compiler's flags. Debian's hipcc builds for NVIDIA or for gfx803 unless told
+    otherwise.
+    """
     common = ["-std=c++17", "-O3"]
     if target == "hip":
         return [*common, "-fPIC", "-fno-gpu-rdc", *(f"--offload-arch={arch}" for arch in archs)]
     if target == "cuda":
         codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in archs]
         return [*common, "-Xcompiler", "-fPIC", *codes]
-    common += ["-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+    common += [
+        "-fPIC",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+    ]
     if target == "simulator":
         return [*common, f"-DMK_SIMULATE={archs[0].removeprefix('wave')}", "-Wno-unused-function"]
     (arch,) = archs
@@ -115,38 +157,54 @@ def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
     return [*common, "-fno-math-errno", "-fno-trapping-math", *machine, *wide]
 
 
-def description(target: str, archs: Sequence[str], tool: str, flags: Sequence[str], sources: Path = SOURCES) -> str:
-    """Return what mk_describe() will report: target, architecture, hashes of the sources and of the command."""
+def description(
+    target: str, archs: Sequence[str], tool: str, flags: Sequence[str], sources: Path = SOURCES
+) -> str:
+    """Return what mk_describe() will report: target, architecture, hashes of the sources and of the
+    command.
+    """
     command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
     return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
 
 
 def build(
-    target: str, archs: Sequence[str] | None = None, *, folder: Path = LIBRARIES, sources: Path = SOURCES,
-    only: Sequence[str] = (), extra: Sequence[str] = (), jobs: int | None = None,
+    target: str,
+    archs: Sequence[str] | None = None,
+    *,
+    folder: Path = LIBRARIES,
+    sources: Path = SOURCES,
+    only: Sequence[str] = (),
+    extra: Sequence[str] = (),
+    jobs: int | None = None,
     hear: Callable[[str], object] = lambda words: None,
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
-    `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes in. `extra` flags go
-    to every command. `hear` gets what each command wrote to standard error, from several threads. The library gets its
-    name only when it is complete.
+    `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes
+    in. `extra` flags go to every command. `hear` gets what each command wrote to standard error,
+    from several threads. The library gets its name only when it is complete.
     """
     tool = compiler(target)
     if tool is None:
         raise BuildError(no_compiler(target))
     archs = list(archs or default_archs(target))
     flags = [*compile_flags(target, archs), *extra]
-    names = sorted(p.stem for p in sources.glob("*.cpp") if not only or p.stem in (*only, "library"))
+    names = sorted(
+        p.stem for p in sources.glob("*.cpp") if not only or p.stem in (*only, "library")
+    )
     if not names:
-        raise BuildError(f"{sources} has no kernels: this is an installed package; build in a checkout")
+        raise BuildError(
+            f"{sources} has no kernels: this is an installed package; build in a checkout"
+        )
     says = description(target, archs, tool, [*flags, *(names if only else ())], sources).split(" ")
     defined = [f'-DMK_ARCH="{says[1]}"', f'-DMK_SOURCES="{says[2]}"']
     as_cuda = ["-x", "cu"] if target == "cuda" else []
     environment = {**os.environ, "HIP_PLATFORM": "amd"} if target == "hip" else dict(os.environ)
 
     def call(*command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources
+        )
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{_shortened(done.stderr or done.stdout)}")
         hear(done.stderr)
@@ -176,33 +234,42 @@ def build(
 
 
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
-    """Return the linker's command. HIP's runtime stays out: torch brings its own, and a process must not have two, so
-    its functions are found at load time in the one that torch has loaded (see library.py)."""
+    """Return the linker's command. HIP's runtime stays out: torch brings its own, and a process
+    must not have two, so its functions are found at load time in the one that torch has loaded (see
+    library.py)."""
     if target != "hip":
         return [tool, *flags, "-shared"]
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     linkers = [found for name in names if (found := shutil.which(name))]
     if not linkers:
-        raise BuildError("--target hip needs a C++ compiler of the host to link: $CXX, c++, g++ or clang++")
+        raise BuildError(
+            "--target hip needs a C++ compiler of the host to link: $CXX, c++, g++ or clang++"
+        )
     return [linkers[0], "-shared"]
 
 
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
-    """Return whether the library was built from these sources by this command, as its description tells."""
+    """Return whether the library was built from these sources by this command, as its description
+    tells.
+    """
     tool = compiler(target)
     if tool is None or not path.is_file():
         return False
-    return description(target, archs, tool, compile_flags(target, archs)).encode() + b"\0" in path.read_bytes()
+    return (
+        description(target, archs, tool, compile_flags(target, archs)).encode() + b"\0"
+        in path.read_bytes()
+    )
 
 
-# ---- the command and the installation --------------------------------------------------------------------------------
+# ---- the command and the installation ------------------------------------------------------------
 
 
 def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (target, architectures) of each library to build. No targets: those of `archs`, or all with a compiler.
+    """Return (target, architectures) of each library to build. No targets: those of `archs`, or all
+    with a compiler.
 
-    One library holds all architectures of hip and cuda; the host has one library for each. Raises BuildError for
-    unknown names and where there is no compiler at all.
+    One library holds all architectures of hip and cuda; the host has one library for each. Raises
+    BuildError for unknown names and where there is no compiler at all.
     """
     for target in targets:
         if target not in TARGETS:
@@ -212,22 +279,33 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
         of_target.setdefault(_target_of(arch), []).append(arch)
     for target, given in of_target.items():
         if targets and target not in targets:
-            raise BuildError(f"--arch {given[0]} is one of --target {target}, which was not asked for")
+            raise BuildError(
+                f"--arch {given[0]} is one of --target {target}, which was not asked for"
+            )
     chosen = list(dict.fromkeys(targets)) or list(of_target) or [t for t in TARGETS if compiler(t)]
     if not chosen:
         raise BuildError("\n".join(no_compiler(target) for target in TARGETS))
     libraries = []
     for target in chosen:
         wanted = of_target.get(target) or default_archs(target)
-        libraries += [(target, [arch]) for arch in wanted] if target == "host" else [(target, wanted)]
+        libraries += (
+            [(target, [arch]) for arch in wanted] if target == "host" else [(target, wanted)]
+        )
     return libraries
 
 
 def make(
-    targets: Sequence[str] = (), archs: Sequence[str] = (), *, folder: Path = LIBRARIES, jobs: int | None = None,
-    force: bool = False, say: Callable[[str], None] = print,
+    targets: Sequence[str] = (),
+    archs: Sequence[str] = (),
+    *,
+    folder: Path = LIBRARIES,
+    jobs: int | None = None,
+    force: bool = False,
+    say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Build what `plan` says, where it is not there already, and report each in two lines. Raises BuildError."""
+    """Build what `plan` says, where it is not there already, and report each in two lines. Raises
+    BuildError.
+    """
     made = []
     for target, names in plan(targets, archs):
         path = folder / library_name(target, "+".join(names))
@@ -246,10 +324,11 @@ def make(
 
 
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
-    """Build the kernels of an installation: for this processor, or what MEGATRON_KERNELS_TARGETS lists.
+    """Build the kernels of an installation: for this processor, or what MEGATRON_KERNELS_TARGETS
+    lists.
 
-    A failed build is a warning, since torch's own operators do the same. `alone` removes libraries of earlier builds
-    from `folder`, which becomes part of a wheel.
+    A failed build is a warning, since torch's own operators do the same. `alone` removes libraries
+    of earlier builds from `folder`, which becomes part of a wheel.
     """
     if not source_hash():
         return
@@ -291,9 +370,16 @@ def _target_of(arch: str) -> str:
         return "cuda"
     if arch in (platform.machine(), "x86-64", *(name for name, _ in _LEVELS)) and arch != "x86_64":
         return "host"
-    hint = ", without suffix: one library serves every XNACK and ECC mode" if arch.startswith("gfx") else ""
+    hint = (
+        ", without suffix: one library serves every XNACK and ECC mode"
+        if arch.startswith("gfx")
+        else ""
+    )
     hint = ", without suffix: no kernel needs more" if arch.startswith("sm_") else hint
-    raise BuildError(f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples{hint}")
+    raise BuildError(
+        f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are "
+        f"examples{hint}"
+    )
 
 
 @functools.cache
@@ -301,7 +387,9 @@ def _knows_half(tool: str) -> bool:
     """Return whether a C++ compiler has _Float16, which the kernels use: GCC 12 and clang 15 do."""
     try:
         return not subprocess.run(
-            [tool, "-x", "c++", "-std=c++17", "-fsyntax-only", "-"], input=b"_Float16 half;", capture_output=True
+            [tool, "-x", "c++", "-std=c++17", "-fsyntax-only", "-"],
+            input=b"_Float16 half;",
+            capture_output=True,
         ).returncode
     except OSError:
         return False
@@ -310,7 +398,9 @@ def _knows_half(tool: str) -> bool:
 def _shortened(output: str, most: int = 60) -> str:
     """Return the first lines of a compiler's output, which name the cause."""
     lines = output.rstrip().splitlines()
-    return "\n".join([*lines[:most], *([f"... {len(lines) - most} more lines"] if len(lines) > most else [])])
+    return "\n".join(
+        [*lines[:most], *([f"... {len(lines) - most} more lines"] if len(lines) > most else [])]
+    )
 
 
 def _processors() -> int:

@@ -1,7 +1,10 @@
-"""Decide once, at the start of a run, what computes attention and which operators use fused kernels or other packages.
+"""Decide once, at the start of a run, what computes attention and which operators use fused kernels
+or other packages.
 
-Optional accelerated packages are imported only when something asks for them; this module needs no torch when imported.
+Optional accelerated packages are imported only when something asks for them; this module needs no
+torch when imported.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,16 +20,18 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import KernelConfig
 
-# -- attention and optional packages -----------------------------------------------------------------------------------
+# -- attention and optional packages ---------------------------------------------------------------
 
 FLASH_BACKENDS = ("auto", "flash")
 """Values of --attention-backend that let flash-attn compute attention."""
 UNFUSED_BACKENDS = ("unfused", "local")
 """Values of --attention-backend that mean an explicit softmax(q k^T) v."""
 _NAMES = {
-    "flash": "flash-attn", "torch": "torch's scaled_dot_product_attention", "blocked": "matrix products of blocks",
+    "flash": "flash-attn",
+    "torch": "torch's scaled_dot_product_attention",
+    "blocked": "matrix products of blocks",
     "unfused": "an explicit softmax(q k^T) v",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,17 @@ class Finding:
     def line(self) -> str:
         """Return a line for the log."""
         name = f"{self.package} {self.version}" if self.version else self.package
-        return f"{name}: used" if self.usable else f"{name}: {self.reason}; in its place: {self.fallback}"
+        return (
+            f"{name}: used"
+            if self.usable
+            else f"{name}: {self.reason}; in its place: {self.fallback}"
+        )
 
 
 def flash_attention(device_type: str, dtype_name: str) -> Finding:
-    """Look for flash-attn and whether it runs on `device_type` ("cuda" for CUDA and ROCm, "cpu") in `dtype_name`."""
+    """Look for flash-attn and whether it runs on `device_type` ("cuda" for CUDA and ROCm, "cpu") in
+    `dtype_name`.
+    """
     package, fallback = "flash-attn", _NAMES["torch"]
     version = _version("flash_attn", "flash-attn")
     reason = ""
@@ -68,13 +79,19 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
 
 
 def choose_attention(
-    kernels: KernelConfig, device: torch.device | None, dtype_name: str, sequence: int = 0, drops: bool = False
+    kernels: KernelConfig,
+    device: torch.device | None,
+    dtype_name: str,
+    sequence: int = 0,
+    drops: bool = False,
 ) -> str:
-    """Choose "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused" attention.
+    """Choose "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused"
+    attention.
 
-    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, that is no error, because
-    torch's attention computes the same; the log names what runs (see report). If attention weights are dropped
-    (`drops`), torch has no kernel on a CPU and would store all scores.
+    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, that is no
+    error, because torch's attention computes the same; the log names what runs (see report). If
+    attention weights are dropped (`drops`), torch has no kernel on a CPU and would store all
+    scores.
     """
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
@@ -85,7 +102,11 @@ def choose_attention(
         return "flash"
     if drops and device_type == "cpu":
         return "blocked"
-    return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence) else "torch"
+    return (
+        "blocked"
+        if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence)
+        else "torch"
+    )
 
 
 LONGEST_BLOCKED_IN_FP32 = 512
@@ -93,12 +114,13 @@ LONGEST_BLOCKED_IN_FP32 = 512
 
 
 def _blocks_are_faster(device_type: str, dtype_name: str, sequence: int) -> bool:
-    """Return whether attention in blocks is faster: on a CPU with our kernels, in bf16, and in fp32 if it is short.
+    """Return whether attention in blocks is faster: on a CPU with our kernels, in bf16, and in fp32
+    if it is short.
 
-    Measured with benchmarks/attention.py: in bf16 1.9 to 2.8 times as fast at sequences of 512 to 2048; in fp32 1.2
-    times at 512, but 0.9 to 0.96 from 1024 on (with grouped queries 1.1), where torch's own blocks fill its products.
-    In fp16 torch's batched products have no fast path on most processors, and without the kernels the passes over the
-    scores cost what the products gain.
+    Measured with benchmarks/attention.py: in bf16 1.9 to 2.8 times as fast at sequences of 512 to
+    2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped queries 1.1), where
+    torch's own blocks fill its products. In fp16 torch's batched products have no fast path on most
+    processors, and without the kernels the passes over the scores cost what the products gain.
     """
     if device_type != "cpu" or dtype_name not in ("float32", "bfloat16"):
         return False
@@ -122,10 +144,14 @@ def fused_adam(device_type: str) -> Finding:
 def fused_norm(device_type: str) -> Finding:
     """Look whether apex has its layer and RMS normalisation for `device_type`."""
     module = "apex.normalization.fused_layer_norm"
-    return _apex("norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type)
+    return _apex(
+        "norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type
+    )
 
 
-def _apex(part: str, extension: str, module: str, name: str, flag: str, device_type: str) -> Finding:
+def _apex(
+    part: str, extension: str, module: str, name: str, flag: str, device_type: str
+) -> Finding:
     """Look whether `module` has `name` and the compiled `extension` that it calls.
 
     The package called apex on PyPI is another project; it is recognised and not used.
@@ -139,11 +165,15 @@ def _apex(part: str, extension: str, module: str, name: str, flag: str, device_t
         reason = f"does not run on {device_type}"
     else:
         reason = _import_problem(module, name)
-    return Finding(f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes")
+    return Finding(
+        f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes"
+    )
 
 
 def _version(module: str, distribution: str) -> str | None:
-    """Return the installed version of a module; None if it is not found, "" if it has no metadata."""
+    """Return the installed version of a module; None if it is not found, "" if it has no
+    metadata.
+    """
     if importlib.util.find_spec(module) is None:
         return None
     try:
@@ -153,24 +183,36 @@ def _version(module: str, distribution: str) -> str | None:
 
 
 def _import_problem(module: str, name: str) -> str:
-    """Return why `from module import name` fails; "" if it works. A wheel built for another torch fails here."""
+    """Return why `from module import name` fails; "" if it works. A wheel built for another torch
+    fails here.
+    """
     try:
         found = importlib.import_module(module)
     except Exception as error:  # whatever a foreign package raises at import, it cannot be used
-        return f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-    return "" if hasattr(found, name) else f"has no {name}: another project of that name, or too old"
+        return (
+            f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        )
+    return (
+        "" if hasattr(found, name) else f"has no {name}: another project of that name, or too old"
+    )
 
 
 def _too_old_for_flash_attention() -> str:
-    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere; ROCm wheels check themselves."""
+    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere; ROCm wheels
+    check themselves.
+    """
     import torch
 
-    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+    if (
+        torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() < (8, 0)
+    ):
         return f"needs compute capability 8.0, {torch.cuda.get_device_name()} has less"
     return ""
 
 
-# -- fused kernels -----------------------------------------------------------------------------------------------------
+# -- fused kernels ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,17 +256,23 @@ ALL = Fusions(**dict.fromkeys(OPERATORS, True))
 EVERY_TYPE = ("float32", "float16", "bfloat16")
 _NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
 HOST_FASTER = {
-    "attention_block": EVERY_TYPE,  # one pass over a block's scores, in place, where torch needs many
+    # one pass over a block's scores, in place, where torch needs many
+    "attention_block": EVERY_TYPE,
     "masked_softmax": _NOT_FP16,  # one pass where torch needs one each for scale, mask and softmax
-    "bias_activation": _NOT_FP16,  # one pass where torch needs one for the bias and one for the activation
+    # one pass where torch needs one for the bias and one for the activation
+    "bias_activation": _NOT_FP16,
     "bias_dropout": EVERY_TYPE,  # one pass and no mask in memory, where torch needs five passes
     "layer_norm": ("bfloat16",),  # torch's is one pass, too, but its backward pass is slow in bf16
     "rms_norm": _NOT_FP16,  # one pass where torch needs several
     "rotary": EVERY_TYPE,  # one pass where torch needs several, and no copy of a slice
-    "cross_entropy": EVERY_TYPE,  # two passes and no copy of the logits, where torch needs a copy and six passes
-    "optimizer": ("bfloat16",),  # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
+    # two passes and no copy of the logits, where torch needs a copy and six passes
+    "cross_entropy": EVERY_TYPE,
+    # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
+    "optimizer": ("bfloat16",),
 }
-"""The types in which an operator's kernel is faster than torch on a CPU. On a GPU all of them are."""
+"""The types in which an operator's kernel is faster than torch on a CPU. On a GPU all of them
+are.
+"""
 
 _APEX = "apex has it"
 _FLAGS = {
@@ -241,8 +289,8 @@ _FLAGS = {
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
     """Choose what uses the kernels on `device` (None: the CPU) when computing in `dtype_name`.
 
-    An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU, HOST_FASTER says that the
-    kernel is faster or `--...-implementation fused` asks for it.
+    An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU,
+    HOST_FASTER says that the kernel is faster or `--...-implementation fused` asks for it.
     """
     device_type = device.type if device is not None else "cpu"
     chosen = {name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
@@ -250,18 +298,24 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
     return Fusions(**chosen, apex_norm=apex_norm)
 
 
-def assumed_fusions(kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True) -> Fusions:
+def assumed_fusions(
+    kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True
+) -> Fusions:
     """Choose for a device that is not here; `loaded`: whether it has a library. Needs no torch."""
-    return Fusions(**{name: not _why_not(name, kernels, device_type, dtype_name, loaded) for name in OPERATORS})
+    return Fusions(
+        **{name: not _why_not(name, kernels, device_type, dtype_name, loaded) for name in OPERATORS}
+    )
 
 
 def report(config: Config, device: torch.device) -> list[str]:
-    """Return lines for the log: the library or why there is none, what runs through it, what does not and why, and a
-    line for each optional package that the configuration asks for."""
+    """Return lines for the log: the library or why there is none, what runs through it, what does
+    not and why, and a line for each optional package that the configuration asks for."""
     from megatron.kernels import library
 
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
-    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, model.attention_dropout > 0.0)
+    attention = choose_attention(
+        config.kernels, device, dtype_name, model.seq_length, model.attention_dropout > 0.0
+    )
     lines = [found.line]
     if found.handle is not None:
         groups: dict[str, list[str]] = {"": [], _APEX: []}
@@ -269,16 +323,24 @@ def report(config: Config, device: torch.device) -> list[str]:
             groups.setdefault(_reason(name, config, device.type, attention), []).append(name)
         used, by_apex = (", ".join(groups.pop(reason)) for reason in ("", _APEX))
         others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in groups.items())
-        line = f"through fused kernels: {used or 'none'}" + (f"; through apex: {by_apex}" if by_apex else "")
+        line = f"through fused kernels: {used or 'none'}" + (
+            f"; through apex: {by_apex}" if by_apex else ""
+        )
         lines.append(line + (f"; through torch: {others}" if others else ""))
     return lines + packages(config.kernels, device.type, dtype_name, attention)
 
 
 def packages(kernels: KernelConfig, device_type: str, dtype_name: str, attention: str) -> list[str]:
-    """Return a line for each optional package that the configuration asks for; `attention`: see choose_attention."""
+    """Return a line for each optional package that the configuration asks for; `attention`: see
+    choose_attention.
+    """
     flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
     if attention != "flash":
-        reason = flash.reason if backend in FLASH_BACKENDS else f"ruled out by --attention-backend {backend}"
+        reason = (
+            flash.reason
+            if backend in FLASH_BACKENDS
+            else f"ruled out by --attention-backend {backend}"
+        )
         flash = Finding(flash.package, flash.version, False, reason, _NAMES[attention])
     wished = [flash]
     if kernels.norm_implementation == "apex":
@@ -303,8 +365,12 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "an optimizer of your own"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
-    weights_drop = model.attention_dropout > 0.0 and config.kernels.attention_backend in UNFUSED_BACKENDS
-    if name == "bias_dropout" and not (model.add_bias_linear or model.hidden_dropout or weights_drop):
+    weights_drop = (
+        model.attention_dropout > 0.0 and config.kernels.attention_backend in UNFUSED_BACKENDS
+    )
+    if name == "bias_dropout" and not (
+        model.add_bias_linear or model.hidden_dropout or weights_drop
+    ):
         return "neither bias nor dropout"
     reason = _why_not(name, config.kernels, device_type, dtype_name)
     wider = model.fp32_residual_connection and dtype_name != "float32"
@@ -318,7 +384,9 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
 def _why_not(
     name: str, kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool | None = None
 ) -> str:
-    """Return why an operator does not use its kernel on a device. `loaded` None: look for a library."""
+    """Return why an operator does not use its kernel on a device. `loaded` None: look for a
+    library.
+    """
     setting, flag = _FLAGS.get(name, ("", ""))
     if setting and not getattr(kernels, setting):
         return flag
@@ -339,4 +407,6 @@ def _why_not(
 
 def bits(fusions: Fusions) -> int:
     """Encode the choice as a number, to compare it between ranks."""
-    return sum(1 << i for i, f in enumerate(dataclasses.fields(fusions)) if getattr(fusions, f.name))
+    return sum(
+        1 << i for i, f in enumerate(dataclasses.fields(fusions)) if getattr(fusions, f.name)
+    )

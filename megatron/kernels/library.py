@@ -1,8 +1,9 @@
 """Find and call the compiled kernels: one library for each kind of device, loaded on first use.
 
-A C function is declared once, with the types of its arguments (`Function`), and called with the tensor whose device and
-stream it runs on.
+A C function is declared once, with the types of its arguments (`Function`), and called with the
+tensor whose device and stream it runs on.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,16 +23,21 @@ from megatron.errors import KernelError
 from megatron.kernels.build import LIBRARIES, host_archs, library_name, source_hash
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
-"""Environment variable: a library to load for CPU tensors in place of the host's, e.g. the simulator; "none": no
-library on any device."""
+"""Environment variable: a library to load for CPU tensors in place of the host's, e.g. the
+simulator; "none": no library on any device."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The numbers of element types in the C interface."""
 
 _C_TYPES = {
-    "p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "u": ctypes.c_uint64, "w": ctypes.c_uint32,
-    "f": ctypes.c_float, "d": ctypes.c_double,
-}  # fmt: skip
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint64,
+    "w": ctypes.c_uint32,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,12 @@ class Found:
 
 
 def find(device_type: str) -> Found:
-    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once, or the reason for none.
+    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once, or the
+    reason for none.
 
-    For "meta", whose tensors have no data, there is one: an operator follows its rule of shapes, and nothing is
-    launched. Raises KernelError only if MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The search for "cpu"
-    does not touch GPUs.
+    For "meta", whose tensors have no data, there is one: an operator follows its rule of shapes,
+    and nothing is launched. Raises KernelError only if MEGATRON_KERNELS_LIBRARY names a file that
+    cannot be used. The search for "cpu" does not touch GPUs.
     """
     return _search(device_type)
 
@@ -78,7 +85,11 @@ def _search(device_type: str) -> Found:
     if override == "none":
         return Found(None, "", "", f"{OVERRIDE} is none")
     if device_type == "cpu":
-        return _named(Path(override)) if override else _first([("host", arch) for arch in host_archs()])
+        return (
+            _named(Path(override))
+            if override
+            else _first([("host", arch) for arch in host_archs()])
+        )
     if device_type != "cuda":
         return Found(None, "", "", f"there are none for {device_type}")
     if not torch.cuda.is_available():
@@ -98,7 +109,8 @@ def forget() -> None:
 
 
 def fingerprint(device_type: str) -> int:
-    """Return a number below 2^63 that is equal on ranks with the same kernels for this kind of device; 0 for none.
+    """Return a number below 2^63 that is equal on ranks with the same kernels for this kind of
+    device; 0 for none.
 
     The levels of x86-64 count as one: they differ in speed.
     """
@@ -111,8 +123,12 @@ def fingerprint(device_type: str) -> int:
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:
-    """Return what the library of a GPU must be built for: ("hip", "gfx90a") or ("cuda", "sm_90")."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    """Return what the library of a GPU must be built for: ("hip", "gfx90a") or ("cuda",
+    "sm_90").
+    """
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if index is None else index
+    )
     if torch.version.hip is not None:
         return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
     return "cuda", f"sm_{properties.major}{properties.minor}"
@@ -123,13 +139,18 @@ def _named(path: Path) -> Found:
     if not os.path.isfile(path):  # a path too long for the system is no file either
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
-        reason = "the variable is for tensors on the CPU; the library of a GPU is found in megatron/kernels/lib"
+        reason = (
+            "the variable is for tensors on the CPU; the library of a GPU is found in "
+            "megatron/kernels/lib"
+        )
     else:
         found = _load(path, None)
         if found.handle is not None:
             return found
         reason = found.reason
-    raise KernelError(f"{OVERRIDE} is {path}: {reason}. Unset it, or set it to none to run without kernels")
+    raise KernelError(
+        f"{OVERRIDE} is {path}: {reason}. Unset it, or set it to none to run without kernels"
+    )
 
 
 def _first(wanted: list[tuple[str, str]]) -> Found:
@@ -145,8 +166,12 @@ def _first(wanted: list[tuple[str, str]]) -> Found:
                     return found
                 reason = reason or found.reason
     target, arch = wanted[0]
-    how = f"python setup.py build_kernels --target {target}" + ("" if target == "host" else f" --arch {arch}")
-    return Found(None, target, arch, f"{reason or f'no {library_name(target, arch)} in {LIBRARIES}'}: {how}")
+    how = f"python setup.py build_kernels --target {target}" + (
+        "" if target == "host" else f" --arch {arch}"
+    )
+    return Found(
+        None, target, arch, f"{reason or f'no {library_name(target, arch)} in {LIBRARIES}'}: {how}"
+    )
 
 
 def _load(path: Path, target: str | None) -> Found:
@@ -154,7 +179,9 @@ def _load(path: Path, target: str | None) -> Found:
     try:
         missing = _missing_bytes(path)
         if missing > 0:
-            return Found(None, target or "", "", f"{path.name} is cut off, {missing} bytes are missing")
+            return Found(
+                None, target or "", "", f"{path.name} is cut off, {missing} bytes are missing"
+            )
         if target == "hip":
             _share_hip_runtime()
         handle = ctypes.CDLL(str(path))
@@ -168,49 +195,69 @@ def _load(path: Path, target: str | None) -> Found:
         return Found(None, target, arch, f"{path.name} was built for {built_for}")
     expected = source_hash()
     if target is not None and expected and sources != expected:
-        return Found(None, target, arch, f"{path.name} was built from other sources than csrc/kernels has now")
+        return Found(
+            None,
+            target,
+            arch,
+            f"{path.name} was built from other sources than csrc/kernels has now",
+        )
     problem = _try_on_gpu(handle) if target in ("hip", "cuda") else ""
     if problem:
-        return Found(None, built_for, arch, f"{path.name} does not run on {torch.cuda.get_device_name()} ({problem})")
+        return Found(
+            None,
+            built_for,
+            arch,
+            f"{path.name} does not run on {torch.cuda.get_device_name()} ({problem})",
+        )
     return Found(path, built_for, arch, "", handle, sources)
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return how much shorter a 64-bit ELF file is than its header says: loading it would end the process.
+    """Return how much shorter a 64-bit ELF file is than its header says: loading it would end the
+    process.
 
-    A truncated file is a bus error once it is mapped. Linkers write the table of sections last (System V ABI, chapter
-    4: e_shoff, e_shentsize, e_shnum).
+    A truncated file is a bus error once it is mapped. Linkers write the table of sections last
+    (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
     """
     with path.open("rb") as file:
         head = file.read(64)
     if head[:5] != b"\x7fELF\x02":
         return 0  # not ours: the loader reports what is wrong
-    (at,), (size, count) = struct.unpack_from("<Q", head, 0x28), struct.unpack_from("<HH", head, 0x3A)
+    (at,), (size, count) = (
+        struct.unpack_from("<Q", head, 0x28),
+        struct.unpack_from("<HH", head, 0x3A),
+    )
     return int(at + size * count - path.stat().st_size)
 
 
 def _share_hip_runtime() -> None:
     """Let a library find HIP's functions in the runtime that torch has loaded.
 
-    The library is not linked with one: a torch wheel brings its own ROCm, and of two runtimes in a process neither
-    knows the other's streams.
+    The library is not linked with one: a torch wheel brings its own ROCm, and of two runtimes in a
+    process neither knows the other's streams.
     """
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
         return
-    path = next((line.split()[-1] for line in mapped.splitlines() if "/libamdhip64.so" in line), None)
+    path = next(
+        (line.split()[-1] for line in mapped.splitlines() if "/libamdhip64.so" in line), None
+    )
     if path is not None:
         ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
 
 
 def _try_on_gpu(handle: Any) -> str:
-    """Return why a kernel cannot be launched here, such as a driver older than the compiler; "" if it can."""
+    """Return why a kernel cannot be launched here, such as a driver older than the compiler; "" if
+    it can.
+    """
     x = torch.zeros(1, device="cuda")
     address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(1)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     try:
-        code = handle.mk_causal_softmax(0, address, address, one, one, one, ctypes.c_float(1.0), stream)
+        code = handle.mk_causal_softmax(
+            0, address, address, one, one, one, ctypes.c_float(1.0), stream
+        )
         if code:
             return handle.mk_error(code).decode()
         return "" if x.item() == 1.0 else "a test kernel left no result"
@@ -224,7 +271,8 @@ def _short(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """A C function: its name and the types of its arguments between the element type and the stream.
+    """A C function: its name and the types of its arguments between the element type and the
+    stream.
 
     Letters: p pointer, i int32, l int64, u uint64, w uint32, f float, d double.
     """
@@ -233,7 +281,8 @@ class Function:
     arguments: str
 
     def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
-        """Run on the device and current stream of `like`, for the element type of `type_of` (or of `like`).
+        """Run on the device and current stream of `like`, for the element type of `type_of` (or of
+        `like`).
 
         Tensors are passed as their addresses. Raises KernelError if the launch fails.
         """
@@ -260,7 +309,13 @@ def _bound(function: Function, device_type: str) -> Any:
         raise KernelError(f"{function.name}: {found.line}")
     bound = getattr(found.handle, function.name, None)
     if bound is None:
-        raise KernelError(f"{function.name} is not in {found.path}: it was built from other sources")
-    bound.argtypes = [ctypes.c_int, *(_C_TYPES[letter] for letter in function.arguments), ctypes.c_void_p]
+        raise KernelError(
+            f"{function.name} is not in {found.path}: it was built from other sources"
+        )
+    bound.argtypes = [
+        ctypes.c_int,
+        *(_C_TYPES[letter] for letter in function.arguments),
+        ctypes.c_void_p,
+    ]
     bound.restype = ctypes.c_int
     return bound

@@ -1,9 +1,10 @@
 """Register operators with torch under `torch.ops.megatron`, and check their arguments.
 
-Each operator has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its results, so that
-torch.compile can trace it, and, where it has a gradient, an autograd rule. The implementation calls the compiled kernel
-if there is one, and torch's own operators otherwise.
+Each operator has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its
+results, so that torch.compile can trace it, and, where it has a gradient, an autograd rule. The
+implementation calls the compiled kernel if there is one, and torch's own operators otherwise.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -23,22 +24,31 @@ WORK: dict[str, str | Callable[..., Computation]] = {}
 
 
 def operator(
-    schema: str, kernel: Callable[..., Any], reference: Callable[..., Any], shapes: Callable[..., Any] | None = None, *,
-    check: Callable[..., None], save: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None,
-    twice: bool = False, work: str | Callable[..., Computation] = "copy",
+    schema: str,
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    shapes: Callable[..., Any] | None = None,
+    *,
+    check: Callable[..., None],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    twice: bool = False,
+    work: str | Callable[..., Computation] = "copy",
 ) -> Any:
     """Define `megatron::<schema>` and return it, ready to call.
 
-    kernel     computes it with the compiled library; called only if the first argument is not an empty tensor
+    kernel     computes it with the compiled library; called only if the first argument is not an
+               empty tensor
     reference  computes it with torch's operators
-    shapes     makes empty results of the right shape, dtype and device; None for an operator without results
+    shapes     makes empty results of the right shape, dtype and device; None for an operator
+               without results
     check      (name, *inputs): raises KernelError if an input does not fit
     save       (ctx, inputs, output): keeps what the backward pass needs
     backward   (ctx, *gradients): one gradient or None for each input
-    twice      whether the backward pass is differentiable; for other operators a second derivative is an error, since
-               torch would treat their gradients as constants
-    work       the kind of a memory-bound kernel that reads its inputs and writes its results once (work.Memory), or
-               (inputs) -> its work if that is not enough
+    twice      whether the backward pass is differentiable; for other operators a second derivative
+               is an error, since torch would treat their gradients as constants
+    work       the kind of a memory-bound kernel that reads its inputs and writes its results once
+               (work.Memory), or (inputs) -> its work if that is not enough
     """
     name = schema.partition("(")[0]
 
@@ -61,7 +71,10 @@ def operator(
 
         def once(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-                raise KernelError(f"{name} has no second derivative; use torch's own operators where one is needed")
+                raise KernelError(
+                    f"{name} has no second derivative; use torch's own operators where one is "
+                    "needed"
+                )
             return differentiate(ctx, *gradients)
 
         rule = backward if twice else once
@@ -69,7 +82,7 @@ def operator(
     return getattr(torch.ops.megatron, name).default
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check(operator: str, condition: bool, message: str) -> None:
@@ -78,7 +91,9 @@ def check(operator: str, condition: bool, message: str) -> None:
         raise KernelError(f"{operator}: {message}")
 
 
-def check_type(operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors: Tensor | None) -> None:
+def check_type(
+    operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors: Tensor | None
+) -> None:
     """Check that the tensors have one type, one of `allowed`."""
     types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     first = next(iter(types))
@@ -87,7 +102,9 @@ def check_type(operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors:
             names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
             raise KernelError(f"{operator}: {name} is {dtype}; it must be {names}")
         if dtype != types[first]:
-            raise KernelError(f"{operator}: {name} is {dtype} but {first} is {types[first]}; they must be equal")
+            raise KernelError(
+                f"{operator}: {name} is {dtype} but {first} is {types[first]}; they must be equal"
+            )
 
 
 def check_device(operator: str, **tensors: Tensor | None) -> None:
@@ -110,11 +127,15 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
     """Check that each of the tensors has this shape."""
     for name, tensor in tensors.items():
         if tensor is not None and tuple(tensor.shape) != tuple(shape):
-            raise KernelError(f"{operator}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+            raise KernelError(
+                f"{operator}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}"
+            )
 
 
 def check_columns(operator: str, **tensors: Tensor | None) -> None:
-    """Check that each tensor has a dimension and fewer than 2^28 columns: GPUs count threads of a grid in 32 bits."""
+    """Check that each tensor has a dimension and fewer than 2^28 columns: GPUs count threads of a
+    grid in 32 bits.
+    """
     for name, tensor in tensors.items():
         if tensor is not None:
             check(operator, tensor.dim() >= 1, f"{name} has no dimension; [.., n] is needed")
@@ -123,25 +144,31 @@ def check_columns(operator: str, **tensors: Tensor | None) -> None:
 
 
 def check_all(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors have one floating type, are on one device, contiguous, and not too wide."""
+    """Check that the tensors have one floating type, are on one device, contiguous, and not too
+    wide.
+    """
     check_type(operator, TYPES, **tensors)
     check_device(operator, **tensors)
     check_contiguous(operator, **tensors)
     check_columns(operator, **tensors)
 
 
-# -- sums over rows ----------------------------------------------------------------------------------------------------
+# -- sums over rows --------------------------------------------------------------------------------
 
-_ROWS = 32  # least rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
-_BLOCKS = 2048  # of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
+# least rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
+_ROWS = 32
+# of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
+_BLOCKS = 2048
 _HOST_PARTS = 64  # more than threads
 
 
 def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor | None]:
-    """Return how many parts the rows of `like` are divided into, and memory for their sums: fp32 [parts, sums, n].
+    """Return how many parts the rows of `like` are divided into, and memory for their sums: fp32
+    [parts, sums, n].
 
-    Each part's sums are added up afterwards, as for the gradient of a bias. The number of parts depends on the shape
-    and the kind of device alone, not on threads or compute units, so that results are reproducible.
+    Each part's sums are added up afterwards, as for the gradient of a bias. The number of parts
+    depends on the shape and the kind of device alone, not on threads or compute units, so that
+    results are reproducible.
 
     sums    how many sums each column has
     wanted  if false, there is nothing to sum: (0, None)
@@ -149,7 +176,8 @@ def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor
     if not wanted:
         return 0, None
     columns = like.shape[-1]
-    across = -(-columns * like.element_size() // (16 * 64))  # blocks of 64 lanes of 16 bytes side by side
+    # blocks of 64 lanes of 16 bytes side by side
+    across = -(-columns * like.element_size() // (16 * 64))
     most = _HOST_PARTS if like.device.type == "cpu" else max(1, _BLOCKS // across)
     parts = max(1, min(most, -(-like.numel() // columns // _ROWS)))
     return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)

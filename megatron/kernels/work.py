@@ -1,9 +1,11 @@
 """The work of an operator in numbers, and annotations of code whose work its operators do not show.
 
-An operator of ours declares its work where it is defined (operators.operator). Code that consists of many operators but
-is one computation is marked with `counts_as`, code that recomputes a value with `recomputed`. Only a recorder of
-operators (planner/trace.py) reads the marks; in a run they have no effect.
+An operator of ours declares its work where it is defined (operators.operator). Code that consists
+of many operators but is one computation is marked with `counts_as`, code that recomputes a value
+with `recomputed`. Only a recorder of operators (planner/trace.py) reads the marks; in a run they
+have no effect.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -12,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Product(NamedTuple):
-    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond those of its
-    result; the kernel moves them while it multiplies."""
+    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond
+    those of its result; the kernel moves them while it multiplies."""
 
     m: int
     n: int
@@ -27,7 +29,9 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention that stores no scores: flash-attn's, torch's or in blocks; `heads` of queries on this device."""
+    """Causal attention that stores no scores: flash-attn's, torch's or in blocks; `heads` of
+    queries on this device.
+    """
 
     batch: int
     heads: int
@@ -38,13 +42,21 @@ class Attention(NamedTuple):
     @property
     def flops(self) -> float:
         """Count as model/formulas.py does: all pairs, the backward pass twice the forward's."""
-        return (2 if self.backward else 1) * 4.0 * self.batch * self.heads * self.seq**2 * self.head_dim
+        return (
+            (2 if self.backward else 1)
+            * 4.0
+            * self.batch
+            * self.heads
+            * self.seq**2
+            * self.head_dim
+        )
 
 
 class Memory(NamedTuple):
     """Memory-bound kernels, and the bytes that they read and write together.
 
-    kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or "copy" (the rest)
+    kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or
+          "copy" (the rest)
     """
 
     bytes: int
@@ -67,7 +79,9 @@ _followers: list[Follower] = []
 
 
 class Scope:
-    """A piece of code. work: the one computation that its operators are together; None: they recompute a value."""
+    """A piece of code. work: the one computation that its operators are together; None: they
+    recompute a value.
+    """
 
     __slots__ = ("work",)
 
@@ -78,7 +92,12 @@ class Scope:
         for follower in _followers:
             follower.enter(self)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for follower in _followers:
             follower.leave(self)
 
@@ -94,7 +113,9 @@ def recomputed() -> Scope:
 
 
 def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
-    """Return the contexts of a forward pass and of its recomputation, as torch.utils.checkpoint takes them."""
+    """Return the contexts of a forward pass and of its recomputation, as torch.utils.checkpoint
+    takes them.
+    """
     return contextlib.nullcontext(), recomputed()
 
 

@@ -1,1 +1,3 @@
-"""Transformer layers that are cut over tensor- and sequence-parallel groups. They know no data and no pipeline."""
+"""Transformer layers that are cut over tensor- and sequence-parallel groups. They know no data and
+no pipeline.
+"""

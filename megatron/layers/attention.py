@@ -1,4 +1,5 @@
 """Causal self-attention with heads cut over the tensor-parallel group."""
+
 from __future__ import annotations
 
 import math
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float
-) -> Tensor:
-    """Attend: q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """Attend: q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n,
+    l, heads, d].
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and bias is not None:
-        # On a GPU no kernel takes both a mask and groups: without this the scores [n, heads, l, l] would be stored.
+        # On a GPU no kernel takes both a mask and groups: without this the scores [n, heads, l, l]
+        # would be stored.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(
@@ -43,31 +45,40 @@ def _causal(
 def _one_sample(x: Tensor) -> Tensor:
     """View [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
-    To attention the heads of another sample are other heads. With one sample, all of torch's kernels write, and read in
-    the backward pass, the order [s, b, heads, d] of the layers around them; with several samples, some write
-    [b, s, heads, d], and most copy output and gradient into it before their backward pass
-    (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    To attention the heads of another sample are other heads. With one sample, all of torch's
+    kernels write, and read in the backward pass, the order [s, b, heads, d] of the layers around
+    them; with several samples, some write [b, s, heads, d], and most copy output and gradient into
+    it before their backward pass (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     return x.flatten(1, 2).unsqueeze(0)
 
 
 def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
-    documents: Documents | None, dropout: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    documents: Documents | None,
+    dropout: float,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v by torch's scaled_dot_product_attention.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
 
-    Documents of similar length are one batch, padded at their ends, which no causal query sees, so that no mask of
-    documents is needed. ALiBi's bias is as long as the longest document and used for all.
+    Documents of similar length are one batch, padded at their ends, which no causal query sees, so
+    that no mask of documents is needed. ALiBi's bias is as long as the longest document and used
+    for all.
     """
     positions = q.shape[0]
     if documents is None:
         if alibi is None:
-            return _causal(_one_sample(q), _one_sample(k), _one_sample(v), None, dropout).reshape(q.shape)
+            return _causal(_one_sample(q), _one_sample(k), _one_sample(v), None, dropout).reshape(
+                q.shape
+            )
         whole = alibi.bias(positions, positions, q.dtype)
-        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), whole, dropout).transpose(0, 1)
+        return _causal(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), whole, dropout
+        ).transpose(0, 1)
     bias = None if alibi is None else alibi.bias(documents.longest, positions, q.dtype)
     outs = []
     for q_n, k_n, v_n in zip(*(documents.batches(x) for x in (q, k, v)), strict=True):
@@ -78,19 +89,31 @@ def torch_attention(
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None,
-    documents: Documents | None, dropout: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    documents: Documents | None,
+    dropout: float,
 ) -> Tensor:
-    """Return the same by the flash-attn package, which takes the cumulative lengths of documents."""
+    """Return the same by the flash-attn package, which takes the cumulative lengths of
+    documents.
+    """
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if alibi is None else alibi.slopes
     if documents is None:
         slopes = None if slopes is None else slopes.repeat(q.shape[1])
         one = _one_sample(q), _one_sample(k), _one_sample(v)
-        return flash_attn_func(*one, dropout_p=dropout, causal=True, alibi_slopes=slopes).reshape(q.shape)
+        return flash_attn_func(*one, dropout_p=dropout, causal=True, alibi_slopes=slopes).reshape(
+            q.shape
+        )
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
-    flat, bounds, longest = [x.flatten(0, 1) for x in (q, k, v)], documents.cu_seqlens, documents.longest
+    flat, bounds, longest = (
+        [x.flatten(0, 1) for x in (q, k, v)],
+        documents.cu_seqlens,
+        documents.longest,
+    )
     out = flash_attn_varlen_func(
         *flat, bounds, bounds, longest, longest, dropout_p=dropout, causal=True, alibi_slopes=slopes
     )
@@ -98,33 +121,52 @@ def flash_attention(
 
 
 def unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, alibi: Alibi | None, documents: Documents | None,
-    dropout: float, seed: int | None, fusions: Fusions, place: Place | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    documents: Documents | None,
+    dropout: float,
+    seed: int | None,
+    fusions: Fusions,
+    place: Place | None = None,
 ) -> Tensor:
-    """Return explicit softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k, v [s, b, kv heads, d] -> [s, b, heads, d].
+    """Return explicit softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k, v [s, b, kv heads, d] ->
+    [s, b, heads, d].
 
-    Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the queries of a group
-    are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout;
-    `place` is their place in the whole job (DropoutKey.weights), None if they are the whole.
+    Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the
+    queries of a group are the rows of one matrix. The weights [b, heads, s, s] are kept for the
+    backward pass, twice with dropout; `place` is their place in the whole job (DropoutKey.weights),
+    None if they are the whole.
     """
     s, b, heads, d = q.shape
     groups = k.shape[2]
-    queries = q.view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).reshape(b * groups, -1, d)
+    queries = (
+        q.view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).reshape(b * groups, -1, d)
+    )
     keys, values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))  # [b groups, s, d]
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, heads, s, s)
     scale = 1.0 / math.sqrt(d)
     if alibi is not None:
         scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
     weights = _softmax(scores, documents, scale, fusions.masked_softmax)
-    weights = keyed_dropout(weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads))
+    weights = keyed_dropout(
+        weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads)
+    )
     out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)
     return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
 
 
 def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: bool) -> Tensor:
-    """Return softmax(scale * scores) over the visible keys, in fp32; [b, heads, s, s] in the scores' dtype."""
+    """Return softmax(scale * scores) over the visible keys, in fp32; [b, heads, s, s] in the
+    scores' dtype.
+    """
     if fused:
-        return causal_softmax(scores, scale) if documents is None else masked_softmax(scores, documents.hidden, scale)
+        return (
+            causal_softmax(scores, scale)
+            if documents is None
+            else masked_softmax(scores, documents.hidden, scale)
+        )
     s = scores.shape[-1]
     later = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
     hidden = later if documents is None else documents.hidden
@@ -139,16 +181,23 @@ class CoreAttention:
     """
 
     def __init__(
-        self, context: LayerContext, config: ModelConfig, layer: int, recompute: bool = False, attention: str = "torch"
+        self,
+        context: LayerContext,
+        config: ModelConfig,
+        layer: int,
+        recompute: bool = False,
+        attention: str = "torch",
     ) -> None:
         self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
         self.dropout, self.tensor = config.attention_dropout, context.tensor
         self.attention, self.fusions = attention, context.fusions
-        self.alibi = context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
+        self.alibi = (
+            context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
+        )
 
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
-        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d]. Blocked attention also
-        takes the projection of all three."""
+        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d]. Blocked
+        attention also takes the projection of all three."""
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -157,7 +206,11 @@ class CoreAttention:
         core = partial(self._core, call.documents, seed, place)
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(
-                core, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
+                core,
+                *tensors,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=once_and_again,
             )
             return out
         return core(*tensors)
@@ -171,36 +224,59 @@ class CoreAttention:
             return blocked_attention(tensors, slopes, documents, self.dropout, seed, fused, place)
         q, k, v = tensors
         if self.attention == "unfused":
-            return unfused_attention(q, k, v, self.alibi, documents, self.dropout, seed, self.fusions, place)
+            return unfused_attention(
+                q, k, v, self.alibi, documents, self.dropout, seed, self.fusions, place
+            )
         core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
             return core(q, k, v, self.alibi, documents, 0.0)
-        # These number the samples and heads of each call from 0, so that masks are those of one micro-batch and rank.
+        # These number the samples and heads of each call from 0, so that masks are those of one
+        # micro-batch and rank.
         with seeded(q.device, mix(seed, place.start)):
             return core(q, k, v, self.alibi, documents, self.dropout)
 
 
 class SelfAttention(torch.nn.Module):
-    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
+    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see
+    CoreAttention.
 
-    The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
-    them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
+    The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
+    dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
+    from version 2.0 on).
     """
 
     def __init__(
-        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill, output_fill: Fill,
-        rotary: RotaryEmbedding | None, recompute: bool, attention: str = "torch",
+        self,
+        context: LayerContext,
+        name: str,
+        config: ModelConfig,
+        layer: int,
+        fill: Fill,
+        output_fill: Fill,
+        rotary: RotaryEmbedding | None,
+        recompute: bool,
+        attention: str = "torch",
     ) -> None:
         super().__init__()
-        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
+        heads, groups, d = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.kv_channels,
+        )
         tp = context.tensor.size
         self.rotary, self.core = rotary, CoreAttention(context, config, layer, recompute, attention)
         self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
         bias = config.add_bias_linear
         self.query_key_value = ColumnParallelLinear(
-            context, f"{name}.query_key_value", ((heads + 2 * groups) * d, config.hidden_size), fill, bias
+            context,
+            f"{name}.query_key_value",
+            ((heads + 2 * groups) * d, config.hidden_size),
+            fill,
+            bias,
         )
-        self.dense = RowParallelLinear(context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias)
+        self.dense = RowParallelLinear(
+            context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias
+        )
 
     def forward(
         self, x: Tensor, call: CallContext, again: Again = None
@@ -214,9 +290,12 @@ class SelfAttention(torch.nn.Module):
         return self.dense(out.reshape(s, b, -1))
 
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated by their positions."""
+        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated by
+        their positions.
+        """
         s, b = mixed.shape[:2]
-        # The gradient of split is one concatenation; those of slices would each be as large as the whole.
+        # The gradient of split is one concatenation; those of slices would each be as large as the
+        # whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k, v = k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:

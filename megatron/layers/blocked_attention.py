@@ -1,14 +1,18 @@
-"""Causal attention in blocks: matrix products of many heads at once, with one pass over the scores between them.
+"""Causal attention in blocks: matrix products of many heads at once, with one pass over the scores
+between them.
 
-Scores exist for one block only: of queries with all keys that they see in the forward pass, of keys with all queries
-that see them in the backward pass, which recomputes them from the logarithms that were kept (Dao et al., arXiv
-2205.14135; the order of loops of algorithm 4). Nothing above the blocks of the diagonal is computed. So memory grows
-with the sequence, not with its square, and on a CPU the products are as fast as large ones.
+Scores exist for one block only: of queries with all keys that they see in the forward pass, of keys
+with all queries that see them in the backward pass, which recomputes them from the logarithms that
+were kept (Dao et al., arXiv 2205.14135; the order of loops of algorithm 4). Nothing above the
+blocks of the diagonal is computed. So memory grows with the sequence, not with its square, and on a
+CPU the products are as fast as large ones.
 
-Queries, keys and values are read in the projection, and their gradients are written in its layout. Products accumulate
-in fp32; in 16 bits the scores are rounded to the format, as in the explicit softmax, and the gradient of the queries,
-the only one with a term from each block, is accumulated in fp32.
+Queries, keys and values are read in the projection, and their gradients are written in its layout.
+Products accumulate in fp32; in 16 bits the scores are rounded to the format, as in the explicit
+softmax, and the gradient of the queries, the only one with a term from each block, is accumulated
+in fp32.
 """
+
 from __future__ import annotations
 
 import math
@@ -23,27 +27,34 @@ from megatron.kernels.work import Attention, Scope, counts_as
 from megatron.layers.positions import Documents
 from megatron.parallel.random import DropoutKey, Place
 
-# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks skip more above the diagonal,
-# larger ones make faster products, which matters more in 16 bits.
+# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks skip more above
+# the diagonal, larger ones make faster products, which matters more in 16 bits.
 _LEAST = {torch.float32: 64}
 _LEAST_16_BIT, _MOST_TIMES, _BLOCKS = 128, 2, 8
-# Scores of this many elements at once: a buffer of some MiB however many heads and samples there are.
+# Scores of this many elements at once: a buffer of some MiB however many heads and samples there
+# are.
 _SCORES = 1 << 22
 
 
 Settings = tuple[Tensor | None, bool, kernel.Law]
-"""Slopes of ALiBi, fp32 [heads] or None; whether the kernels compute; scale and dropout, as the kernels take them."""
+"""Slopes of ALiBi, fp32 [heads] or None; whether the kernels compute; scale and dropout, as the
+kernels take them.
+"""
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the least."""
+    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the
+    least.
+    """
     least = _LEAST.get(dtype, _LEAST_16_BIT)
     wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
     return max(least, min(wished, _MOST_TIMES * least))
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1, else a copy."""
+    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1, else a
+    copy.
+    """
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
 
@@ -55,19 +66,24 @@ def _heads(x: Tensor) -> Tensor:
 def _transposed(x: Tensor) -> Tensor:
     """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
-    In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole of a tensor.
+    In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole
+    of a tensor.
     """
     return (x if x.dtype == torch.float32 else x.contiguous()).transpose(1, 2)
 
 
 def _parts(count: int, scores: int) -> list[slice]:
-    """Divide samples and groups into parts of about _SCORES scores, but with work for every thread."""
+    """Divide samples and groups into parts of about _SCORES scores, but with work for every
+    thread.
+    """
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 class _Rows:
-    """A tensor [s, b, groups, share, d] to be written as rows: in place if its strides allow, else in a copy."""
+    """A tensor [s, b, groups, share, d] to be written as rows: in place if its strides allow, else
+    in a copy.
+    """
 
     def __init__(self, place: Tensor) -> None:
         s, b, groups, share, d = place.shape
@@ -83,12 +99,16 @@ class _Rows:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Map q [s, b, groups, share, d], k and v [s, b, groups, d] to (out like q, logarithms [b groups, s share])."""
+    """Map q [s, b, groups, share, d], k and v [s, b, groups, d] to (out like q, logarithms [b
+    groups, s share]).
+    """
     slopes, fused, law = settings
     s, b, groups, share, _ = q.shape
     out = q.new_empty(q.shape)
     queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
-    logarithms = q.new_empty(b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32))
+    logarithms = q.new_empty(
+        b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     weights = kernel.attention_weights_ if fused else kernel.weights_reference
     block = block_length(s, q.dtype)
     parts = _parts(b * groups, min(block, s) * share * s)
@@ -96,7 +116,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tenso
     for part in parts:
         for first in range(0, s, block):
             last = min(first + block, s)
-            rows, shape = slice(first * share, last * share), (part.stop - part.start, (last - first) * share, last)
+            rows, shape = (
+                slice(first * share, last * share),
+                (part.stop - part.start, (last - first) * share, last),
+            )
             scores = buffer[: math.prod(shape)].view(shape)
             torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
             weights(scores, logarithms, slopes, part.start, first, *law)
@@ -106,8 +129,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tenso
 
 
 def _backward(
-    dout: Tensor, out: Tensor, logarithms: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    settings: Settings, dq: Tensor, dk: Tensor, dv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
     """Fill dq, dk and dv; dout and out are like q, contiguous."""
     slopes, fused, law = settings
@@ -132,8 +163,12 @@ def _backward(
             torch.bmm(queries[part, row:], _transposed(keys[part, first:last]), out=scores)
             torch.bmm(douts[part, row:], _transposed(values[part, first:last]), out=dscores)
             gradient(scores, dscores, logarithms, dots, slopes, part.start, first, first, *law)
-            torch.bmm(scores.transpose(1, 2), douts[part, row:], out=to_values.rows[part, first:last])
-            torch.bmm(dscores.transpose(1, 2), queries[part, row:], out=to_keys.rows[part, first:last])
+            torch.bmm(
+                scores.transpose(1, 2), douts[part, row:], out=to_values.rows[part, first:last]
+            )
+            torch.bmm(
+                dscores.transpose(1, 2), queries[part, row:], out=to_keys.rows[part, first:last]
+            )
             _add_product(total[:, row:], dscores, keys[part, first:last], fresh=first == 0)
         if sums is not None:
             to_queries.rows[part] = total
@@ -142,7 +177,9 @@ def _backward(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Compute total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is added."""
+    """Compute total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is
+    added.
+    """
     if total.dtype == a.dtype:
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
     elif fresh:
@@ -152,7 +189,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [.., groups, share, d], k and v [.., groups, d] of the projection, or of three tensors."""
+    """Return q [.., groups, share, d], k and v [.., groups, d] of the projection, or of three
+    tensors.
+    """
     if len(tensors) == 1:
         (mixed,) = tensors
         return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
@@ -161,13 +200,17 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _counted(q: Tensor, backward: bool = False) -> Scope:
-    """Count all blocks for q [s, b, groups, share, d] as one pass of attention, whose rate is measured as such."""
+    """Count all blocks for q [s, b, groups, share, d] as one pass of attention, whose rate is
+    measured as such.
+    """
     s, b, groups, share, d = q.shape
     return counts_as(Attention(b, groups * share, s, d, backward))
 
 
 class _Attention(torch.autograd.Function):
-    """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of the tensors."""
+    """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of
+    the tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
@@ -190,17 +233,23 @@ class _Attention(torch.autograd.Function):
 
 
 def blocked_attention(
-    tensors: tuple[Tensor, ...], slopes: Tensor | None, documents: Documents | None, dropout: float,
-    seed: int | None, fused: bool, place: Place | None = None,
+    tensors: tuple[Tensor, ...],
+    slopes: Tensor | None,
+    documents: Documents | None,
+    dropout: float,
+    seed: int | None,
+    fused: bool,
+    place: Place | None = None,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
-    tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come before its key and
-               its value; or q [s, b, heads, d], k and v [s, b, groups, d]
+    tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
+               before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
     slopes     of ALiBi, fp32 [heads], or None
     dropout    of the weights, with masks by `seed` (megatron.parallel.random); no seed: none
     fused      softmax and its gradient through the kernels, whose masks are their own
-    place      of the weights among those of the whole job (DropoutKey.weights); None: they are the whole
+    place      of the weights among those of the whole job (DropoutKey.weights); None: they are the
+               whole
     """
     q, k, _ = _split(tensors)
     positions, samples, groups, share, d = q.shape
@@ -221,7 +270,9 @@ def blocked_attention(
         starts = torch.arange(samples, device=tensors[0].device)
         return _Attention.apply(at(starts), *tensors).flatten(2, 3)
     outs = []
-    for starts, *batch in zip(documents.starts, *(documents.batches(x) for x in tensors), strict=True):
+    for starts, *batch in zip(
+        documents.starts, *(documents.batches(x) for x in tensors), strict=True
+    ):
         out = _Attention.apply(at(starts), *(x.transpose(0, 1) for x in batch))
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)

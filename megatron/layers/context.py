@@ -1,10 +1,13 @@
-"""The context of layers: a LayerContext at construction, which makes their parameters, a CallContext at each call.
+"""The context of layers: a LayerContext at construction, which makes their parameters, a
+CallContext at each call.
 
-Parameters have the same global values on any layout and any device. A global tensor is drawn in blocks along its
-tensor-parallel dimension; each block has a generator of its own, seeded by (seed, name, block). A rank draws only the
-blocks that its shard touches, on the CPU, in fp32: torch's CPU generator, logarithms and cosines have no exact
-equivalent on a device. Several threads draw, and finished blocks are copied to the device while the next are drawn.
+Parameters have the same global values on any layout and any device. A global tensor is drawn in
+blocks along its tensor-parallel dimension; each block has a generator of its own, seeded by (seed,
+name, block). A rank draws only the blocks that its shard touches, on the CPU, in fp32: torch's CPU
+generator, logarithms and cosines have no exact equivalent on a device. Several threads draw, and
+finished blocks are copied to the device while the next are drawn.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -26,9 +29,13 @@ from megatron.parallel.topology import Group
 
 BLOCK = 64
 _PIECE = 1 << 20
-"""Least elements that a thread draws at a time: some milliseconds, so that all threads end together."""
+"""Least elements that a thread draws at a time: some milliseconds, so that all threads end
+together.
+"""
 Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
-"""Fills a block of a parameter: (block, generator, the parameter's global shape). Several threads call it at once."""
+"""Fills a block of a parameter: (block, generator, the parameter's global shape). Several threads
+call it at once.
+"""
 
 
 def normal(std: float) -> Fill:
@@ -37,7 +44,9 @@ def normal(std: float) -> Fill:
 
 
 def xavier_uniform() -> Fill:
-    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix (Glorot and Bengio, 2010, eq. 16)."""
+    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix (Glorot and Bengio,
+    2010, eq. 16).
+    """
 
     def fill(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
         bound = math.sqrt(6.0 / (shape[-1] + shape[-2]))
@@ -51,12 +60,16 @@ def constant(value: float) -> Fill:
 
 
 def draw(
-    sharding: Sharding, local_shape: Sequence[int], fill: Fill, seed: int, device: torch.device | None = None
+    sharding: Sharding,
+    local_shape: Sequence[int],
+    fill: Fill,
+    seed: int,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
-    Besides them each thread needs at most two pieces of _PIECE elements, or of a block if that is more, on the host and
-    on the device.
+    Besides them each thread needs at most two pieces of _PIECE elements, or of a block if that is
+    more, on the host and on the device.
     """
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
@@ -69,11 +82,17 @@ def draw(
     def values(piece: Tensor, first: int) -> Tensor:
         """Fill `piece` with the rows from `first`, a block's first, on."""
         for i, block in enumerate(piece.split(BLOCK), first // BLOCK):
-            fill(block, torch.Generator().manual_seed(mix(seed, name_key(sharding.name), i)), sharding.global_shape)
+            fill(
+                block,
+                torch.Generator().manual_seed(mix(seed, name_key(sharding.name), i)),
+                sharding.global_shape,
+            )
         return piece
 
     def pieces() -> Iterator[tuple[Tensor, int]]:
-        """Yield host memory and the first row of each piece; pinned memory, which torch keeps until it is copied."""
+        """Yield host memory and the first row of each piece; pinned memory, which torch keeps until
+        it is copied.
+        """
         for first in range(start // BLOCK * BLOCK, start + extent, rows):
             count = min(rows, -(-(start + extent) // BLOCK) * BLOCK - first, total - first)
             yield torch.empty(count, *rest, pin_memory=device.type != "cpu"), first
@@ -81,7 +100,9 @@ def draw(
     def put(piece: Tensor, first: int) -> None:
         low, high = max(first, start), min(first + len(piece), start + extent)
         # The rows may be columns of the shard: they are placed on the device.
-        target[low - start : high - start] = piece[low - first : high - first].to(device, non_blocking=True)
+        target[low - start : high - start] = piece[low - first : high - first].to(
+            device, non_blocking=True
+        )
 
     threads = min(torch.get_num_threads(), -(-extent // rows))
     if threads < 2:
@@ -105,11 +126,17 @@ def draw(
 class ParameterFactory:
     """Factory of fp32 parameters on a device, with their Sharding attached.
 
-    `perform_initialization=False` leaves zeros: for a model that is loaded from a checkpoint at once.
+    `perform_initialization=False` leaves zeros: for a model that is loaded from a checkpoint at
+    once.
     """
 
     def __init__(
-        self, seed: int, tensor_rank: int, tensor_size: int, device: torch.device, perform_initialization: bool = True
+        self,
+        seed: int,
+        tensor_rank: int,
+        tensor_size: int,
+        device: torch.device,
+        perform_initialization: bool = True,
     ) -> None:
         self.seed, self.rank, self.size, self.device = seed, tensor_rank, tensor_size, device
         self.perform_initialization = perform_initialization
@@ -124,7 +151,9 @@ class ParameterFactory:
         padded: int | None = None,
         **properties: bool,
     ) -> torch.nn.Parameter:
-        """Create a parameter. `dim` is cut over the tensor ranks after padding it to `padded` entries."""
+        """Create a parameter. `dim` is cut over the tensor ranks after padding it to `padded`
+        entries.
+        """
         sharding = shard(name, global_shape, dim, self.rank, self.size, padded=padded, **properties)
         local_shape = list(global_shape)
         if dim is not None:
@@ -143,8 +172,10 @@ class LayerContext:
     tensor             the tensor-parallel group
     parameters         makes this rank's shard of each parameter
     sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
-    overlap            the input gradient of a column-parallel layer is reduced behind its weight gradient
-    chunks             pieces of a product, so that the message of one overlaps with the next; 1: uncut
+    overlap            the input gradient of a column-parallel layer is reduced behind its weight
+                       gradient
+    chunks             pieces of a product, so that the message of one overlaps with the next; 1:
+                       uncut
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators use the fused kernels; none by default
     alibis, rotaries   cached results of alibi() and rotary()
@@ -193,8 +224,12 @@ class CallContext:
     documents: Documents | None = None
     dropout: DropoutKey | None = None
 
-    def hidden_mask(self, x: Tensor, layer: int, site: Site, context: LayerContext) -> tuple[int | None, Place]:
-        """Return seed and place of the mask of the residual stream x [s(/tp), b, h]; no seed if dropout is off."""
+    def hidden_mask(
+        self, x: Tensor, layer: int, site: Site, context: LayerContext
+    ) -> tuple[int | None, Place]:
+        """Return seed and place of the mask of the residual stream x [s(/tp), b, h]; no seed if
+        dropout is off.
+        """
         if self.dropout is None:
             return None, WHOLE
         part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)

@@ -1,4 +1,7 @@
-"""Token and position embeddings; the token table is cut over the tensor-parallel group along the vocabulary."""
+"""Token and position embeddings; the token table is cut over the tensor-parallel group along the
+vocabulary.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -18,15 +21,25 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 def word_embedding_weight(
-    context: LayerContext, vocab_size: int, padded: int, hidden: int, fill: Fill, *, name: str = WORD_EMBEDDINGS,
+    context: LayerContext,
+    vocab_size: int,
+    padded: int,
+    hidden: int,
+    fill: Fill,
+    *,
+    name: str = WORD_EMBEDDINGS,
     tied: bool = False,
 ) -> torch.nn.Parameter:
-    """Make the table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding rows are zero."""
+    """Make the table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding
+    rows are zero.
+    """
     return context.parameters.create(name, (vocab_size, hidden), 0, fill, padded=padded, tied=tied)
 
 
 class _LookUp(torch.autograd.Function):
-    """Look-up in a table whose gradient has a sink: only gradients of the rows in use are added to it."""
+    """Look-up in a table whose gradient has a sink: only gradients of the rows in use are added to
+    it.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
@@ -39,7 +52,9 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         sink = sink_of(ctx.weight)
-        assert sink is not None, "the sink of a table was removed between a forward and its backward pass"
+        assert sink is not None, (
+            "the sink of a table was removed between a forward and its backward pass"
+        )
         # In a fixed order: a resumed run must repeat the bits of one that was not interrupted.
         total = sink.complete()
         faster = total.device.type == "cpu" and total.dtype == torch.float32  # torch's index_add_
@@ -55,7 +70,9 @@ def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Token embedding: [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; their sum has all."""
+    """Token embedding: [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; their sum
+    has all.
+    """
 
     def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -69,7 +86,8 @@ class VocabParallelEmbedding(torch.nn.Module):
         local = tokens - first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         found = look_up(self.weight, local.masked_fill(elsewhere, 0))
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # [s, b, h], zero where another rank has the row
+        # [s, b, h], zero where another rank has the row
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return reduce_from_tensor_region(found, self.context.tensor, self.context.sequence_parallel)
 
 
@@ -79,7 +97,9 @@ class PositionEmbedding(torch.nn.Module):
     def __init__(self, context: LayerContext, positions: int, hidden: int, fill: Fill) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.parameters.create(POSITION_EMBEDDINGS, (positions, hidden), None, fill)
+        self.weight = context.parameters.create(
+            POSITION_EMBEDDINGS, (positions, hidden), None, fill
+        )
 
     def forward(self, sequence: int, position_ids: Tensor | None) -> Tensor:
         if position_ids is None:

@@ -1,21 +1,24 @@
 """Linear layers whose weight is cut over the tensor-parallel group.
 
-Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input and computes its part of the
-output. Row parallel: the weight is cut along `in`; every rank sees its part of the input and computes a term of the
-output's sum.
+Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input and
+computes its part of the output. Row parallel: the weight is cut along `in`; every rank sees its
+part of the input and computes a term of the output's sum.
 
-In one piece, a product that needs its input gathered, or its output summed, waits for the message. In chunks of tokens,
-the message of one chunk is sent while the next is multiplied (the idea of Wang et al., "Overlap Communication
-with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). Every element is the same sum
-over the same terms for any number of chunks.
+In one piece, a product that needs its input gathered, or its output summed, waits for the message.
+In chunks of tokens, the message of one chunk is sent while the next is multiplied (the idea of Wang
+et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models", ASPLOS 2023). Every element is the same sum over the same terms for any number of chunks.
 
-How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs some o seconds (its latency,
-the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16 MiB (2048 tokens of 4096 in 16 bit) take
-about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is in the tens of microseconds: 4, the default.
+How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs some o
+seconds (its latency, the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16
+MiB (2048 tokens of 4096 in 16 bit) take about 0.3 ms at the 50 GB/s between two GCDs of an MI250X,
+and o is in the tens of microseconds: 4, the default.
 
-With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i consists of the i-th
-rows of every rank's part, so that all ranks send alike and each gets its own rows back.
+With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i
+consists of the i-th rows of every rank's part, so that all ranks send alike and each gets its own
+rows back.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,12 +35,14 @@ from megatron.parallel import collectives
 from megatron.parallel.sink import deliver, sink_of
 
 LEAST_TOKENS = 256
-"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs, so that few tiles
-are half empty."""
+"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
+so that few tiles are half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
-    """Return first and last + 1 of each chunk of `rows` rows, if the product has `tokens` tokens in all."""
+    """Return first and last + 1 of each chunk of `rows` rows, if the product has `tokens` tokens in
+    all.
+    """
     n = max(1, min(context.chunks, rows, tokens // LEAST_TOKENS))
     return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 
@@ -71,8 +76,8 @@ def gathered_product(
         if i + 1 < len(bounds):
             following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
         arrived.wait()
-        # One product over the rows of all ranks, then a copy to their places: a product for each rank would have fewer
-        # rows, and a batched one is slower on a CPU.
+        # One product over the rows of all ranks, then a copy to their places: a product for each
+        # rank would have fewer rows, and a batched one is slower on a CPU.
         y[:, first:end] = (part @ matrix).view(size, end - first, *y.shape[2:])
         if kept is not None:
             kept[:, first:end] = part.view(size, end - first, *x.shape[1:])
@@ -111,7 +116,8 @@ def summed_product(x: Tensor, matrix: Tensor, context: LayerContext) -> tuple[Te
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Compute dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape.
+    """Compute dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's
+    shape.
 
     None if the weight has a sink, to which it was added.
     """
@@ -127,7 +133,9 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 def deferred_weight_gradient(
     weight: Tensor, dy: Tensor, x: Tensor, gathered: Any = collectives.DONE
 ) -> None:
-    """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered` has arrived."""
+    """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered`
+    has arrived.
+    """
     gathered.wait()
     gradient = _weight_gradient(weight, dy, x)
     if gradient is not None:
@@ -135,14 +143,17 @@ def deferred_weight_gradient(
 
 
 Again = Callable[[], Tensor] | None
-"""Recomputes a layer's input, to the same bits, in the backward pass, without autograd, instead of keeping it."""
+"""Recomputes a layer's input, to the same bits, in the backward pass, without autograd, instead of
+keeping it.
+"""
 
 
 class _Linear(torch.autograd.Function):
     """y = x W^T with the messages of its region and a weight gradient that can be deferred.
 
-    Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a sum over the ranks,
-    and its gradient is gathered. A gathered x is not kept: it is gathered again in the backward pass.
+    Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a
+    sum over the ranks, and its gradient is gathered. A gathered x is not kept: it is gathered again
+    in the backward pass.
     """
 
     @staticmethod
@@ -152,11 +163,12 @@ class _Linear(torch.autograd.Function):
         if again is None:
             ctx.save_for_backward(x)
         ctx.again = again
-        # Not saved through autograd: recomputation would return a detached copy, and a deferred gradient must reach
-        # the parameter itself.
+        # Not saved through autograd: recomputation would return a detached copy, and a deferred
+        # gradient must reach the parameter itself.
         ctx.weight = weight
         ctx.column, ctx.context = column, context
-        ctx.partial_gradient = not column or context.sequence_parallel  # of x, for engine/gradients.py
+        # of x, for engine/gradients.py
+        ctx.partial_gradient = not column or context.sequence_parallel
         matrix = weight.view(-1, weight.shape[-1]).t()
         if column:
             return gathered_product(x, matrix, context, keep=False)[0]
@@ -177,7 +189,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _column(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gather x behind the product of dx, and sum dx behind that of dW; a deferred dW gathers x last."""
+        """Gather x behind the product of dx, and sum dx behind that of dW; a deferred dW gathers x
+        last.
+        """
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         context = ctx.context
         now = needs_weight and not context.weight_gradients.deferring
@@ -193,8 +207,11 @@ class _Linear(torch.autograd.Function):
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
-            x, gathered = _gather_async(x.detach(), context)  # so that a deferred gradient does not keep the graph
-            context.weight_gradients.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            # so that a deferred gradient does not keep the graph
+            x, gathered = _gather_async(x.detach(), context)
+            context.weight_gradients.add(
+                partial(deferred_weight_gradient, ctx.weight, dy, x, gathered)
+            )
         _wait(works)
         return dx, dw
 
@@ -204,7 +221,9 @@ class _Linear(torch.autograd.Function):
         context, queue = ctx.context, ctx.context.weight_gradients
         dx, dw, gathered = None, None, collectives.DONE
         if needs_x:
-            dx, whole = gathered_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), context, needs_weight)
+            dx, whole = gathered_product(
+                dy, ctx.weight.view(-1, ctx.weight.shape[-1]), context, needs_weight
+            )
             dy = dy if whole is None else whole
         elif needs_weight:
             dy, gathered = _gather_async(dy, context)
@@ -221,7 +240,9 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def column_parallel_matmul(x: Tensor, weight: Tensor, context: LayerContext, again: Again = None) -> Tensor:
+def column_parallel_matmul(
+    x: Tensor, weight: Tensor, context: LayerContext, again: Again = None
+) -> Tensor:
     """Return x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
     return _Linear.apply(x, weight, True, context, again)
 
@@ -229,16 +250,22 @@ def column_parallel_matmul(x: Tensor, weight: Tensor, context: LayerContext, aga
 class ColumnParallelLinear(torch.nn.Module):
     """y = x W^T + b with W cut along its output: [s(/tp), b, in] -> [s, b, out/tp].
 
-    `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side (a gated unit),
-    which are cut alike and give [s, b, n * out/tp].
+    `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
+    (a gated unit), which are cut alike and give [s, b, n * out/tp].
     """
 
-    def __init__(self, context: LayerContext, name: str, shape: tuple[int, ...], fill: Fill, bias: bool) -> None:
+    def __init__(
+        self, context: LayerContext, name: str, shape: tuple[int, ...], fill: Fill, bias: bool
+    ) -> None:
         super().__init__()
         self.context = context
         make = context.parameters.create
         self.weight = make(f"{name}.weight", shape, len(shape) - 2, fill)
-        self.bias = make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False) if bias else None
+        self.bias = (
+            make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False)
+            if bias
+            else None
+        )
 
     def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
@@ -253,16 +280,20 @@ class ColumnParallelLinear(torch.nn.Module):
 class RowParallelLinear(torch.nn.Module):
     """y = x W^T with W [out, in] cut along its input: [s, b, in/tp] -> [s(/tp), b, out].
 
-    The bias, which every rank holds, is returned beside the product so that the caller adds it together with dropout
-    and the residual.
+    The bias, which every rank holds, is returned beside the product so that the caller adds it
+    together with dropout and the residual.
     """
 
-    def __init__(self, context: LayerContext, name: str, shape: tuple[int, int], fill: Fill, bias: bool) -> None:
+    def __init__(
+        self, context: LayerContext, name: str, shape: tuple[int, int], fill: Fill, bias: bool
+    ) -> None:
         super().__init__()
         self.context = context
         make = context.parameters.create
         self.weight = make(f"{name}.weight", shape, 1, fill)
-        self.bias = make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
+        self.bias = (
+            make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
+        )
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         return _Linear.apply(x, self.weight, False, self.context, again), self.bias

@@ -1,4 +1,5 @@
 """Positions and documents in attention: ALiBi, rotary embedding, lengths of documents."""
+
 from __future__ import annotations
 
 import math
@@ -16,8 +17,8 @@ from megatron.kernels.ops import rotary as kernel
 def alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
-    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power below and fills up
-    with every second one of the power above, as the authors' code does.
+    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power
+    below and fills up with every second one of the power above, as the authors' code does.
     """
 
     def geometric(n: int) -> list[float]:
@@ -28,12 +29,15 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i, -infinity for the others.
+    """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i,
+    -infinity for the others.
 
-    They depend on the distance alone, so the top left corner serves a shorter sequence. Beside the result a few
-    matrices [length, length] are needed, not one for each head.
+    They depend on the distance alone, so the top left corner serves a shorter sequence. Beside the
+    result a few matrices [length, length] are needed, not one for each head.
     """
-    index = torch.arange(length, device=slopes.device, dtype=torch.promote_types(dtype, torch.float32))
+    index = torch.arange(
+        length, device=slopes.device, dtype=torch.promote_types(dtype, torch.float32)
+    )
     behind = index - index.unsqueeze(1)
     behind.masked_fill_(behind > 0, float("-inf"))
     bias = torch.empty(1, len(slopes), length, length, dtype=dtype, device=slopes.device)
@@ -43,9 +47,11 @@ def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Alibi:
-    """The slopes of this rank's heads, fp32 [heads], and the one bias that all layers of the rank share.
+    """The slopes of this rank's heads, fp32 [heads], and the one bias that all layers of the rank
+    share.
 
-    No module and no buffer, like RotaryEmbedding: no checkpoint has it and no cast of the model touches it.
+    No module and no buffer, like RotaryEmbedding: no checkpoint has it and no cast of the model
+    touches it.
     """
 
     def __init__(self, slopes: Tensor) -> None:
@@ -56,12 +62,17 @@ class Alibi:
     def bias(self, length: int, longest: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Return alibi_bias(slopes / scale, length, dtype), not to be written to.
 
-        It is a corner of a table, which is rebuilt when a longer one, or another kind, is needed: for powers of two up
-        to `longest`, the positions of a sequence. A row of the table is a multiple of 16 entries long, so that a
-        kernel loads many at once.
+        It is a corner of a table, which is rebuilt when a longer one, or another kind, is needed:
+        for powers of two up to `longest`, the positions of a sequence. A row of the table is a
+        multiple of 16 entries long, so that a kernel loads many at once.
         """
         table = self._table
-        if table is None or table.shape[-1] < length or table.dtype != dtype or self._scale != scale:
+        if (
+            table is None
+            or table.shape[-1] < length
+            or table.dtype != dtype
+            or self._scale != scale
+        ):
             self._table = None  # not two of them at once
             rows = max(length, min(1 << (length - 1).bit_length(), longest))
             self._table = table = alibi_bias(self.slopes / scale, -(-rows // 16) * 16, dtype)
@@ -92,7 +103,9 @@ class RotaryEmbedding:
         return table
 
     def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
-        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2]; positions 0 ... length-1 if there are no ids [b, s]."""
+        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2]; positions 0 ... length-1 if there
+        are no ids [b, s].
+        """
         cos, sin = self._grown(length, device)
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]
@@ -100,7 +113,8 @@ class RotaryEmbedding:
         return cos[ids].unsqueeze(2), sin[ids].unsqueeze(2)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32; contiguous result.
+        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32;
+        contiguous result.
 
         x may be a slice of the fused projection: the kernel needs no copy.
         """
@@ -115,8 +129,8 @@ class RotaryEmbedding:
     def rotate_groups(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [s, b, groups, queries, d] -> [s, b, groups * queries, d].
 
-        In a slice of the fused projection the heads of different groups have no common stride, but groups and samples
-        have one, and so have samples and positions: the kernel needs no copy.
+        In a slice of the fused projection the heads of different groups have no common stride, but
+        groups and samples have one, and so have samples and positions: the kernel needs no copy.
         """
         s, b, groups, queries, d = x.shape
         cos, sin = angles
@@ -125,14 +139,17 @@ class RotaryEmbedding:
         elif cos.shape[1] == 1:
             turned = self.rotate(x.flatten(1, 2), angles)
         else:
-            turned = self.rotate(x.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1)))
+            turned = self.rotate(
+                x.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1))
+            )
         return turned.view(s, b, groups * queries, d)
 
 
-# Documents share one call of the kernel if padding to the longest adds at most a quarter to each, and those of up to
-# four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens: with documents of 100 tokens and
-# more this costs what one call for each costs, with 5 to 30 tokens 10 to 50 % less; wider groups lose more by padding
-# than they save in calls. On a GPU, where a call costs more, there are at most 28 instead of hundreds.
+# Documents share one call of the kernel if padding to the longest adds at most a quarter to each,
+# and those of up to four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens:
+# with documents of 100 tokens and more this costs what one call for each costs, with 5 to 30 tokens
+# 10 to 50 % less; wider groups lose more by padding than they save in calls. On a GPU, where a call
+# costs more, there are at most 28 instead of hundreds.
 _FILL, _TINY = 1.25, 4
 
 
@@ -141,8 +158,8 @@ class Groups:
     """Documents in batches, for a kernel that needs equal lengths.
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
-    gather    int64 [sum of documents * length]: the row of [s, b] that each place of the batches is read from. A place
-              past the end of its document has the row that follows
+    gather    int64 [sum of documents * length]: the row of [s, b] that each place of the batches is
+              read from. A place past the end of its document has the row that follows
     scatter   int64 [s * b]: the place in the batches of each row of [s, b]
     """
 
@@ -152,7 +169,9 @@ class Groups:
 
 
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
-    """Divide documents into batches of similar length. `lengths` [documents]: one sample after the other."""
+    """Divide documents into batches of similar length. `lengths` [documents]: one sample after the
+    other.
+    """
     total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order]
@@ -197,34 +216,47 @@ class Documents:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key; cached for all layers."""
+        """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key; cached
+        for all layers.
+        """
         device = self.cu_seqlens.device
-        rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(self.samples, -1)
+        rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(
+            self.samples, -1
+        )
         document = torch.searchsorted(self.cu_seqlens, rows, right=True, out_int32=True)  # [b, s]
         seen = document.unsqueeze(2) == document.unsqueeze(1)
         return seen.tril_().logical_not_().unsqueeze(1)
 
     @cached_property
     def groups(self) -> Groups:
-        """Return the batches of group_documents with their indices on the device; cached for all layers."""
+        """Return the batches of group_documents with their indices on the device; cached for all
+        layers.
+        """
         groups, device = group_documents(self.lengths, self.samples), self.cu_seqlens.device
         if device.type == "cpu":
             return groups
         # From pageable memory the copies would wait for the work that is queued on the device.
-        gather, scatter = (x.pin_memory().to(device, non_blocking=True) for x in (groups.gather, groups.scatter))
+        gather, scatter = (
+            x.pin_memory().to(device, non_blocking=True) for x in (groups.gather, groups.scatter)
+        )
         return Groups(groups.shapes, gather, scatter)
 
     @cached_property
     def starts(self) -> list[Tensor]:
-        """Return the row of [s, b] at which each document starts, for each batch of similar length."""
+        """Return the row of [s, b] at which each document starts, for each batch of similar
+        length.
+        """
         shapes, gather = self.groups.shapes, self.groups.gather
         parts = gather.split([documents * length for documents, length in shapes])
-        return [part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)]
+        return [
+            part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)
+        ]
 
     def batches(self, x: Tensor) -> list[Tensor]:
         """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
-        # The gradient of split is one concatenation; that of a slice would be as large as the whole, for each batch.
+        # The gradient of split is one concatenation; that of a slice would be as large as the
+        # whole, for each batch.
         parts = rows.split([documents * length for documents, length in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,4 +1,5 @@
 """One transformer layer: attention and MLP, each with norm before, dropout and residual after."""
+
 from __future__ import annotations
 
 import importlib
@@ -15,7 +16,14 @@ from megatron.kernels.ops import dropout as dropout_kernel
 from megatron.kernels.ops import norm as norm_kernel
 from megatron.kernels.ops.activation import bias_activation
 from megatron.layers.attention import SelfAttention
-from megatron.layers.context import CallContext, Fill, LayerContext, constant, normal, xavier_uniform
+from megatron.layers.context import (
+    CallContext,
+    Fill,
+    LayerContext,
+    constant,
+    normal,
+    xavier_uniform,
+)
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.random import WHOLE, Place, Site
@@ -26,14 +34,22 @@ if TYPE_CHECKING:
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm (Ba et al., arXiv 1607.06450) or RMSNorm (Zhang and Sennrich, arXiv 1910.07467): [.., h] -> [.., h].
+    """LayerNorm (Ba et al., arXiv 1607.06450) or RMSNorm (Zhang and Sennrich, arXiv 1910.07467):
+    [.., h] -> [.., h].
 
     The result has the dtype of the weight; statistics are in fp32.
-    With `one_plus` the stored weight is the gain minus one, so that weight decay pulls the gain to one.
+    With `one_plus` the stored weight is the gain minus one, so that weight decay pulls the gain to
+    one.
     """
 
     def __init__(
-        self, context: LayerContext, name: str, hidden: int, kind: str, epsilon: float, one_plus: bool = False
+        self,
+        context: LayerContext,
+        name: str,
+        hidden: int,
+        kind: str,
+        epsilon: float,
+        one_plus: bool = False,
     ) -> None:
         super().__init__()
         make = context.parameters.create
@@ -44,13 +60,17 @@ class Norm(torch.nn.Module):
             self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
         self.weight = make(f"{name}.weight", (hidden,), None, start, decay=False)
-        self.bias = None if self.rms else make(f"{name}.bias", (hidden,), None, constant(0.0), decay=False)
+        self.bias = (
+            None if self.rms else make(f"{name}.bias", (hidden,), None, constant(0.0), decay=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused and x.dtype == self.weight.dtype:
             if self.bias is None:
                 return norm_kernel.rms_norm(x, wide(self.weight), self.epsilon, self.one_plus)
-            return norm_kernel.layer_norm(x, wide(self.weight), wide(self.bias), self.epsilon, self.one_plus)
+            return norm_kernel.layer_norm(
+                x, wide(self.weight), wide(self.bias), self.epsilon, self.one_plus
+            )
         if self.apex is not None and x.dtype == self.weight.dtype:
             return self._by_apex(x)
         return self._by_torch(x)
@@ -59,7 +79,9 @@ class Norm(torch.nn.Module):
         """Return (norm(x + residual), x + residual); one pass with the kernel."""
         if self.fused and x.dtype == residual.dtype == self.weight.dtype:
             if self.bias is None:
-                return norm_kernel.add_rms_norm(x, residual, wide(self.weight), self.epsilon, self.one_plus)
+                return norm_kernel.add_rms_norm(
+                    x, residual, wide(self.weight), self.epsilon, self.one_plus
+                )
             weights = wide(self.weight), wide(self.bias)
             return norm_kernel.add_layer_norm(x, residual, *weights, self.epsilon, self.one_plus)
         total = residual + x
@@ -67,12 +89,15 @@ class Norm(torch.nn.Module):
 
     def _by_torch(self, x: Tensor) -> Tensor:
         dtype, gain = self.weight.dtype, wide(self.weight)
-        # A residual stream in fp32 beside bf16 weights: normalise in the wider type, return the narrower one.
+        # A residual stream in fp32 beside bf16 weights: normalise in the wider type, return the
+        # narrower one.
         x = x.to(torch.promote_types(x.dtype, gain.dtype))
         gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, gain.shape, gain, self.epsilon).to(dtype)
-        return F.layer_norm(x, gain.shape, gain, wide(self.bias).to(x.dtype), self.epsilon).to(dtype)
+        return F.layer_norm(x, gain.shape, gain, wide(self.bias).to(x.dtype), self.epsilon).to(
+            dtype
+        )
 
     def _by_apex(self, x: Tensor) -> Tensor:
         gain = self.weight + 1.0 if self.one_plus else self.weight
@@ -82,11 +107,12 @@ class Norm(torch.nn.Module):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation: [.., ffn] -> [.., ffn]; for 'swiglu' [.., 2 ffn], gate before value, -> [.., ffn].
+    """Apply the activation: [.., ffn] -> [.., ffn]; for 'swiglu' [.., 2 ffn], gate before value, ->
+    [.., ffn].
 
-    'gelu' is the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2), which GPT-2 and Megatron's fused kernel
-    use; 'openai_gelu' names the same function. 'swiglu': Shazeer, arXiv 2002.05202. 'squared_relu': So et al., arXiv
-    2109.08668.
+    'gelu' is the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2), which GPT-2 and
+    Megatron's fused kernel use; 'openai_gelu' names the same function. 'swiglu': Shazeer, arXiv
+    2002.05202. 'squared_relu': So et al., arXiv 2109.08668.
     """
     if kind == "swiglu":
         gate, value = x.chunk(2, dim=-1)
@@ -100,11 +126,17 @@ def activate(x: Tensor, kind: str) -> Tensor:
 class MLP(torch.nn.Module):
     """MLP, h -> ffn -> h: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    activation_again  recompute the output of the activation function in the backward pass instead of keeping it
+    activation_again  recompute the output of the activation function in the backward pass instead
+                      of keeping it
     """
 
     def __init__(
-        self, context: LayerContext, name: str, config: ModelConfig, fill: Fill, output_fill: Fill,
+        self,
+        context: LayerContext,
+        name: str,
+        config: ModelConfig,
+        fill: Fill,
+        output_fill: Fill,
         activation_again: bool = False,
     ) -> None:
         super().__init__()
@@ -114,11 +146,17 @@ class MLP(torch.nn.Module):
         up = (2, ffn, hidden) if self.activation == "swiglu" else (ffn, hidden)
         bias = config.add_bias_linear
         self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
-        self.dense_4h_to_h = RowParallelLinear(context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias)
+        self.dense_4h_to_h = RowParallelLinear(
+            context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias
+        )
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Compute the MLP of x; `again` recomputes x."""
-        up, bias = self.dense_h_to_4h.apart(x, again) if self.fused else (self.dense_h_to_4h(x, again), None)
+        up, bias = (
+            self.dense_h_to_4h.apart(x, again)
+            if self.fused
+            else (self.dense_h_to_4h(x, again), None)
+        )
         activated = self._activate(up, bias)
         if not self.activation_again:
             return self.dense_4h_to_h(activated)
@@ -126,29 +164,49 @@ class MLP(torch.nn.Module):
         return self.dense_4h_to_h(activated, partial(self._activate, up.detach(), bias))
 
     def _activate(self, up: Tensor, bias: Tensor | None) -> Tensor:
-        return bias_activation(up, bias, self.activation) if self.fused else activate(up, self.activation)
+        return (
+            bias_activation(up, bias, self.activation)
+            if self.fused
+            else activate(up, self.activation)
+        )
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, seed: int | None,
-    fused: bool = False, place: Place = WHOLE,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    probability: float,
+    seed: int | None,
+    fused: bool = False,
+    place: Place = WHOLE,
 ) -> Tensor:
-    """Return residual + dropout(x + bias), in the residual's dtype; without the kernel if x has another."""
+    """Return residual + dropout(x + bias), in the residual's dtype; without the kernel if x has
+    another.
+    """
     if seed is None:
         probability = 0.0
     if bias is not None:
         bias = wide(bias)
-    if fused and x.dtype == residual.dtype and probability < 1.0 and (bias is not None or probability > 0.0):
+    if (
+        fused
+        and x.dtype == residual.dtype
+        and probability < 1.0
+        and (bias is not None or probability > 0.0)
+    ):
         return dropout_kernel.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
     if bias is not None:
         x = x + bias
-    return (residual + dropout_kernel.keyed_dropout(x, probability, seed, place=place)).to(residual.dtype)
+    return (residual + dropout_kernel.keyed_dropout(x, probability, seed, place=place)).to(
+        residual.dtype
+    )
 
 
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
-    """Return the initial distributions of weights, and of those that write into the residual stream.
+    """Return the initial distributions of weights, and of those that write into the residual
+    stream.
 
-    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or Xavier's for all.
+    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
+    Xavier's for all.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
@@ -157,14 +215,22 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 
 
 class TransformerLayer(torch.nn.Module):
-    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model.
+    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole
+    model.
 
-    recompute  which of core_attn, mlp_act and layernorm are recomputed in the backward pass instead of being kept
+    recompute  which of core_attn, mlp_act and layernorm are recomputed in the backward pass instead
+               of being kept
     """
 
     def __init__(
-        self, context: LayerContext, config: ModelConfig, index: int, rotary: RotaryEmbedding | None = None, *,
-        recompute: Collection[str] = (), attention: str = "torch",
+        self,
+        context: LayerContext,
+        config: ModelConfig,
+        index: int,
+        rotary: RotaryEmbedding | None = None,
+        *,
+        recompute: Collection[str] = (),
+        attention: str = "torch",
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
@@ -172,7 +238,11 @@ class TransformerLayer(torch.nn.Module):
 
         def norm(part: str) -> Norm:
             return Norm(
-                context, f"{name}.{part}", config.hidden_size, config.normalization, config.layernorm_epsilon,
+                context,
+                f"{name}.{part}",
+                config.hidden_size,
+                config.normalization,
+                config.layernorm_epsilon,
                 config.apply_layernorm_1p,
             )
 
@@ -183,7 +253,14 @@ class TransformerLayer(torch.nn.Module):
         self.norms_again = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = SelfAttention(
-            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, "core_attn" in recompute,
+            context,
+            f"{name}.self_attention",
+            config,
+            index,
+            fill,
+            output_fill,
+            rotary,
+            "core_attn" in recompute,
             attention,
         )
         self.post_attention_layernorm = norm("post_attention_layernorm")
@@ -195,7 +272,8 @@ class TransformerLayer(torch.nn.Module):
         out, bias = self.self_attention(normed, call, self._again(self.input_layernorm, x))
         drops = call.dropout is not None and self.dropout > 0.0
         if bias is None and not drops and not self.residual_after_norm:
-            normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel if there is one
+            # one kernel if there is one
+            normed, x = self.post_attention_layernorm.add(out, residual)
         else:
             x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
             normed = self.post_attention_layernorm(x)

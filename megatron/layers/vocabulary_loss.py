@@ -1,20 +1,23 @@
 """Output layer and cross entropy over a vocabulary cut over the tensor-parallel group.
 
-For each token a rank has three numbers of its logits: the maximum, the sum of exponentials relative to it, and the
-label's logit. One message gives every rank those of all, from which the loss and the gradient of its own logits follow
-(Shoeybi et al., arXiv 1909.08053, section 3).
+For each token a rank has three numbers of its logits: the maximum, the sum of exponentials relative
+to it, and the label's logit. One message gives every rank those of all, from which the loss and the
+gradient of its own logits follow (Shoeybi et al., arXiv 1909.08053, section 3).
 
-With `late` both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are turned into
-their gradient in place, and that into its part of the input's and the weight's gradient, before the next chunk uses
-their memory. All of it happens in the backward pass, because only there the gradient of the loss is known: a loss scale
-must be multiplied in before 16-bit rounding, the weight gradient goes straight into its fp32 sum, and a schedule may
-defer it. The logits are computed once. The price: the loss has its value only after the backward pass, which is enough
-for a pipeline's executor.
+With `late` both layers work on chunks of tokens, so that only one chunk's logits exist at a time:
+they are turned into their gradient in place, and that into its part of the input's and the weight's
+gradient, before the next chunk uses their memory. All of it happens in the backward pass, because
+only there the gradient of the loss is known: a loss scale must be multiplied in before 16-bit
+rounding, the weight gradient goes straight into its fp32 sum, and a schedule may defer it. The
+logits are computed once. The price: the loss has its value only after the backward pass, which is
+enough for a pipeline's executor.
 
-The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale them afterwards
-(Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor that must wait and be read once
-more, and underflow in fp16), or to compute the logits a second time (a third more work in this layer).
+The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
+them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
+that must wait and be read once more, and underflow in fp16), or to compute the logits a second time
+(a third more work in this layer).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -36,18 +39,22 @@ from megatron.parallel.sink import sink_of
 from megatron.parallel.topology import Group
 
 CPU_TOKENS, GPU_TOKENS = 512, 4096
-"""Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 / tokens bytes per FLOP of
-that product, a few percent of its time at these sizes, at the product and memory rates of such devices."""
+"""Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
+tokens bytes per FLOP of that product, a few percent of its time at these sizes, at the product and
+memory rates of such devices."""
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int, real: int, fused: bool) -> Tensor:
-    """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v], contiguous: fp32 [3, n]."""
+    """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v],
+    contiguous: fp32 [3, n].
+    """
     local = kernel.local_pass if fused else kernel.local_reference
     return torch.stack(local(logits, labels, first, real))
 
 
 def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, maxima and sums of exponentials relative to them, [n] each, over the vocabulary of all ranks.
+    """Return losses, maxima and sums of exponentials relative to them, [n] each, over the
+    vocabulary of all ranks.
 
     One message; every rank adds in the order of the ranks, so that all have the same bits.
     """
@@ -78,28 +85,38 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.used:
             raise KernelError(
-                "cross entropy: its backward pass has run before and has overwritten the logits; compute the loss "
+                "cross entropy: its backward pass has run before and has overwritten the logits; "
+                "compute the loss "
                 "again, or use --no-cross-entropy-loss-fusion"
             )
         ctx.used = ctx.fused
         logits, labels, maximum, total = ctx.saved_tensors
         out = logits.detach() if ctx.fused else logits.clone(memory_format=torch.contiguous_format)
         flat = out.reshape(-1, logits.shape[-1])
-        # Multiplied in fp32 before rounding to 16 bits: a loss scale keeps small probabilities from underflow in fp16.
+        # Multiplied in fp32 before rounding to 16 bits: a loss scale keeps small probabilities from
+        # underflow in fp16.
         differentiate = kernel.gradient_ if ctx.fused else kernel.gradient_reference
-        differentiate(flat, labels, maximum, total, gradient.reshape(-1).contiguous(), ctx.first, ctx.real)
+        differentiate(
+            flat, labels, maximum, total, gradient.reshape(-1).contiguous(), ctx.first, ctx.real
+        )
         return flat.view(logits.shape), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: Group, first: int = 0, real: int | None = None, fused: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    group: Group,
+    first: int = 0,
+    real: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return -log softmax(logits)[label] of every token, fp32, the same on every rank of the group.
 
-    logits [..., vocab/tp] of this rank's entries `first`, `first` + 1, ...; only the first `real` of them exist, the
-    others are padding. labels [...] are global ids; an id that no rank holds is an error of the caller.
-    With `fused` the backward pass overwrites the logits by their gradient: it can run once, and nothing else may use
-    them. Without, the gradient is a new tensor. Nothing else of the logits' size is made, and nothing of it in fp32.
+    logits [..., vocab/tp] of this rank's entries `first`, `first` + 1, ...; only the first `real`
+    of them exist, the others are padding. labels [...] are global ids; an id that no rank holds is
+    an error of the caller. With `fused` the backward pass overwrites the logits by their gradient:
+    it can run once, and nothing else may use them. Without, the gradient is a new tensor. Nothing
+    else of the logits' size is made, and nothing of it in fp32.
     """
     real = logits.shape[-1] if real is None else real
     losses: Tensor = _CrossEntropy.apply(logits, labels, group, first, real, fused)
@@ -110,7 +127,8 @@ def vocab_parallel_cross_entropy(
 class Vocabulary:
     """The output layer's part on this rank.
 
-    weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first `real` exist
+    weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first
+             `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
     tokens   of a chunk; 0 all at once, None what suits the device
     """
@@ -129,24 +147,32 @@ class Vocabulary:
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return this rank's statistics of the logits of a chunk."""
-        return _statistics(logits, labels, self.first, self.real, self.context.fusions.cross_entropy)
+        return _statistics(
+            logits, labels, self.first, self.real, self.context.fusions.cross_entropy
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
-        whole = collectives.gather_first(x, self.context.tensor) if self.context.sequence_parallel else x
+        whole = (
+            collectives.gather_first(x, self.context.tensor)
+            if self.context.sequence_parallel
+            else x
+        )
         return whole.reshape(-1, x.shape[-1])
 
 
 def vocabulary_loss(
     x: Tensor, labels: Tensor, mask: Tensor, vocabulary: Vocabulary, late: bool = False
 ) -> Tensor:
-    """Return the mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of the tensor group.
+    """Return the mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of
+    the tensor group.
 
-    x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0 where all is masked.
+    x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0
+    where all is masked.
 
-    Without gradients the logits are computed chunk by chunk. With them, and without `late`, they are kept for the
-    backward pass, in the weight's format. With `late` they never exist as a whole, and the result is NaN until its
-    backward pass fills in the value.
+    Without gradients the logits are computed chunk by chunk. With them, and without `late`, they
+    are kept for the backward pass, in the weight's format. With `late` they never exist as a whole,
+    and the result is NaN until its backward pass fills in the value.
     """
     labels, mask = labels.reshape(-1), mask.reshape(-1).float()
     v = vocabulary
@@ -163,9 +189,11 @@ def vocabulary_loss(
 
 
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
-    """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry does not exist.
+    """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry
+    does not exist.
 
-    positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
+    positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without
+    gradients.
     """
     if positions is None:
         found = column_parallel_matmul(x, v.weight, v.context).float()
@@ -184,15 +212,24 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
-    """Return the loss of every token, fp32 [s * b], without a gradient. One message for all chunks."""
+    """Return the loss of every token, fp32 [s * b], without a gradient. One message for all
+    chunks.
+    """
     whole = v.gather(x)
-    found = [v.statistics(logits, labels[part]) for part, logits in _logits(whole, v, v.chunks(len(whole)))]
+    found = [
+        v.statistics(logits, labels[part])
+        for part, logits in _logits(whole, v, v.chunks(len(whole)))
+    ]
     return _combine(torch.cat(found, dim=1), v.context.tensor)[0]
 
 
 def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h]; each overwrites the one before."""
-    memory = x.new_empty(max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0])
+    """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h]; each overwrites the one
+    before.
+    """
+    memory = x.new_empty(
+        max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0]
+    )
     for part in chunks:
         yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
 
@@ -206,7 +243,8 @@ class _LateLoss(torch.autograd.Function):
         ctx.vocabulary = v
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         loss = x.new_full((), float("nan"), dtype=torch.float32)
-        ctx.loss = loss.detach()  # the same memory; a view would hold the output for good, and that holds this node
+        # the same memory; a view would hold the output for good, and that holds this node
+        ctx.loss = loss.detach()
         return loss
 
     @staticmethod
@@ -222,8 +260,8 @@ class _LateLoss(torch.autograd.Function):
         ctx.loss.copy_(loss)
         dx = None if task.dx is None else task.dx.view(x.shape)
         if dx is not None:
-            # A loss may be infinite although its gradient is not. One value of the gradient tells the optimizer, which
-            # then skips the step; nothing else has to be read or agreed on.
+            # A loss may be infinite although its gradient is not. One value of the gradient tells
+            # the optimizer, which then skips the step; nothing else has to be read or agreed on.
             dx[:1, :1, :1].add_(0.0 * loss)
         return dx, task.dw, None, None, None
 
@@ -231,12 +269,17 @@ class _LateLoss(torch.autograd.Function):
 class _Backward:
     """One backward pass over the chunks of x [tokens, h].
 
-    After run(), dx is this rank's gradient of its part of the input, summed over the ranks, and dw that of the weight,
-    None where it went into a sink or was deferred.
+    After run(), dx is this rank's gradient of its part of the input, summed over the ranks, and dw
+    that of the weight, None where it went into a sink or was deferred.
     """
 
     def __init__(
-        self, v: Vocabulary, x: Tensor, labels: Tensor, token_gradients: Tensor, needs_x: bool,
+        self,
+        v: Vocabulary,
+        x: Tensor,
+        labels: Tensor,
+        token_gradients: Tensor,
+        needs_x: bool,
         needs_weight: bool,
     ) -> None:
         self.v, self.x, self.labels, self.token_gradients = v, x, labels, token_gradients
@@ -261,7 +304,9 @@ class _Backward:
             if last and self.dx is not None:
                 sent = self._send()
             if self._deferred:
-                v.context.weight_gradients.add(partial(deferred_weight_gradient, v.weight, logits, x.detach()))
+                v.context.weight_gradients.add(
+                    partial(deferred_weight_gradient, v.weight, logits, x.detach())
+                )
             elif self._needs_weight:
                 self._add(logits, x[part], last)
         if self.dw is not None:
@@ -273,7 +318,9 @@ class _Backward:
         """Turn the logits of a chunk into their gradient; return the chunk's losses."""
         v, labels = self.v, self.labels[part]
         losses, maximum, total = _combine(v.statistics(logits, labels), v.context.tensor)
-        differentiate = kernel.gradient_ if v.context.fusions.cross_entropy else kernel.gradient_reference
+        differentiate = (
+            kernel.gradient_ if v.context.fusions.cross_entropy else kernel.gradient_reference
+        )
         differentiate(logits, labels, maximum, total, self.token_gradients[part], v.first, v.real)
         return losses
 
@@ -298,6 +345,8 @@ class _Backward:
         product = dy.t() @ x
         if self.dw is None:
             # Of several chunks the sum is taken in fp32 and rounded once.
-            self.dw = product if last else product.to(torch.promote_types(product.dtype, torch.float32))
+            self.dw = (
+                product if last else product.to(torch.promote_types(product.dtype, torch.float32))
+            )
         else:
             self.dw.add_(product)

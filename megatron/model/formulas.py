@@ -1,11 +1,14 @@
-"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch for the built-in model.
+"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch for
+the built-in model.
 
-Counts of operations are those of matrix products, a multiplication and an addition for each element: 2 m n k for
-[m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers whose figures are compared with.
+Counts of operations are those of matrix products, a multiplication and an addition for each
+element: 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in
+the papers whose figures are compared with.
 
-Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length, V vocabulary,
-L layers, B global batch size.
+Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length,
+V vocabulary, L layers, B global batch size.
 """
+
 from __future__ import annotations
 
 import math
@@ -16,8 +19,9 @@ from megatron.config.model import ModelConfig
 
 _TERA = 1e12
 
-# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the makers' data sheets, by part of the name.
-# The first part that is found counts. A device is what torch calls one: of an MI250X or MI250, one of its two dies.
+# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the makers' data sheets, by part
+# of the name. The first part that is found counts. A device is what torch calls one: of an MI250X
+# or MI250, one of its two dies.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -38,14 +42,19 @@ _PEAKS = (
 
 
 def layer_matrices(model: ModelConfig) -> int:
-    """Return the entries of the weight matrices of one layer; SwiGLU doubles the input of the MLP."""
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # queries and output; keys and values
+    """Return the entries of the weight matrices of one layer; SwiGLU doubles the input of the
+    MLP.
+    """
+    # queries and output; keys and values
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     inner = (3 if model.swiglu else 2) * model.ffn_hidden_size
     return model.hidden_size * (heads * model.kv_channels + inner)
 
 
 def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Return all parameters of the model, a tied embedding counted once. `vocab_size` None: the model's true one."""
+    """Return all parameters of the model, a tied embedding counted once. `vocab_size` None: the
+    model's true one.
+    """
     h, bias = model.hidden_size, int(model.add_bias_linear)
     norm = h * (2 if model.normalization == "layernorm" else 1)
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
@@ -53,11 +62,18 @@ def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
     layer = layer_matrices(model) + bias * (qkv + inner + 2 * h) + 2 * norm
     words = _vocab(model, vocab_size) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
-    return words + (model.max_position_embeddings * h if learned else 0) + model.num_layers * layer + norm
+    return (
+        words
+        + (model.max_position_embeddings * h if learned else 0)
+        + model.num_layers * layer
+        + norm
+    )
 
 
 def parameters_of(config: Config) -> int:
-    """Return all parameters of a configuration's model. Builds it, without memory, if it has user-defined pieces."""
+    """Return all parameters of a configuration's model. Builds it, without memory, if it has
+    user-defined pieces.
+    """
     if config.pieces.layer is None and config.pieces.model is None:
         return total_parameters(config.model)
     from megatron.model.gpt import global_shapes
@@ -66,8 +82,9 @@ def parameters_of(config: Config) -> int:
 
 
 def flops_per_token_of(config: Config) -> float:
-    """Return model_flops_per_token of a configuration's model. Each further parameter of user-defined pieces counts as
-    one product forward and two backward, and attention as that of the built-in layer."""
+    """Return model_flops_per_token of a configuration's model. Each further parameter of
+    user-defined pieces counts as one product forward and two backward, and attention as that of the
+    built-in layer."""
     more = parameters_of(config) - total_parameters(config.model)
     return model_flops_per_token(config.model) + 6.0 * more
 
@@ -78,13 +95,14 @@ def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
     return size
 
 
-# -- operations ------------------------------------------------------------------------------------------------------
+# -- operations ------------------------------------------------------------------------------------
 
 
 def attention_score_flops(model: ModelConfig, *, causal: bool = False) -> float:
     """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d.
 
-    `causal` counts only the pairs that a causal mask keeps, (s + 1) / 2 for each token, instead of all s.
+    `causal` counts only the pairs that a causal mask keeps, (s + 1) / 2 for each token, instead of
+    all s.
     """
     pairs = (model.seq_length + 1) / 2 if causal else float(model.seq_length)
     return 4.0 * pairs * model.num_attention_heads * model.kv_channels
@@ -95,29 +113,40 @@ def layer_flops(model: ModelConfig, *, causal: bool = False) -> float:
     return 2.0 * layer_matrices(model) + attention_score_flops(model, causal=causal)
 
 
-def model_flops_per_token(model: ModelConfig, vocab_size: int | None = None, *, causal: bool = False) -> float:
-    """Return the FLOPs of one token's forward and backward pass, which takes twice the forward's, without those of
-    recomputation. The logits take 2 h V."""
+def model_flops_per_token(
+    model: ModelConfig, vocab_size: int | None = None, *, causal: bool = False
+) -> float:
+    """Return the FLOPs of one token's forward and backward pass, which takes twice the forward's,
+    without those of recomputation. The logits take 2 h V."""
     head = 2.0 * model.hidden_size * _vocab(model, vocab_size)
     return 3.0 * (model.num_layers * layer_flops(model, causal=causal) + head)
 
 
 def recompute_flops_per_token(
-    model: ModelConfig, granularity: str | None, recomputed_layers: int | None = None, *, causal: bool = False,
+    model: ModelConfig,
+    granularity: str | None,
+    recomputed_layers: int | None = None,
+    *,
+    causal: bool = False,
     modules: Collection[str] = ("core_attn",),
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
 
-    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention core, where that is
-                       among `modules`; activation functions and norms are not counted anywhere)
+    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention
+                       core, where that is among `modules`; activation functions and norms are not
+                       counted anywhere)
     recomputed_layers  how many layers of the model are recomputed under "full"; None: all
     """
     if granularity is None or (granularity == "selective" and "core_attn" not in modules):
         return 0.0
     if granularity == "selective":
         return model.num_layers * attention_score_flops(model, causal=causal)
-    assert granularity == "full", f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
-    layers = model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
+    assert granularity == "full", (
+        f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
+    )
+    layers = (
+        model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
+    )
     return layers * layer_flops(model, causal=causal)
 
 
@@ -130,12 +159,14 @@ def paper_flops(
     *,
     checkpointing: bool = True,
 ) -> float:
-    """Return the FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with f = 4h and g = n:
+    """Return the FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with
+    f = 4h and g = n:
 
-        24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3 without.
+        24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3
+        without.
 
-    The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al., arXiv 2104.04473,
-    section 5.1); with k = 3 it comes out a quarter too small.
+    The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al.,
+    arXiv 2104.04473, section 5.1); with k = 3 it comes out a quarter too small.
     """
     k, h = (4 if checkpointing else 3), hidden_size
     per_layer = 24.0 * k * global_batch_size * seq_length * num_layers * h * h
@@ -143,10 +174,11 @@ def paper_flops(
 
 
 def peak_tflops(device_name: str, dtype_name: str) -> float | None:
-    """Return the peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without TF32).
+    """Return the peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without
+    TF32).
 
-    `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or 'float16'.
-    None for a CPU or a device or dtype that is not in the table.
+    `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or
+    'float16'. None for a CPU or a device or dtype that is not in the table.
 
     >>> peak_tflops("AMD Instinct MI250X", "bfloat16")
     191.5
@@ -157,7 +189,8 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
 
 
 def device_unit(device_name: str) -> str:
-    """Return the unit of figures per device: each half of an MI250 is a device to programs, and called a GCD.
+    """Return the unit of figures per device: each half of an MI250 is a device to programs, and
+    called a GCD.
 
     >>> device_unit("AMD Instinct MI250X"), device_unit("NVIDIA H100")
     ('GCD', 'device')
@@ -171,20 +204,24 @@ def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
 
 
 def utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """Return the part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for hardware FLOPs.
+    """Return the part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for
+    hardware FLOPs.
 
-    None if the peak is not known. A value above 1 means that the FLOPs, the time or the peak is wrong.
+    None if the peak is not known. A value above 1 means that the FLOPs, the time or the peak is
+    wrong.
     """
     return None if peak is None else achieved_tflops(flops, seconds, devices) / peak
 
 
-# -- messages --------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
-    """Return the bytes that each rank sends in a ring collective over a tensor of `message_bytes` bytes in all.
+    """Return the bytes that each rank sends in a ring collective over a tensor of `message_bytes`
+    bytes in all.
 
-    `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter" ((n-1)/n).
+    `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter"
+    ((n-1)/n).
     """
     factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     assert collective in factors, f"collective {collective!r} is none of {', '.join(factors)}"

@@ -1,4 +1,5 @@
 """A GPT, cut into pipeline stages. Read from top to bottom: embed, layers, head and loss."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -38,28 +39,43 @@ def transformer_layer(context: LayerContext, config: Config, index: int) -> Tran
     """Make layer `index` of the model, from 0, unless the user defines the layer."""
     model, recompute = config.model, config.recompute
     attention = choose_attention(
-        config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
+        config.kernels,
+        context.parameters.device,
+        config.precision.dtype_name,
+        model.seq_length,
         drops=model.attention_dropout > 0.0,
     )
     rotary = None
     if model.position_embedding_type == "rope":
-        rotary = context.rotary(2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base)
-    again = frozenset(recompute.recompute_modules if recompute.recompute_granularity == "selective" else ())
+        rotary = context.rotary(
+            2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base
+        )
+    again = frozenset(
+        recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    )
     return TransformerLayer(context, model, index, rotary, recompute=again, attention=attention)
 
 
 class GPTChunk(torch.nn.Module):
-    """The layers of one global pipeline stage, with the embedding on the first and the head on the last.
+    """The layers of one global pipeline stage, with the embedding on the first and the head on the
+    last.
 
-    forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the scalar fp32 loss of the
-    micro-batch: the mean over its unmasked tokens. `hidden` is None on the first stage.
+    forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
+    scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. `hidden` is None on the
+    first stage.
 
-    With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN until then, and the
-    logits never exist as a whole (vocabulary_loss.py).
+    With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN
+    until then, and the logits never exist as a whole (vocabulary_loss.py).
     """
 
     def __init__(
-        self, config: Config, context: LayerContext, stage: int, layers: range, *, last: bool,
+        self,
+        config: Config,
+        context: LayerContext,
+        stage: int,
+        layers: range,
+        *,
+        last: bool,
         tied_weight: torch.nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -69,7 +85,9 @@ class GPTChunk(torch.nn.Module):
         fill, _ = weight_fills(model)
 
         def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
-            assert model.vocab_size is not None, "the tokenizer gives the vocabulary size before the model is built"
+            assert model.vocab_size is not None, (
+                "the tokenizer gives the vocabulary size before the model is built"
+            )
             padded = model.padded_vocab_size(context.tensor.size)
             return word_embedding_weight(
                 context, model.vocab_size, padded, model.hidden_size, fill, name=name, tied=tied
@@ -86,7 +104,11 @@ class GPTChunk(torch.nn.Module):
         self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
             self.final_layernorm = Norm(
-                context, "final_layernorm", model.hidden_size, model.normalization, model.layernorm_epsilon,
+                context,
+                "final_layernorm",
+                model.hidden_size,
+                model.normalization,
+                model.layernorm_epsilon,
                 model.apply_layernorm_1p,
             )
             if not tied:
@@ -104,25 +126,40 @@ class GPTChunk(torch.nn.Module):
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
         x = self.final_layernorm(hidden)
-        return vocabulary_loss(x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss)
+        return vocabulary_loss(
+            x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss
+        )
 
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-        """Return the modules that this chunk calls, in order, and the parameters that each call needs."""
-        embeddings = (self.word_embeddings, getattr(self, "position_embeddings", None)) if self.is_first else ()
+        """Return the modules that this chunk calls, in order, and the parameters that each call
+        needs.
+        """
+        embeddings = (
+            (self.word_embeddings, getattr(self, "position_embeddings", None))
+            if self.is_first
+            else ()
+        )
         found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
-        if self.is_last:  # the norm is called right before the product with the output weight, which no module holds
-            found.append((self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight]))
+        # the norm is called right before the product with the output weight, which no module holds
+        if self.is_last:
+            found.append(
+                (self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight])
+            )
         return found
 
     def logits(
         self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
+        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp], padding entries
+        included (-infinity).
 
-        `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
+        `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and
+        without gradients.
         """
         assert self.is_last, "logits exist on the last stage"
-        return scores(self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions)
+        return scores(
+            self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions
+        )
 
     def _hidden(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         call = self._call_context(batch)
@@ -137,7 +174,8 @@ class GPTChunk(torch.nn.Module):
             dropout = DropoutKey(self.config.training.seed, batch.first_sample)
         bounds, lengths = batch.cu_seqlens, batch.document_lengths
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
-            documents = Documents(bounds, lengths, len(batch.tokens))  # otherwise each sample is one document
+            # otherwise each sample is one document
+            documents = Documents(bounds, lengths, len(batch.tokens))
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
         return CallContext(batch.position_ids if restart else None, documents, dropout)
@@ -150,13 +188,16 @@ class GPTChunk(torch.nn.Module):
         if self.config.model.fp32_residual_connection:
             hidden = hidden.float()
         seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
-        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place)
+        return keyed_dropout(
+            hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place
+        )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
-        """Run all layers of the stage; whole layers are recomputed in the backward pass as configured.
+        """Run all layers of the stage; whole layers are recomputed in the backward pass as
+        configured.
 
-        uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first n layers of the
-        stage do, one by one; the others keep everything.
+        uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the
+        first n layers of the stage do, one by one; the others keep everything.
         """
         recompute = self.config.recompute
         n, layers = recompute.recompute_num_layers, list(self.layers)
@@ -176,7 +217,12 @@ class GPTChunk(torch.nn.Module):
             if again:
                 # Masks are functions of keys: there is no generator state to restore.
                 hidden = checkpoint(
-                    run, hidden, unit, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
+                    run,
+                    hidden,
+                    unit,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=once_and_again,
                 )
             else:
                 hidden = run(hidden, unit)
@@ -188,12 +234,18 @@ class GPTChunk(torch.nn.Module):
         return Vocabulary(self.output_weight, self.context, own.offset[0], own.extent[0], tokens)
 
 
-def layer_context(config: Config, topology: Topology, perform_initialization: bool = True) -> LayerContext:
+def layer_context(
+    config: Config, topology: Topology, perform_initialization: bool = True
+) -> LayerContext:
     """Return how the layers of this rank are distributed."""
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
-            config.training.seed, topology.tensor.rank, topology.tensor.size, topology.device, perform_initialization
+            config.training.seed,
+            topology.tensor.rank,
+            topology.tensor.size,
+            topology.device,
+            perform_initialization,
         ),
         sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
@@ -202,12 +254,15 @@ def layer_context(config: Config, topology: Topology, perform_initialization: bo
     )
 
 
-def build_chunks(config: Config, topology: Topology, context: LayerContext | None = None) -> torch.nn.ModuleDict:
-    """Build this rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
+def build_chunks(
+    config: Config, topology: Topology, context: LayerContext | None = None
+) -> torch.nn.ModuleDict:
+    """Build this rank's stages, keyed by global stage number; parameters in fp32 on the topology's
+    device.
 
-    Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first and last stage share a
-    process, and two synchronised copies where they do not. Stages or layers may be user-defined
-    (Config.with_pieces).
+    Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first
+    and last stage share a process, and two synchronised copies where they do not. Stages or layers
+    may be user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages, pipeline = config.parallel.num_stages, topology.pipeline
@@ -225,23 +280,34 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each parameter of the model, by name; no memory is used."""
-    one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))  # with all stages, none of them cut
+    # with all stages, none of them cut
+    one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}
 
 
-def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
-    """Return the functions that an executor runs, by global stage: the chunks, with a loss from the backward pass."""
+def stages_of(
+    chunks: torch.nn.ModuleDict,
+) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
+    """Return the functions that an executor runs, by global stage: the chunks, with a loss from the
+    backward pass.
+    """
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """Return the shape of the messages between stages: [s(/tp), b, h]."""
     parallel, model = config.parallel, config.model
-    s = model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    s = model.seq_length // (
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    )
     return s, config.batch.micro_batch_size, model.hidden_size
 
 
 def hidden_dtype(config: Config) -> torch.dtype:
     """Return the dtype of the messages between stages."""
-    return torch.float32 if config.model.fp32_residual_connection else getattr(torch, config.precision.dtype_name)
+    return (
+        torch.float32
+        if config.model.fp32_residual_connection
+        else getattr(torch, config.precision.dtype_name)
+    )

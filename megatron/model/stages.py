@@ -1,4 +1,5 @@
 """Division of the layers into pipeline stages. Pure arithmetic; needs no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,18 +8,21 @@ from megatron.config.resolve import even_counts
 from megatron.errors import ConfigError
 
 
-def assign_layers(num_layers: int, num_stages: int, layout: str | Sequence[int] | None = None) -> tuple[range, ...]:
-    """Return the layers of every global stage, in model order; global stage g is on pipeline rank g % pipeline size.
+def assign_layers(
+    num_layers: int, num_stages: int, layout: str | Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """Return the layers of every global stage, in model order; global stage g is on pipeline rank g
+    % pipeline size.
 
-    Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one each to the k stages
-    before the last. So the last stage, which also computes the output projection and the loss, never gets one,
-    and the first, which also holds the embedding and the most activations under 1F1B, gets one only if all stages
-    between do.
+    Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one
+    each to the k stages before the last. So the last stage, which also computes the output
+    projection and the loss, never gets one, and the first, which also holds the embedding and the
+    most activations under 1F1B, gets one only if all stages between do.
 
     `layout` is the number of layers of each stage, as "3,4,4,3" or a sequence of numbers.
 
-    Raises ConfigError when a stage would be empty, or when the layout does not have one positive number per stage that
-    together make num_layers.
+    Raises ConfigError when a stage would be empty, or when the layout does not have one positive
+    number per stage that together make num_layers.
 
     >>> [len(layers) for layers in assign_layers(10, 4)]
     [2, 3, 3, 2]
@@ -29,10 +33,15 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | Sequence[int] 
         raise ConfigError(f"number of pipeline stages must be at least 1, got {num_stages}")
     if num_layers < num_stages:
         raise ConfigError(
-            f"{num_layers} layers cannot fill {num_stages} pipeline stages (pipeline size x chunks): "
+            f"{num_layers} layers cannot fill {num_stages} pipeline stages (pipeline size x "
+            "chunks): "
             f"use at most {max(num_layers, 1)} stages"
         )
-    counts = even_counts(num_layers, num_stages) if layout is None else _parse(layout, num_layers, num_stages)
+    counts = (
+        even_counts(num_layers, num_stages)
+        if layout is None
+        else _parse(layout, num_layers, num_stages)
+    )
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
@@ -43,17 +52,25 @@ def _parse(layout: str | Sequence[int], num_layers: int, num_stages: int) -> lis
         try:
             counts = [int(part) for part in layout.split(",")]
         except ValueError:
-            raise ConfigError(f'{where} must be whole numbers separated by commas, such as "3,4,4,3"') from None
+            raise ConfigError(
+                f'{where} must be whole numbers separated by commas, such as "3,4,4,3"'
+            ) from None
     else:
         counts = list(layout)
     if len(counts) != num_stages:
         raise ConfigError(
-            f"{where} names {len(counts)} stages, but there are {num_stages} (pipeline size x chunks): "
+            f"{where} names {len(counts)} stages, but there are {num_stages} (pipeline size x "
+            "chunks): "
             f"give the number of layers of each"
         )
     empty = [stage for stage, count in enumerate(counts) if count < 1]
     if empty:
-        raise ConfigError(f"{where} gives {counts[empty[0]]} layers to stage {empty[0]}: each needs at least one")
+        raise ConfigError(
+            f"{where} gives {counts[empty[0]]} layers to stage {empty[0]}: each needs at least one"
+        )
     if sum(counts) != num_layers:
-        raise ConfigError(f"{where} places {sum(counts)} layers, but the model has {num_layers}: make the sum equal")
+        raise ConfigError(
+            f"{where} places {sum(counts)} layers, but the model has {num_layers}: make the sum "
+            "equal"
+        )
     return counts

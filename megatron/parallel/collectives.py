@@ -20,7 +20,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Started:
-    """The work handle of a collective in progress, whose wait is recorded; without `work`, of one that did nothing."""
+    """The work handle of a collective in progress, whose wait is recorded; without `work`, of one
+    that did nothing.
+    """
 
     def __init__(self, work: Any = None, group: Group | None = None, *entry: Any) -> None:
         self._work, self._group, self._entry = work, group, entry
@@ -36,9 +38,17 @@ DONE = Started()
 
 
 def start(
-    call: bytes, group: Group, size_bytes: int, function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
+    call: bytes,
+    group: Group,
+    size_bytes: int,
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Started:
-    """Call torch's `function`, which starts the collective `call` over `group`; return the work handle."""
+    """Call torch's `function`, which starts the collective `call` over `group`; return the work
+    handle.
+    """
     by_host = x.is_cpu
     sequence = group.flight.enter(call, group.kind, size_bytes, by_host)
     work = function(x, *args, group=group.handle, async_op=True, **kwargs)
@@ -48,7 +58,11 @@ def start(
 
 def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Started:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
-    return DONE if group.size == 1 else start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
+    return (
+        DONE
+        if group.size == 1
+        else start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
+    )
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -61,7 +75,9 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
 
 
 def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
-    """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work handle)."""
+    """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work
+    handle).
+    """
     if group.size == 1:
         return x, DONE
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
@@ -76,7 +92,9 @@ def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
-    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work handle)."""
+    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work
+    handle).
+    """
     if group.size == 1:
         return x, DONE
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
@@ -108,7 +126,9 @@ def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list[Any]:
-    """Return the values of all ranks of the group in order; with `everywhere` False, [] on all but the first."""
+    """Return the values of all ranks of the group in order; with `everywhere` False, [] on all but
+    the first.
+    """
     if group.size == 1:
         return [value]
     found: list[Any] = [None] * group.size if everywhere or group.is_first else []
@@ -150,7 +170,9 @@ class _SumOverRanks(torch.autograd.Function):
         return gradient if ctx.group is None else gather_first(gradient, ctx.group), None, None
 
 
-def reduce_from_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
+def reduce_from_tensor_region(
+    x: torch.Tensor, group: Group, sequence_parallel: bool = False
+) -> torch.Tensor:
     """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
 
     Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward

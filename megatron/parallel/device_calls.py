@@ -37,19 +37,25 @@ class DeviceCalls:
     new_event   makes an event such as torch.cuda.Event
     timed       also measure compute instructions; events without times cost the device less
     on_host     count calls in which only the host takes part
-    computed_s  where `timed`: seconds of the finished compute instructions, without the waits inside them
+    computed_s  where `timed`: seconds of the finished compute instructions, without the waits
+                inside them
 
     A call is anything with a `kind`, the number of its kind of group, and a `sequence`, its number
     among these.
     """
 
-    def __init__(self, new_event: Callable[[], Any], timed: bool = False, on_host: bool = False) -> None:
+    def __init__(
+        self, new_event: Callable[[], Any], timed: bool = False, on_host: bool = False
+    ) -> None:
         self._new_event, self._timed, self.on_host = new_event, timed, on_host
-        self._calls: deque[tuple[Any, Any, Any]] = deque()  # not known to be over: call, event before, event after
+        # not known to be over: call, event before, event after
+        self._calls: deque[tuple[Any, Any, Any]] = deque()
         self._entered: tuple[Any, Any] | None = None
         self._begun: Any = None
-        self._inside: list[tuple[Any, Any]] = []  # events around the waits of the current instruction
-        self._ended: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()  # instructions not yet counted
+        # events around the waits of the current instruction
+        self._inside: list[tuple[Any, Any]] = []
+        # instructions not yet counted
+        self._ended: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
         self.computed_s = 0.0
 
     @classmethod
@@ -83,7 +89,9 @@ class DeviceCalls:
             self._calls.popleft()
 
     def begin(self) -> None:
-        """Begin an instruction; it counts as a computation if `end` is called before the next one."""
+        """Begin an instruction; it counts as a computation if `end` is called before the next
+        one.
+        """
         if self._timed:
             self._begun, self._inside = self._mark(), []
 
@@ -105,7 +113,8 @@ class DeviceCalls:
         """Return the device's current call, or None, and the number of collectives of each kind
         that it has reached.
 
-        posted  the numbers that its host has posted. For another thread, while the recording thread is blocked.
+        posted  the numbers that its host has posted. For another thread, while the recording thread
+                is blocked.
         """
         reached, current = list(posted), None
         calls = [*self._calls, *([(*self._entered, None)] if self._entered else [])]

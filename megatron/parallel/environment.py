@@ -1,4 +1,7 @@
-"""The environment: variables of launchers, those that a job sets for torch, HIP and CUDA, and Slurm's commands."""
+"""The environment: variables of launchers, those that a job sets for torch, HIP and CUDA, and
+Slurm's commands.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,13 +21,16 @@ if TYPE_CHECKING:
 
 _CUDA, _ROCM = ("cuda",), ("rocm",)
 TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
-"""The prefix of the files of torch's flight recorder: its name in older versions of torch, and in newer ones."""
+"""The prefix of the files of torch's flight recorder: its name in older versions of torch, and in
+newer ones.
+"""
 
 
 class Setting(NamedTuple):
     """A variable of a job on GPUs.
 
-    name, others  the variable, under the name that every supported torch reads, and other names of the same
+    name, others  the variable, under the name that every supported torch reads, and other names of
+                  the same
     builds        of torch for which it is set: "cuda", "rocm"
     value         for a job; None where that job does not need it
     reason        why, for the log
@@ -39,7 +45,11 @@ class Setting(NamedTuple):
 
 def _trace_prefix(config: Config) -> str | None:
     path = config.metrics_path
-    return None if path is None else str(path.absolute().parent / "flight_recorder" / "nccl_trace_rank_")
+    return (
+        None
+        if path is None
+        else str(path.absolute().parent / "flight_recorder" / "nccl_trace_rank_")
+    )
 
 
 def _overlaps_products(config: Config) -> str | None:
@@ -52,31 +62,78 @@ def _overlaps_products(config: Config) -> str | None:
 # rocdevice.cpp and "AMD Instinct MI300X workload optimization"; NVIDIA, "CUDA environment
 # variables". None was measured on MI250X.
 SETTINGS = (
-    Setting("GPU_MAX_HW_QUEUES", _ROCM, lambda config: "8",
-            "HIP maps the streams of each priority onto 4 queues, in which one stream waits for another: with 8 the "
-            "seven communicators of a rank (world, tensor, data, model, embedding, two neighbours) have one each"),
-    Setting("TORCH_NCCL_HIGH_PRIORITY", _CUDA + _ROCM, lambda config: "1",
-            "a message that is ready starts before products that are; on ROCm streams of high priority have queues of "
-            "their own, so that a receive which is posted early does not spin in front of products"),
-    Setting("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA, _overlaps_products,
-            "kernels start in the order in which they are launched, so that a tensor-parallel message gets its "
-            "multiprocessors before the product beside it; Blackwell does not need it, ROCm does not read it"),
-    Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CUDA + _ROCM, lambda c: "0" if c.training.hang_timeout else "3",
-            "the verdict is that of --hang-timeout, which explains itself and puts the job back into the queue; "
-            "torch's own threads would end the process by SIGABRT before (3: without --hang-timeout they do)",
-            ("NCCL_ASYNC_ERROR_HANDLING",)),
-    Setting("TORCH_NCCL_ENABLE_MONITORING", _CUDA + _ROCM, lambda c: "0" if c.training.hang_timeout else None,
-            "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its own limits"),
-    Setting("TORCH_NCCL_TRACE_BUFFER_SIZE", _CUDA + _ROCM, lambda config: "2000",
-            "torch's flight recorder keeps this many collectives, for torchfrtrace", ("TORCH_FR_BUFFER_SIZE",)),
-    Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", _CUDA + _ROCM, lambda config: "1",
-            "torch writes its flight recorder where it sees a time-out first"),
-    Setting(TRACE_FILE[0], _CUDA + _ROCM, _trace_prefix, "the flight recorder's files go to the run's folder",
-            TRACE_FILE[1:]),
+    Setting(
+        "GPU_MAX_HW_QUEUES",
+        _ROCM,
+        lambda config: "8",
+        "HIP maps the streams of each priority onto 4 queues, in which one stream waits for "
+        "another: with 8 the "
+        "seven communicators of a rank (world, tensor, data, model, embedding, two neighbours) "
+        "have one each",
+    ),
+    Setting(
+        "TORCH_NCCL_HIGH_PRIORITY",
+        _CUDA + _ROCM,
+        lambda config: "1",
+        "a message that is ready starts before products that are; on ROCm streams of high priority "
+        "have queues of "
+        "their own, so that a receive which is posted early does not spin in front of products",
+    ),
+    Setting(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _CUDA,
+        _overlaps_products,
+        "kernels start in the order in which they are launched, so that a tensor-parallel message "
+        "gets its "
+        "multiprocessors before the product beside it; Blackwell does not need it, ROCm does not "
+        "read it",
+    ),
+    Setting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        _CUDA + _ROCM,
+        lambda c: "0" if c.training.hang_timeout else "3",
+        "the verdict is that of --hang-timeout, which explains itself and puts the job back into "
+        "the queue; "
+        "torch's own threads would end the process by SIGABRT before (3: without --hang-timeout "
+        "they do)",
+        ("NCCL_ASYNC_ERROR_HANDLING",),
+    ),
+    Setting(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        _CUDA + _ROCM,
+        lambda c: "0" if c.training.hang_timeout else None,
+        "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its "
+        "own limits",
+    ),
+    Setting(
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        _CUDA + _ROCM,
+        lambda config: "2000",
+        "torch's flight recorder keeps this many collectives, for torchfrtrace",
+        ("TORCH_FR_BUFFER_SIZE",),
+    ),
+    Setting(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        _CUDA + _ROCM,
+        lambda config: "1",
+        "torch writes its flight recorder where it sees a time-out first",
+    ),
+    Setting(
+        TRACE_FILE[0],
+        _CUDA + _ROCM,
+        _trace_prefix,
+        "the flight recorder's files go to the run's folder",
+        TRACE_FILE[1:],
+    ),
     # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file
     # descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
-    Setting("PYTORCH_CUDA_ALLOC_CONF", _CUDA, lambda config: "expandable_segments:True",
-            "blocks of other sizes than those that were freed leave no holes", ("PYTORCH_ALLOC_CONF",)),
+    Setting(
+        "PYTORCH_CUDA_ALLOC_CONF",
+        _CUDA,
+        lambda config: "expandable_segments:True",
+        "blocks of other sizes than those that were freed leave no holes",
+        ("PYTORCH_ALLOC_CONF",),
+    ),
 )
 
 
@@ -89,13 +146,19 @@ def torch_build() -> str | None:
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    versions = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE)}
+    versions = {
+        name
+        for name in ("cuda", "hip")
+        if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE)
+    }
     return "rocm" if "hip" in versions else "cuda" if versions else None
 
 
 @contextlib.contextmanager
 def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables inside the block, and unset those that are None; restore all of them after."""
+    """Set these variables inside the block, and unset those that are None; restore all of them
+    after.
+    """
     before = {name: environ.get(name) for name in values}
 
     def put(wanted: Mapping[str, str | None]) -> None:
@@ -135,9 +198,13 @@ def job_environment(
         if given is None:
             chosen[setting.name] = value
         elif (own := variables.text(given)) != value:
-            notes.append(f"note: {given}={own} stays as it is set; {value} is recommended: {setting.reason}")
+            notes.append(
+                f"note: {given}={own} stays as it is set; {value} is recommended: {setting.reason}"
+            )
     if chosen and "torch" in sys.modules:
-        notes.append("note: torch was imported before these variables were set, and may not read all of them")
+        notes.append(
+            "note: torch was imported before these variables were set, and may not read all of them"
+        )
     listed = " ".join(f"{name}={value}" for name, value in chosen.items())
     with changed(environ, chosen):
         yield [*([f"environment: {listed}"] if chosen else []), *notes]
@@ -161,7 +228,9 @@ class Variables:
         text = self.text(name)
         number = whole(text)
         if number is None:
-            raise LaunchError(f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits")
+            raise LaunchError(
+                f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits"
+            )
         return number
 
     def first(self, names: tuple[str, ...]) -> str | None:

@@ -112,7 +112,9 @@ class FlightRecorder:
         self._moved()
 
     def alive(self) -> None:
-        """Record progress in long work that enters no collective, such as reading, writing or building."""
+        """Record progress in long work that enters no collective, such as reading, writing or
+        building.
+        """
         self._moved()
 
     def _moved(self) -> None:
@@ -160,7 +162,8 @@ class FlightRecorder:
     def enter(self, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
         """Enter a collective that is posted now and may block this rank until `leave`.
 
-        by_host  whether only the host takes part in it. Returns its number among those of its kind of group, which is
+        by_host  whether only the host takes part in it. Returns its number among those of its kind
+                 of group, which is
         the same on all ranks of the group.
         """
         number = _NUMBER_OF[kind]
@@ -178,9 +181,17 @@ class FlightRecorder:
         """Enter the posting of a message to or from the global rank `peer`, or the wait for it."""
         self._enter(call, _NUMBER_OF[kind], peer, size_bytes, 0, False)
 
-    def _enter(self, name: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool) -> None:
+    def _enter(
+        self, name: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool
+    ) -> None:
         call = self._call
-        call.name, call.kind, call.peer, call.size_bytes, call.sequence = name, kind, peer, size_bytes, sequence
+        call.name, call.kind, call.peer, call.size_bytes, call.sequence = (
+            name,
+            kind,
+            peer,
+            size_bytes,
+            sequence,
+        )
         self._record.in_call = True
         self._moved()
         if self.meter is not None and (self.meter.on_host or not by_host):
@@ -200,7 +211,9 @@ class FlightRecorder:
         return self._writes
 
     def answer(self, inquiry: int, text: str = "") -> None:
-        """Write an answer to an inquiry: this rank's stacks, cut at the end where they are too long."""
+        """Write an answer to an inquiry: this rank's stacks, cut at the end where they are too
+        long.
+        """
         self._record.text = text.encode(errors="replace")[:_TEXT_BYTES]
         self._record.inquiry = inquiry
 
@@ -247,9 +260,11 @@ class FlightState:
     process        the system's state of the process (megatron.parallel.processes)
     instruction    "" outside of a schedule; call: None outside of collectives and messages
     quiet_s        seconds since its last progress
-    posted         collectives posted, by kind of group; it and `call` are the device's where that is known
+    posted         collectives posted, by kind of group; it and `call` are the device's where that
+                   is known
     inquiry        the number of the last inquiry that the rank has answered; 0: none
-    stack          its answer: Python stacks, as python_stacks of megatron.parallel.processes returns them
+    stack          its answer: Python stacks, as python_stacks of megatron.parallel.processes
+                   returns them
     """
 
     rank: int
@@ -292,9 +307,15 @@ class FlightState:
             return bytes(getattr(of, name)).decode(errors="replace")
 
         of, instruction = record.call if record.in_call else record.device_call, ""
-        call = Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence) if of.name else None
+        call = (
+            Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence)
+            if of.name
+            else None
+        )
         if record.operation:
-            instruction = f"{text('operation')} of stage {record.stage}, micro-batch {record.micro_batch}"
+            instruction = (
+                f"{text('operation')} of stage {record.stage}, micro-batch {record.micro_batch}"
+            )
         return cls(
             record.rank,
             record.pid,
@@ -322,7 +343,9 @@ class FlightState:
 
 
 def file_name(launch: Launch) -> str:
-    """Return a name that all ranks of a job on a node share with no other job of this user on the host."""
+    """Return a name that all ranks of a job on a node share with no other job of this user on the
+    host.
+    """
     digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
     return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
 
@@ -342,7 +365,9 @@ class FlightFile:
             folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
         self._path, start = folder / file_name(launch), launch.local_rank * _PAGE
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             # Pages that are not allocated would end the process with a bus error once memory runs
             # out.
             os.posix_fallocate(self._fd, start, _PAGE)
@@ -350,12 +375,15 @@ class FlightFile:
             self._fd = os.memfd_create(self._path.name)
             os.posix_fallocate(self._fd, start, _PAGE)
         self._memory = mmap.mmap(self._fd, _PAGE, offset=start)
-        self._memory[:] = bytes(_PAGE)  # a job that was killed during its rendezvous may have left the file
+        # a job that was killed during its rendezvous may have left the file
+        self._memory[:] = bytes(_PAGE)
         self.recorder = FlightRecorder(self._memory)
         self._named = True
 
     def unlink(self) -> None:
-        """Remove the file's name, when all ranks of the node have it open. Harmless when called twice."""
+        """Remove the file's name, when all ranks of the node have it open. Harmless when called
+        twice.
+        """
         if self._named:
             self._named = False
             self._path.unlink(missing_ok=True)
@@ -367,7 +395,11 @@ class FlightFile:
             page = os.pread(self._fd, RECORD_BYTES, start)
             state = FlightState.read(page) if len(page) == RECORD_BYTES else None
             if state is not None:
-                found.append(dataclasses.replace(state, process=process_state(state.pid, state.process_start)))
+                found.append(
+                    dataclasses.replace(
+                        state, process=process_state(state.pid, state.process_start)
+                    )
+                )
         return found
 
     def close(self) -> None:

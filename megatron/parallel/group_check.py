@@ -23,7 +23,9 @@ from megatron.parallel.topology import Group, Topology, compress_ranks
 _SHOWN = 200  # characters of a list of ranks
 
 
-def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, ring: bool = False) -> int:
+def check_groups(
+    topology: Topology, rendezvous: Rendezvous, seconds: float, ring: bool = False
+) -> int:
     """Use each group of this rank once, all within `seconds`; return the number of collectives and
     exchanges.
 
@@ -41,7 +43,10 @@ def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, rin
         for number, call, group, size, wanted, use in uses:
             ranks = compress_ranks(group.ranks)
             shown = f"{ranks[:_SHOWN]}..." if len(ranks) > _SHOWN else ranks
-            rendezvous.doing = number, (name := f"the first {call} the {group.kind} group of ranks {shown}")
+            rendezvous.doing = (
+                number,
+                (name := f"the first {call} the {group.kind} group of ranks {shown}"),
+            )
             sys.audit("megatron.parallel.group", name)
             rendezvous.gather(name, size)
             found = use(topology, group)
@@ -67,7 +72,9 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
     """
     world, line = topology.world, topology.pipeline
     done = {None, world.handle}
-    for number, group in enumerate((topology.tensor, topology.data, topology.model, topology.embedding), start=1):
+    for number, group in enumerate(
+        (topology.tensor, topology.data, topology.model, topology.embedding), start=1
+    ):
         if group is not None and group.handle not in done:
             done.add(group.handle)
             yield number, "all-reduce of", group, group.size, group.size, _reduce
@@ -77,7 +84,14 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
         if line.rank in pair:
             one, other = (line.ranks[stage] for stage in pair)
             peer, first = (other, True) if line.rank == pair[0] else (one, False)
-            yield number, f"messages of ranks {one} and {other} in", line, 2, peer, partial(_exchange, peer, first)
+            yield (
+                number,
+                f"messages of ranks {one} and {other} in",
+                line,
+                2,
+                peer,
+                partial(_exchange, peer, first),
+            )
     if world.handle is not None:
         yield 8, "all-reduce of", world, world.size, world.size, _reduce
 
@@ -88,7 +102,9 @@ def _reduce(topology: Topology, group: Group) -> float:
 
 
 def _exchange(peer: int, first: bool, topology: Topology, group: Group) -> float:
-    """Return the number that a neighbour sends, which is its rank; `first`: whether this rank sends first."""
+    """Return the number that a neighbour sends, which is its rank; `first`: whether this rank sends
+    first.
+    """
     own = torch.full((1,), float(topology.rank), device=topology.device)
     other = torch.empty_like(own)
     for sends in (first, not first):

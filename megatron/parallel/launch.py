@@ -43,13 +43,20 @@ _LAUNCHERS = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    ("mpi", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+    (
+        "mpi",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
     ("slurm", "SLURM_PROCID", _TASKS, ("SLURM_LOCALID",), ()),
 )
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-_MOST = 1 << 20  # hosts or processes of a job: a longer list is a mistake, and would fill the memory
+# hosts or processes of a job: a longer list is a mistake, and would fill the memory
+_MOST = 1 << 20
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
 _PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
@@ -60,15 +67,17 @@ _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 class Launch:
     """One process's place among all.
 
-    rank          its number in the job; `task` is the launcher's own number for it, which is different where ranks are
-                  placed on devices (placing.py)
+    rank          its number in the job; `task` is the launcher's own number for it, which is
+                  different where ranks are placed on devices (placing.py)
     launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
-    master_addr   host where the first process serves the store; master_port its port (0: any free one, for one process)
+    master_addr   host where the first process serves the store; master_port its port (0: any free
+                  one, for one process)
     node          name of this host, as the launcher calls it
     job           tells this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
     notices       what differs from what the variables say, for the log
-    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, for the keys of the store
+    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, for the
+                  keys of the store
     """
 
     rank: int = 0
@@ -96,17 +105,28 @@ class Launch:
 
     @property
     def store_host(self) -> str:
-        """The host of the store: where all processes are here, the loopback device, which no other host reaches."""
+        """The host of the store: where all processes are here, the loopback device, which no other
+        host reaches.
+        """
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
     def store_prefix(self) -> str:
-        """Return the prefix of this job's keys. Without its token no other process can name such a key."""
+        """Return the prefix of this job's keys. Without its token no other process can name such a
+        key.
+        """
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"megatron/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which torch and DeepSpeed know ranks."""
-        names = ("rank", "local_rank", "world_size", "local_world_size", "master_addr", "master_port")
+        names = (
+            "rank",
+            "local_rank",
+            "world_size",
+            "local_world_size",
+            "master_addr",
+            "master_port",
+        )
         return {name.upper(): str(getattr(self, name)) for name in names}
 
 
@@ -117,7 +137,9 @@ _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same m
 }
 
 
-def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def variables_with_flags(
+    arguments: Sequence[str], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return the environment, with the values of --master-addr, --master-port and --local_rank
     where it has none.
 
@@ -126,12 +148,14 @@ def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | 
     variables = dict(os.environ if environ is None else environ)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, spellings in _FLAGS.items():
-        parser.add_argument(*spellings, dest=name, nargs="?")  # a missing value is reported with the other flags
+        # a missing value is reported with the other flags
+        parser.add_argument(*spellings, dest=name, nargs="?")
     for name, value in vars(parser.parse_known_args(list(arguments))[0]).items():
         known = variables.get(name, "").strip()
         if value is not None and known not in ("", value):
             raise LaunchError(
-                f"{_FLAGS[name][0]} {value} on the command line contradicts {name}={known} in the environment: give "
+                f"{_FLAGS[name][0]} {value} on the command line contradicts {name}={known} in the "
+                "environment: give "
                 f"one of them, or the same value"
             )
         if value is not None:
@@ -151,8 +175,10 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     found = _find(env)
     if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
         raise LaunchError(
-            f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but the launcher ({found.launcher}) gives "
-            f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in every process"
+            f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but the launcher "
+            f"({found.launcher}) gives "
+            f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in "
+            "every process"
         )
     return _checked(found)
 
@@ -167,7 +193,8 @@ def _find(env: Variables) -> Launch:
         size_name = env.first(sizes)
         if size_name is None:
             raise LaunchError(
-                f"{rank_name}={env.text(rank_name)} is set but {sizes[-1]} is not: set both, or unset {rank_name}"
+                f"{rank_name}={env.text(rank_name)} is set but {sizes[-1]} is not: set both, or "
+                f"unset {rank_name}"
             )
         rank, world = env.number(rank_name), env.number(size_name)
         if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
@@ -176,19 +203,25 @@ def _find(env: Variables) -> Launch:
                 continue  # srun that also speaks PMI: its own variables say more
             if launcher == "torchrun" and not elastic and not same:
                 raise LaunchError(
-                    f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; "
+                    f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was "
+                    "exported before srun; "
                     f"unset RANK, or set it to SLURM_PROCID inside the task"
                 )
         # Scripts export some of torch's names in a task.
-        local_name = env.first((*local_ranks, "SLURM_LOCALID") if launcher == "torchrun" and srun else local_ranks)
+        local_name = env.first(
+            (*local_ranks, "SLURM_LOCALID") if launcher == "torchrun" and srun else local_ranks
+        )
         if local_name is None and world > 1:
             names = " or ".join(local_ranks)
-            raise LaunchError(f"{rank_name}={rank} is set but {names} is not: set it in every process")
+            raise LaunchError(
+                f"{rank_name}={rank} is set but {names} is not: set it in every process"
+            )
         local_rank, known = env.number(local_name or "", 0), env.first(local_sizes)
         local_size = env.number(known) if known else None
         if launcher == "slurm":
             local_size = _slurm_local_size(env, world)
-            job = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"  # steps run side by side
+            # steps run side by side
+            job = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
         else:
             job = f"{env.text(env.first(_JOB_VARIABLES) or '', 'job')}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
         master, notices = _master(env, world, local_size)
@@ -199,11 +232,14 @@ def _find(env: Variables) -> Launch:
             local_world_size=local_size or local_rank + 1,
             master_addr=master,
             # By default a port that two runs on one host are unlikely to share.
-            master_port=env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS),
+            master_port=env.number(
+                "MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS
+            ),
             launcher=launcher,
             node=node,
             job=job,
-            store_served=launcher == "torchrun" and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            store_served=launcher == "torchrun"
+            and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
             notices=notices,
             token=env.text("MEGATRON_JOB_TOKEN"),
         )
@@ -223,11 +259,20 @@ def _is_srun_task(env: Variables) -> bool:
     return step is not None or env.has("SLURM_STEP_NUM_TASKS")
 
 
-def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
-    """Return the host of rank 0 and notices about a different MASTER_ADDR; `local_world_size` None: not known."""
-    given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
+def _master(
+    env: Variables, world_size: int, local_world_size: int | None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the host of rank 0 and notices about a different MASTER_ADDR; `local_world_size` None:
+    not known.
+    """
+    # `hostname -i` prints an address for each of a host's interfaces
+    given = env.text("MASTER_ADDR").split()
     if given and not _is_submit_host(env, given[0]):
-        several = (f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used",) if len(given) > 1 else ()
+        several = (
+            (f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used",)
+            if len(given) > 1
+            else ()
+        )
         return given[0], several
     name = env.first(_NODE_VARIABLES)
     if world_size in (1, local_world_size):
@@ -235,14 +280,20 @@ def _master(env: Variables, world_size: int, local_world_size: int | None) -> tu
     elif name is not None:
         first = expand_hosts(env.text(name))[0]
     else:
-        raise LaunchError(f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0")
+        raise LaunchError(
+            f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0"
+        )
     if not given:
         return first, ()
-    return first, (f"MASTER_ADDR={given[0]} submitted the job and is not one of its nodes: {first} is used",)
+    return first, (
+        f"MASTER_ADDR={given[0]} submitted the job and is not one of its nodes: {first} is used",
+    )
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
-    """Return whether this is the login node, which older scripts export (MASTER_ADDR=$SLURM_SUBMIT_HOST)."""
+    """Return whether this is the login node, which older scripts export
+    (MASTER_ADDR=$SLURM_SUBMIT_HOST).
+    """
     submit, nodes = env.text("SLURM_SUBMIT_HOST"), env.first(_NODE_VARIABLES)
     if nodes is None or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
         return False
@@ -251,33 +302,49 @@ def _is_submit_host(env: Variables, host: str) -> bool:
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Return the number of tasks of this step on this node; at least those up to this one where it is not known."""
-    name, node = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), env.number("SLURM_NODEID", 0)
+    """Return the number of tasks of this step on this node; at least those up to this one where it
+    is not known.
+    """
+    name, node = (
+        env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
+        env.number("SLURM_NODEID", 0),
+    )
     counts = _expand_counts(env.text(name)) if name else []
-    return counts[node] if node < len(counts) and sum(counts) == world else env.number("SLURM_LOCALID", 0) + 1
+    return (
+        counts[node]
+        if node < len(counts) and sum(counts) == world
+        else env.number("SLURM_LOCALID", 0) + 1
+    )
 
 
 def _checked(launch: Launch) -> Launch:
     """Raise LaunchError unless the numbers fit together."""
     source = f"({launch.launcher} variables)"
     if not 1 <= launch.world_size <= _MOST:
-        raise LaunchError(f"world size {launch.world_size} {source}: use from 1 to {_MOST} processes")
+        raise LaunchError(
+            f"world size {launch.world_size} {source}: use from 1 to {_MOST} processes"
+        )
     if launch.rank >= launch.world_size:
         raise LaunchError(
-            f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
+            f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to "
+            f"{launch.world_size - 1}"
         )
     if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
         raise LaunchError(
-            f"local rank {launch.local_rank} of {launch.local_world_size} processes on node {launch.node} {source}: "
+            f"local rank {launch.local_rank} of {launch.local_world_size} processes on node "
+            f"{launch.node} {source}: "
             f"local ranks go from 0 to {launch.local_world_size - 1}"
         )
     if launch.master_port > 65535:
-        raise LaunchError(f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535")
+        raise LaunchError(
+            f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535"
+        )
     try:
         launch.master_addr.encode("idna")  # as every look-up of a name does
     except UnicodeError as error:
         raise LaunchError(
-            f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of rank 0"
+            f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of "
+            "rank 0"
         ) from error
     return launch
 
@@ -320,14 +387,18 @@ def _expand_counts(text: str) -> list[int]:
         match = _COUNT.fullmatch(part.strip())
         if match is None or len(counts) + int(match[2] or 1) > _MOST:
             raise LaunchError(
-                f"tasks per node {text!r}: {part!r} is not a count, or the list has more than {_MOST} nodes"
+                f"tasks per node {text!r}: {part!r} is not a count, or the list has more than "
+                f"{_MOST} nodes"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def select_device(
-    launch: Launch, backend: str | None = None, placing: Placing | None = None, environ: Mapping[str, str] | None = None
+    launch: Launch,
+    backend: str | None = None,
+    placing: Placing | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> torch.device:
     """Return the device on which this process computes.
 
@@ -339,7 +410,9 @@ def select_device(
     import torch
 
     if backend not in (None, "nccl", "gloo"):
-        raise LaunchError(f"backend {backend!r} is not known: use nccl (CUDA and ROCm) or gloo (CPU)")
+        raise LaunchError(
+            f"backend {backend!r} is not known: use nccl (CUDA and ROCm) or gloo (CPU)"
+        )
     if backend == "gloo":
         return torch.device("cpu")
     environ = os.environ if environ is None else environ
@@ -347,7 +420,9 @@ def select_device(
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:  # torch's own look at the variables
-        raise LaunchError(f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}") from error
+        raise LaunchError(
+            f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}"
+        ) from error
     if count == 0:
         hidden = shown is not None and (torch.version.hip or torch.version.cuda)
         if backend is None and not hidden:
@@ -355,14 +430,16 @@ def select_device(
         named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
         why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
         raise LaunchError(
-            f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch {torch.__version__}){why}; to "
+            f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch "
+            f"{torch.__version__}){why}; to "
             f"train on the CPU use --distributed-backend gloo"
         )
     if count == 1:
         return torch.device("cuda", 0)
     if launch.local_rank >= count:
         raise LaunchError(
-            f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but {count} devices are "
+            f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but "
+            f"{count} devices are "
             f"visible: start at most {count} processes on a node"
         )
     near = near_index(placing, launch.local_rank, count, shown)

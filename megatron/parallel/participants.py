@@ -16,7 +16,9 @@ from megatron.parallel.topology import compress_ranks
 
 Participant = dict[str, Any]
 Alike = Mapping[str, Mapping[str, Any]]
-"""What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is not compared."""
+"""What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
+not compared.
+"""
 
 _SHOWN = 8  # groups of ranks, and names, in the description of a difference
 _LONGEST = 200  # characters of a value in it
@@ -36,7 +38,9 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return an identifier of this device among those of its node; "" for the CPU or where torch does not know."""
+    """Return an identifier of this device among those of its node; "" for the CPU or where torch
+    does not know.
+    """
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
@@ -48,7 +52,9 @@ def device_identity(device: torch.device) -> str:
     return f"{address}:{device.index}" if address else ""
 
 
-def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Participant:
+def describe_process(
+    launch: Launch, device: torch.device, backend: str, placing: Placing
+) -> Participant:
     """Return this process's description for the others, JSON-serialisable."""
     on_device = device.type == "cuda"
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
@@ -58,14 +64,18 @@ def describe_process(launch: Launch, device: torch.device, backend: str, placing
         "device": device_name(device),
         "identity": device_identity(device),
         "backend": backend,
-        "number": device_number(placing, launch.local_rank, index, visible, visible_devices(os.environ)),
+        "number": device_number(
+            placing, launch.local_rank, index, visible, visible_devices(os.environ)
+        ),
         "address": bus_address(device),
         "near": near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
     }
 
 
 def place(participant: Participant) -> str:
-    """Return "node:device", with the device's number on the node where the process counts it otherwise."""
+    """Return "node:device", with the device's number on the node where the process counts it
+    otherwise.
+    """
     number, device = participant["number"], participant["device"]
     other = number is not None and device != f"cuda:{number}"
     return f"{participant['node']}:{device}" + (f" (device {number})" if other else "")
@@ -77,13 +87,16 @@ def conflict(participants: Sequence[Participant]) -> str:
     for rank, own in enumerate(participants):
         if own["backend"] != first["backend"]:
             return (
-                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} ({place(own)}) uses "
-                f"{own['backend']}: all ranks need devices of one kind, or --distributed-backend gloo"
+                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} ({place(own)}) "
+                "uses "
+                f"{own['backend']}: all ranks need devices of one kind, or --distributed-backend "
+                "gloo"
             )
         other = users.setdefault((own["node"], own["identity"] or f"rank {rank}"), rank)
         if other != rank:
             return (
-                f"ranks {other} and {rank} both have device {own['device']} of node {own['node']}: start as many "
+                f"ranks {other} and {rank} both have device {own['device']} of node {own['node']}: "
+                "start as many "
                 f"processes as there are devices"
             )
     return ""
@@ -107,7 +120,8 @@ def difference(participants: Sequence[Participant], text_of: Callable[[str], str
         return ""
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return (
-        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process the same command "
+        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process "
+        "the same command "
         f"line ($RANDOM or $(date) in it differs between processes), code and files"
     )
 
@@ -117,7 +131,12 @@ def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> Iterato
     for name in dict.fromkeys(name for values, _ in groups for name in values):
         by_value = defaultdict[str, list[int]](list)
         for values, ranks in groups:
-            by_value[json.dumps(values[name], sort_keys=True) if name in values else "absent"] += ranks
+            by_value[json.dumps(values[name], sort_keys=True) if name in values else "absent"] += (
+                ranks
+            )
         if len(by_value) > 1:
-            told = [f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}" for text, of in by_value.items()]
+            told = [
+                f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}"
+                for text, of in by_value.items()
+            ]
             yield f"{name} is {', '.join(told)}"

@@ -34,7 +34,8 @@ class Placing:
     """A placement of ranks on devices; plain numbers, which the caller takes from the machine's
     description.
 
-    device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher numbers them
+    device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher
+                     numbers them
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
     cores_of_device  first and last core next to each device; empty: not known
     rank_order       order of the directions (Layout.order), compared over all processes
@@ -48,7 +49,10 @@ class Placing:
     @property
     def agreed(self) -> str:
         """The part that must be the same in all processes of a job."""
-        return f"rank order {self.rank_order}, device order {_listed(self.device_order) or 'as launched'}"
+        return (
+            f"rank order {self.rank_order}, device order "
+            f"{_listed(self.device_order) or 'as launched'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,10 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         return inner
     if outer is None or not (hip or cuda):
         return outer
-    counted = tuple(outer[number] for number in itertools.takewhile(lambda number: number < len(outer), inner or ()))
+    counted = tuple(
+        outer[number]
+        for number in itertools.takewhile(lambda number: number < len(outer), inner or ())
+    )
     return counted or (outer if inner == outer else None)
 
 
@@ -120,7 +127,9 @@ def _numbers(text: str) -> tuple[int, ...] | None:
     return numbers if len(set(numbers)) == len(words) else None
 
 
-def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None) -> int | None:
+def near_index(
+    placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
+) -> int | None:
     """Return which of `visible` devices is next to this local rank's cores.
 
     None where the machine is not known, or shows this process only a part of its devices. `shown`
@@ -134,7 +143,11 @@ def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tu
 
 
 def device_number(
-    placing: Placing, local_rank: int, index: int | None, visible: int, shown: tuple[int, ...] | None
+    placing: Placing,
+    local_rank: int,
+    index: int | None,
+    visible: int,
+    shown: tuple[int, ...] | None,
 ) -> int | None:
     """Return the number on its node of this process's device, the `index`th of `visible` ones;
     None: not known.
@@ -152,12 +165,18 @@ def device_number(
 
 
 def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
-    """Return the devices next to these cores, which are a process's; empty where the machine is not known."""
+    """Return the devices next to these cores, which are a process's; empty where the machine is not
+    known.
+    """
     spans = placing.cores_of_device
     # The second hardware threads of the cores are numbered behind all first ones.
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
-    return tuple(device for device, (low, high) in enumerate(spans) if not near.isdisjoint(range(low, high + 1)))
+    return tuple(
+        device
+        for device, (low, high) in enumerate(spans)
+        if not near.isdisjoint(range(low, high + 1))
+    )
 
 
 def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
@@ -175,7 +194,8 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
         if isinstance(devices, str):
             kept[devices].append(node)
             known = [found[member] for member in members if found[member] is not None]
-            if len(set(known)) < len(known):  # a launcher that counts each task's devices from 0 says nothing
+            # a launcher that counts each task's devices from 0 says nothing
+            if len(set(known)) < len(known):
                 for member in members:
                     found[member] = None
             continue
@@ -186,7 +206,9 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     for why, names in kept.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         named = f"{', '.join(names[:_SHOWN])}{more}"
-        notices.append(f"ranks of {len(names)} of {len(nodes)} node(s) ({named}) stay as launched: {why}")
+        notices.append(
+            f"ranks of {len(names)} of {len(nodes)} node(s) ({named}) stay as launched: {why}"
+        )
     far = [
         number
         for number, task in enumerate(tasks)
@@ -195,8 +217,10 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     if far:
         first = tasks[far[0]]
         notices.append(
-            f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, such as task "
-            f"{far[0]} on node {first.node}, which has device {found[far[0]]} and the cores of device "
+            f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, "
+            "such as task "
+            f"{far[0]} on node {first.node}, which has device {found[far[0]]} and the cores of "
+            "device "
             f"{_listed(first.near, ', ')}: see --cpu-bind and --gpu-bind of srun"
         )
     return Assignment(ranks, found, notices)
@@ -207,7 +231,10 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
     if len(tasks) != count:
         return f"{len(tasks)} process(es) on a node of {count} devices"
     if members[-1] - members[0] + 1 != count:
-        return "their processes are not numbered one after the other: start them with --distribution=block"
+        return (
+            "their processes are not numbered one after the other: start them with "
+            "--distribution=block"
+        )
     known = [task.number for task in tasks if task.number is not None]
     if sorted(known) == list(range(count)):
         return known
@@ -227,7 +254,8 @@ def check_devices(placing: Placing) -> Placing:
         raise LaunchError(f"device order {_listed(order)} does not name each device of a node once")
     if placing.local_order and order and len(placing.local_order) != count:
         raise LaunchError(
-            f"device order {_listed(order)} names {count} devices, but a node has {len(placing.local_order)}: name "
+            f"device order {_listed(order)} names {count} devices, but a node has "
+            f"{len(placing.local_order)}: name "
             f"each of them once"
         )
     return placing

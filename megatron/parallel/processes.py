@@ -1,4 +1,6 @@
-"""This process, other processes of this host, and pools of them. Torch is imported only where it is used."""
+"""This process, other processes of this host, and pools of them. Torch is imported only where it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ if TYPE_CHECKING:
     import torch
 
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_LAUNCHED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 _ROOT = Path(__file__).resolve().parents[2]
 GONE, DEAD, STOPPED = "gone", "dead", "stopped"
 _STATES = {
@@ -70,7 +80,9 @@ def bounded(
     threading.Thread(target=body, name="bounded", daemon=True).start()
     woken = ended.wait(seconds)
     if not outcome.done():
-        raise LaunchError(f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s")
+        raise LaunchError(
+            f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s"
+        )
     return outcome.result()
 
 
@@ -152,7 +164,9 @@ class HostCopy:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state letter and start time (clock ticks since boot) of a process; ("", 0) without such a process."""
+    """Return the state letter and start time (clock ticks since boot) of a process; ("", 0) without
+    such a process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -162,12 +176,16 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def process_start(pid: int) -> int:
-    """Return a process's start time, which tells it from a later one with the same number; 0 where unknown."""
+    """Return a process's start time, which tells it from a later one with the same number; 0 where
+    unknown.
+    """
     return _stat(pid)[1]
 
 
 def process_state(pid: int, start: int = 0) -> str:
-    """Return "running", "sleeping", "stopped", ...; "gone" when the process has ended, even if its number is reused."""
+    """Return "running", "sleeping", "stopped", ...; "gone" when the process has ended, even if its
+    number is reused.
+    """
     state, started = _stat(pid)
     if not state or (start and started != start):
         return GONE
@@ -200,7 +218,9 @@ def reserve_port() -> socket.socket:
 def environment(
     environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
 ) -> dict[str, str]:
-    """Return the variables for one of `count` processes on this host, without those of any launcher in `environ`."""
+    """Return the variables for one of `count` processes on this host, without those of any launcher
+    in `environ`.
+    """
     env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
     env |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
@@ -213,7 +233,9 @@ def environment(
 
 
 def gpus_here() -> int:
-    """Return the number of this node's GPUs, found by another process: the parent of workers must not hold a GPU."""
+    """Return the number of this node's GPUs, found by another process: the parent of workers must
+    not hold a GPU.
+    """
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     gpus = done.stdout.strip()
@@ -234,7 +256,8 @@ def process_pool(
     """Yield map(function, items, chunksize=1), computed in order by processes that have called
     start(*arguments).
 
-    method  "fork": loaded data need not be sent, but no thread that matters there may be running; or "spawn"
+    method  "fork": loaded data need not be sent, but no thread that matters there may be running;
+            or "spawn"
 
     Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
     also end when this process is killed. Raises MegatronError with the text `killed` when one of
@@ -262,7 +285,8 @@ def process_pool(
 
 def _begin(parent: int, start: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
     def end_with_parent() -> None:
-        while os.getppid() == parent:  # a process that waits for tasks does not notice that their source was killed
+        # a process that waits for tasks does not notice that their source was killed
+        while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)
 

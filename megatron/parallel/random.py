@@ -21,7 +21,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """Return a well-spread 63-bit number: SplitMix64 (Steele et al., OOPSLA 2014) chained over the values."""
+    """Return a well-spread 63-bit number: SplitMix64 (Steele et al., OOPSLA 2014) chained over the
+    values.
+    """
     state = 0
     for value in values:
         state = (state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK
@@ -64,7 +66,9 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The source of the masks of one micro-batch: the run's seed and the number of its first sample."""
+    """The source of the masks of one micro-batch: the run's seed and the number of its first
+    sample.
+    """
 
     seed: int
     sample: int
@@ -74,18 +78,24 @@ class DropoutKey:
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
-        """Return the place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as one head."""
+        """Return the place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as
+        one head.
+        """
         rows, samples = x.shape[:2]
         positions = rows * ranks
         return Place(self.sample * positions + rank * rows, samples, 1, positions, positions)
 
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
-        """Return the place of attention weights [b, heads, positions, keys], part `rank` of `ranks` of the heads."""
+        """Return the place of attention weights [b, heads, positions, keys], part `rank` of `ranks`
+        of the heads.
+        """
         start = (self.sample * ranks + rank) * heads * positions
         return Place(start, heads * positions, ranks * heads * positions, 1, positions)
 
 
-def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE) -> torch.Tensor:
+def dropout_mask(
+    like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE
+) -> torch.Tensor:
     """Return a boolean mask of `like`'s shape, True with 1 - probability.
 
     In each head of each sample it is a part of a mask of its own.
@@ -99,7 +109,9 @@ def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place
     start, period, outer, inner, positions = place
     rows = keep.view(-1, keep.shape[-1])
     # The rows of a head are neighbours, or, where samples are, `period` apart.
-    heads = rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
+    heads = (
+        rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
+    )
     whole = rows.new_empty(positions, keep.shape[-1])
     for i, part in enumerate(heads):
         row = i * positions if inner == 1 else i
@@ -111,11 +123,14 @@ def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place
 
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the device's default generator inside the block and restore it after: for operations that draw from it."""
+    """Seed the device's default generator inside the block and restore it after: for operations
+    that draw from it.
+    """
     if device.type == "meta":  # without data there is nothing to draw
         yield
         return
-    devices: list[torch.device] = [] if device.type == "cpu" else [device]  # the CPU's state is always restored
+    # the CPU's state is always restored
+    devices: list[torch.device] = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
         (torch.get_device_module(device) if devices else torch).manual_seed(seed)
         yield

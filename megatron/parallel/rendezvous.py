@@ -62,17 +62,22 @@ from megatron.parallel.store import (
 from megatron.parallel.topology import compress_ranks
 
 AS_LAUNCHED = Placing()
-_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which is of no use to users
+# where gloo was compiled, which is of no use to users
+_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
-_HELD_S = 2.0  # how long torch may wait in the connection to the store before this rank makes another
-_LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end, once they can have heard of it
+# how long torch may wait in the connection to the store before this rank makes another
+_HELD_S = 2.0
+# how long the rank that serves the store stays for others at the end, once they can have heard of
+# it
+_LINGER_S = 5.0
 # Up to this many ranks gloo connects at the start; more would take minutes. When it connects on
 # demand, it waits forever for a rank that died before the first message: the launcher has to end
 # the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
 _OPEN = (
-    "a process that connects to the store of the ranks can guess its keys and end this job: export MEGATRON_JOB_TOKEN, "
+    "a process that connects to the store of the ranks can guess its keys and end this job: export "
+    "MEGATRON_JOB_TOKEN, "
     "a random text, before srun, mpirun or torchrun"
 )
 
@@ -88,8 +93,8 @@ class Rendezvous(StoreConnection):
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a thread of its own with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    doing                number and name of this rank's current item, of items that all ranks do one after the other,
-                         for a roll call; 0: its flight record says more
+    doing                number and name of this rank's current item, of items that all ranks do one
+                         after the other, for a roll call; 0: its flight record says more
     speaks               whether this rank is the one that acts on what `explain` found
     """
 
@@ -127,14 +132,17 @@ class Rendezvous(StoreConnection):
         self._places: list[str] | None = None
         self._deaf = threading.Event()  # no more calls are answered
         self._pause = self._deaf.wait if sleep is time.sleep else sleep
-        self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
+        # the first connection to the store, once this rank has another
+        self._left_to_torch: Any = None
         self._changing = threading.Lock()  # held while another connection is made
-        self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll arrive so far apart
+        # torch may wait in the connection: ranks that poll arrive so far apart
+        self._held_s = _HELD_S + self.pause_s
         self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
         self._explained: LaunchError | None = None
-        self._alarm = threading.Event()  # `_alarmed` as an event; also set when the awaited function ends
+        # `_alarmed` as an event; also set when the awaited function ends
+        self._alarm = threading.Event()
 
     @property
     def _myself(self) -> str:
@@ -157,17 +165,27 @@ class Rendezvous(StoreConnection):
         reached. Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
-            raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
+            raise LaunchError(
+                "torch.distributed is initialised already: connect once, or close the first "
+                "rendezvous"
+            )
         seconds = self.timeout.total_seconds()
         deadline = self.clock() + seconds
-        with without_dns() if self.serves_store and not self.launch.on_one_node else contextlib.nullcontext():
+        with (
+            without_dns()
+            if self.serves_store and not self.launch.on_one_node
+            else contextlib.nullcontext()
+        ):
             self.open(seconds)
             self.flight_file = FlightFile(self.launch)
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
             try:
                 # It meets the deadline by itself unless the store's host hangs or lost power.
-                left, failure = deadline - self.clock(), f"{self._myself}: {self.store_name} gave no answer"
+                left, failure = (
+                    deadline - self.clock(),
+                    f"{self._myself}: {self.store_name} gave no answer",
+                )
                 bounded(lambda: self._meet(deadline), max(left, 0.0) + ANSWER_S, failure)
             except LaunchError:
                 self._leave()
@@ -192,10 +210,14 @@ class Rendezvous(StoreConnection):
     # -- the rendezvous --------------------------------------------------------------------------
 
     def _meet(self, deadline: float) -> None:
-        """Describe this process to the others, and take the rank of the verdict. Raises LaunchError."""
+        """Describe this process to the others, and take the rank of the verdict. Raises
+        LaunchError.
+        """
         store, task = self._store, self.launch.task
         own = describe_process(self.launch, self.device, self.backend, self.placing)
-        error = self._duplicate() if store.add(f"claim/{task}", 1) > 1 else self._interface_problem()
+        error = (
+            self._duplicate() if store.add(f"claim/{task}", 1) > 1 else self._interface_problem()
+        )
         verdict: dict[str, Any]
         if error:
             verdict = {"error": error}
@@ -206,16 +228,26 @@ class Rendezvous(StoreConnection):
             store.set("verdict", json.dumps(verdict))
         else:
             self.poll(["verdict"], deadline)
-            verdict = json.loads(store.get("verdict")) if store.check(["verdict"]) else {"error": self._absent()}
+            verdict = (
+                json.loads(store.get("verdict"))
+                if store.check(["verdict"])
+                else {"error": self._absent()}
+            )
         if verdict.get("error"):
             raise LaunchError(verdict["error"])
         # From here on this process uses the rank that it was given.
-        self.server, self.notices, self._renumbered = verdict["server"], verdict["notices"], verdict["renumbered"]
+        self.server, self.notices, self._renumbered = (
+            verdict["server"],
+            verdict["notices"],
+            verdict["renumbered"],
+        )
         if self._renumbered:
             self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
 
     def _digests(self) -> dict[str, str]:
-        """Return digests of what must be alike; only the first process with a digest, of thousands, writes its text."""
+        """Return digests of what must be alike; only the first process with a digest, of thousands,
+        writes its text.
+        """
         told = {}
         for kind, values in self.alike.items():
             text = json.dumps(values, sort_keys=True)
@@ -244,7 +276,8 @@ class Rendezvous(StoreConnection):
         return (
             f"two processes have rank {launch.task}: "
             f"{self._participant(launch.task) if known else 'another process'}, and "
-            f"{launch.node}:{device_name(self.device)}, process {os.getpid()}: every process needs a rank of its own"
+            f"{launch.node}:{device_name(self.device)}, process {os.getpid()}: every process needs "
+            "a rank of its own"
         )
 
     def _participant(self, task: int) -> str:
@@ -258,40 +291,55 @@ class Rendezvous(StoreConnection):
         within = show_duration(self.timeout)
         self._absentees = len(missing)
         if not missing:
-            return f"all ranks came, but rank 0 ({self._participant(0)}) gave no verdict within {within}"
+            return (
+                f"all ranks came, but rank 0 ({self._participant(0)}) gave no verdict within "
+                f"{within}"
+            )
         many = len(missing) == _SHOWN
         present = [] if many else sorted(set(range(size)).difference(missing))[:_SHOWN]
         return (
-            f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{' and perhaps more' if many else ''} of "
+            f"rank{'s' if len(missing) > 1 else ''} "
+            f"{compress_ranks(missing)}{' and perhaps more' if many else ''} of "
             f"{size} did not come within {within}. Present: "
             f"{_list_places(present, [self._participant(rank) for rank in present]) or 'not listed'}. Look at the "
             f"output of the missing; if they only start slowly, raise --distributed-timeout-minutes"
         )
 
     def _judge(self, deadline: float) -> dict[str, Any]:
-        """Wait for all descriptions, in the first process, and return the verdict; {} where another gave it before."""
+        """Wait for all descriptions, in the first process, and return the verdict; {} where another
+        gave it before.
+        """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
             return {} if self._store.check(["verdict"]) else {"error": self._absent()}
         participants: list[Participant] = [json.loads(value) for value in self.values(keys)]
-        error = conflict(participants) or difference(participants, lambda digest: self._store.get(f"alike/{digest}"))
+        error = conflict(participants) or difference(
+            participants, lambda digest: self._store.get(f"alike/{digest}")
+        )
         return {"error": error} if error else self._give_ranks(participants)
 
     def _give_ranks(self, participants: Sequence[Participant]) -> dict[str, Any]:
         """Write the rank of each process, and where each rank is."""
-        tasks = [Task(p["node"], p["number"], tuple(p["address"]), tuple(p["near"])) for p in participants]
+        tasks = [
+            Task(p["node"], p["number"], tuple(p["address"]), tuple(p["near"]))
+            for p in participants
+        ]
         found = assign(tasks, self.placing.device_order)
         ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
-        self._places = [place({**participants[task], "number": found.devices[task]}) for task in of_rank]
+        self._places = [
+            place({**participants[task], "number": found.devices[task]}) for task in of_rank
+        ]
         self._store.set("places", json.dumps(self._places))
         renumbered = of_rank != sorted(of_rank)
         if renumbered:
             self._store.set("tasks", json.dumps(of_rank))
             for some in batches(range(len(ranks))):
-                self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
+                self._store.multi_set(
+                    [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
+                )
         return {"renumbered": renumbered, "server": ranks[0], "notices": notices}
 
     def _initialise(self) -> None:
@@ -307,7 +355,9 @@ class Rendezvous(StoreConnection):
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
             # torch's monitor of NCCL looks into the store, too, every second on every rank.
             pause_ms = str(int(1000 * max(1.0, self.pause_s)))
-            variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get("TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms)
+            variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get(
+                "TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms
+            )
         self._variables.enter_context(changed(os.environ, variables))
         if on_device:
             torch.cuda.set_device(self.device)
@@ -357,7 +407,9 @@ class Rendezvous(StoreConnection):
             raise LaunchError(f"not all of {size} ranks came within {show_duration(self.timeout)}")
 
     def _exists(self, key: str = "verdict") -> bool:
-        """Return whether the store has a key; ask over another connection where torch waits in this one."""
+        """Return whether the store has a key; ask over another connection where torch waits in this
+        one.
+        """
         try:
             found: bool = bounded(lambda: self._store.check([key]), self._held_s)
             return found
@@ -366,11 +418,14 @@ class Rendezvous(StoreConnection):
         return bool(self._store.check([key]))
 
     def _leave_to_torch(self) -> None:
-        """Leave the connection to torch, which waits in it, perhaps for a rank that is gone, and make another."""
+        """Leave the connection to torch, which waits in it, perhaps for a rank that is gone, and
+        make another.
+        """
         with self._changing:
             if self._left_to_torch is None:
                 another = self.another(ANSWER_S)
-                self._left_to_torch, self._store = self._store, another  # the first may be what serves the store
+                # the first may be what serves the store
+                self._left_to_torch, self._store = self._store, another
 
     def _try(self, function: Callable[[], Any], seconds: float) -> Any:
         """Return the function's result, or None where the store is gone or does not answer."""
@@ -409,7 +464,8 @@ class Rendezvous(StoreConnection):
         """
         if self._explained is None:
             self._failed = True
-            self.judged.wait(2 * self._answer_s)  # a watchdog that finds a hang ends this process, and knows more
+            # a watchdog that finds a hang ends this process, and knows more
+            self.judged.wait(2 * self._answer_s)
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
             text = self._heard or self._try(lambda: self._diagnose(seen), 4 * self._answer_s)
@@ -421,7 +477,10 @@ class Rendezvous(StoreConnection):
         return self._explained
 
     def _store_gone(self) -> str:
-        return f"{self.store_name} is gone, and with it the store: it died, ended or was stopped; look at its output"
+        return (
+            f"{self.store_name} is gone, and with it the store: it died, ended or was stopped; "
+            "look at its output"
+        )
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
@@ -452,8 +511,13 @@ class Rendezvous(StoreConnection):
         if dead:
             tasks = json.loads(self._store.get("tasks")) if self._renumbered else ranks
             where = [self.places[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead]
-            return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({_list_places(dead, where)})"
-        answers = [json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])]
+            return (
+                f"no sign of life from rank {compress_ranks(dead)}: died or was killed "
+                f"({_list_places(dead, where)})"
+            )
+        answers = [
+            json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])
+        ]
         # Those in a later step than others wait for them.
         first = min((step for step, _ in answers if step), default=0)
         at: dict[str, list[int]] = {}
@@ -462,7 +526,9 @@ class Rendezvous(StoreConnection):
                 at.setdefault(where, []).append(rank)
         found = [f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]]
         # The others may only have stopped because this rank called.
-        return f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
+        return (
+            f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
+        )
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -475,13 +541,16 @@ class Rendezvous(StoreConnection):
             while not self._deaf.is_set():
                 try:
                     while self._exists(f"call/{self._call}"):
-                        self._answer(self._store.get(f"call/{self._call}").decode().partition("/")[0])
+                        self._answer(
+                            self._store.get(f"call/{self._call}").decode().partition("/")[0]
+                        )
                         self._call += 1
                     if self._alarmed and not self._heard and self._exists("findings"):
                         # The store may be gone when this rank sees the failure.
                         self._heard = self._findings()
                 except LaunchError:
-                    self._pause(ANSWER_S)  # the store's host hangs, or is stopped like the whole job
+                    # the store's host hangs, or is stopped like the whole job
+                    self._pause(ANSWER_S)
                 except RuntimeError:
                     self._store_lost = True
                     self._sound_alarm()
@@ -505,11 +574,15 @@ class Rendezvous(StoreConnection):
         self._alarm.set()
 
     def inquire(self) -> int:
-        """Ask all ranks to answer for a watchdog (see on_inquiry). Return the number of the inquiry."""
+        """Ask all ranks to answer for a watchdog (see on_inquiry). Return the number of the
+        inquiry.
+        """
         return self._call_all(_INQUIRY)
 
     def _call_all(self, call: str) -> int:
-        """Make a call under the first free number, which is returned. Every rank answers the calls in their order."""
+        """Make a call under the first free number, which is returned. Every rank answers the calls
+        in their order.
+        """
         own, number = f"{call}/{self.launch.rank}", self._call
         while self._store.compare_set(f"call/{number}", "", own).decode() != own:
             number += 1
@@ -520,7 +593,9 @@ class Rendezvous(StoreConnection):
     def __enter__(self) -> Rendezvous:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
         self.close()
@@ -541,7 +616,9 @@ class Rendezvous(StoreConnection):
         self._variables.close()
 
     def _leave(self) -> None:
-        """Write that this rank is gone; the rank that serves the store stays a little for those that still ask."""
+        """Write that this rank is gone; the rank that serves the store stays a little for those
+        that still ask.
+        """
         if self._closed:
             return
         self._closed = True
@@ -560,14 +637,20 @@ class Rendezvous(StoreConnection):
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
-        while self.serves_store and gone < self.launch.world_size - self._absentees and self.clock() < deadline:
+        while (
+            self.serves_store
+            and gone < self.launch.world_size - self._absentees
+            and self.clock() < deadline
+        ):
             self.sleep(0.02)
             gone = self._store.add("left", 0)
 
 
 def _list_places(ranks: Sequence[int], places: Sequence[str]) -> str:
     """Return ranks and their places, the first sixteen."""
-    shown = "; ".join(f"rank {rank} on {place}" for rank, place in zip(ranks[:16], places[:16], strict=True))
+    shown = "; ".join(
+        f"rank {rank} on {place}" for rank, place in zip(ranks[:16], places[:16], strict=True)
+    )
     return shown + (f"; {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 

@@ -22,9 +22,12 @@ class Sharding:
     name             unique name in the whole model, the same on any layout
     global_shape     shape without padding
     offset           global index of the local tensor's first element
-    extent           how much of the local tensor, from its first element, is real; the rest is padding
-    dim              the dimension that tensor parallelism divides; None when every tensor rank holds the same values
-    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that to the autograd
+    extent           how much of the local tensor, from its first element, is real; the rest is
+                     padding
+    dim              the dimension that tensor parallelism divides; None when every tensor rank
+                     holds the same values
+    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that
+    to the autograd
                      graph of the first forward pass (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
@@ -64,15 +67,21 @@ def shard(
     offset, extent = [0] * len(global_shape), list(global_shape)
     if dim is not None:
         total = padded or global_shape[dim]
-        assert total % size == 0, f"{name}: dimension {dim} of length {total} does not divide by {size}"
+        assert total % size == 0, (
+            f"{name}: dimension {dim} of length {total} does not divide by {size}"
+        )
         each = total // size
         offset[dim] = min(rank * each, global_shape[dim])
         extent[dim] = max(0, min(each, global_shape[dim] - rank * each))
     return Sharding(name, tuple(global_shape), tuple(offset), tuple(extent), dim, **properties)
 
 
-def attach(parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int) -> torch.nn.Parameter:
-    """Put `sharding` on a parameter, with the attributes by which DeepSpeed knows sharded parameters."""
+def attach(
+    parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int
+) -> torch.nn.Parameter:
+    """Put `sharding` on a parameter, with the attributes by which DeepSpeed knows sharded
+    parameters.
+    """
     parameter.sharding = sharding  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = sharding.dim is not None and tensor_size > 1  # type: ignore[attr-defined]
     return parameter
@@ -81,5 +90,7 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int) 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """Return the Sharding of a parameter."""
     found = getattr(parameter, "sharding", None)
-    assert found is not None, "parameter without sharding: create it through megatron.layers.context"
+    assert found is not None, (
+        "parameter without sharding: create it through megatron.layers.context"
+    )
     return found

@@ -36,7 +36,9 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     small = 2.0**-12  # beside a sum of up to 1536 it is exact in fp32 and lost in 16 bit
     total = torch.full((32, 48), small, device=device)
     try:
-        torch.addmm(total, a.contiguous().t(), b.contiguous(), out_dtype=torch.float32, beta=1.0, out=total)
+        torch.addmm(
+            total, a.contiguous().t(), b.contiguous(), out_dtype=torch.float32, beta=1.0, out=total
+        )
     except (RuntimeError, TypeError):
         return False
     return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
@@ -60,9 +62,12 @@ def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) 
 class GradientSink:
     """The gradient sum of one parameter.
 
-    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and reads
-    added   called with the parameter after each complete contribution, e.g. to count those of a bucket
-    direct  whether layers may add here; False leaves it to autograd (--no-gradient-accumulation-fusion)
+    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and
+            reads
+    added   called with the parameter after each complete contribution, e.g. to count those of a
+            bucket
+    direct  whether layers may add here; False leaves it to autograd
+            (--no-gradient-accumulation-fusion)
 
     The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
     `complete()` does that where no contribution came.
@@ -131,7 +136,9 @@ class GradientSink:
                 part.add_(values)
 
     def done(self) -> None:
-        """Complete a contribution; also called by a layer that added one to what `complete()` returned."""
+        """Complete a contribution; also called by a layer that added one to what `complete()`
+        returned.
+        """
         self.fresh = False
         if self.added is not None:
             self.added(self.parameter)
@@ -176,7 +183,9 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient outside of a backward pass, where no hook would see `.grad`: to the sink, else to `.grad`."""
+    """Add a gradient outside of a backward pass, where no hook would see `.grad`: to the sink, else
+    to `.grad`.
+    """
     found = _any_sink(parameter)
     if found is not None:
         found.add(gradient)

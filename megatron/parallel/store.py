@@ -1,4 +1,6 @@
-"""One process's connection to the store that all ranks of a job share, and what a host needs for it."""
+"""One process's connection to the store that all ranks of a job share, and what a host needs for
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # keys in one request: the store's time for a request grows faster than its keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that is not up yet
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
-_ASKED = 10_000  # requests a second of all ranks together for a key that they wait for: 0.2 of a core of rank 0
+# requests a second of all ranks together for a key that they wait for: 0.2 of a core of rank 0
+_ASKED = 10_000
 
 
 class StoreConnection:
@@ -71,17 +74,25 @@ class StoreConnection:
         return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     def open(self, seconds: float) -> None:
-        """Connect to the store, or serve it; it may come up within `seconds`. Raises LaunchError."""
+        """Connect to the store, or serve it; it may come up within `seconds`. Raises
+        LaunchError.
+        """
         if self.launch.world_size == 1 and not self.launch.store_served:
             self._store = dist.HashStore()
         else:
-            self._store = self._of_job(self._serve() if self.serves_store else self._client(seconds))
+            self._store = self._of_job(
+                self._serve() if self.serves_store else self._client(seconds)
+            )
 
     def another(self, seconds: float | None = None) -> Any:
-        """Return a second connection: one in which a thread waits for a key serves no other thread."""
+        """Return a second connection: one in which a thread waits for a key serves no other
+        thread.
+        """
         if isinstance(self._store, dist.HashStore):
             return self._store
-        return self._of_job(self._client(self.timeout.total_seconds() if seconds is None else seconds))
+        return self._of_job(
+            self._client(self.timeout.total_seconds() if seconds is None else seconds)
+        )
 
     def _of_job(self, store: Any) -> Any:
         return dist.PrefixStore(self.launch.store_prefix(), store)
@@ -105,20 +116,27 @@ class StoreConnection:
             )
         except (RuntimeError, OSError) as error:
             raise LaunchError(
-                f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because another run or another "
-                f"process with rank 0 uses it: set MASTER_PORT to a free port, and give every process a rank of its "
+                f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because "
+                "another run or another "
+                "process with rank 0 uses it: set MASTER_PORT to a free port, and give every "
+                "process a rank of its "
                 f"own ({str(error).splitlines()[0]})"
             ) from error
 
     def _client(self, seconds: float) -> Any:
         """Connect to the store's server, which may come up within `seconds`."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
-        address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
+        address = (
+            "127.0.0.1" if self.serves_store else self.launch.store_host,
+            self.launch.master_port,
+        )
         deadline = self.clock() + seconds
 
         def connect() -> Any:
             # torch retries after ever longer pauses. Its own time limit would end in stack traces.
-            return dist.TCPStore(*address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False)
+            return dist.TCPStore(
+                *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
+            )
 
         try:
             try:
@@ -129,8 +147,10 @@ class StoreConnection:
                 client = bounded(connect, left, "a process listens there, but does not answer")
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
-                f"rank {self.launch.rank} on node {self.launch.node} does not reach {self.store_name} within "
-                f"{show_duration(self.timeout)}: {error}. Either rank 0 did not start (look at its output), or it "
+                f"rank {self.launch.rank} on node {self.launch.node} does not reach "
+                f"{self.store_name} within "
+                f"{show_duration(self.timeout)}: {error}. Either rank 0 did not start (look at its "
+                "output), or it "
                 f"runs on another host or port than MASTER_ADDR and MASTER_PORT say"
             ) from error
         client.set_timeout(self.timeout)
@@ -212,7 +232,9 @@ def raise_file_limit() -> None:
 
 
 def host_name_is_local() -> bool:
-    """Return whether this host's name resolves to an address that it can bind, as gloo needs without an interface."""
+    """Return whether this host's name resolves to an address that it can bind, as gloo needs
+    without an interface.
+    """
     try:
         with socket.socket() as probe:
             probe.bind((socket.gethostbyname(socket.gethostname()), 0))
@@ -230,7 +252,9 @@ def without_dns() -> Iterator[None]:
     in the store's only thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks
     would take an hour.
     """
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None)
+    configure = getattr(
+        ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None
+    )
     try:
         text = Path("/etc/nsswitch.conf").read_text(encoding="utf-8", errors="replace")
     except OSError:

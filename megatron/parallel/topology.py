@@ -66,7 +66,9 @@ class Layout:
             raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
 
     @classmethod
-    def for_world(cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER) -> Layout:
+    def for_world(
+        cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER
+    ) -> Layout:
         """Return the layout of `world_size` processes; the data-parallel size is what is left.
 
         Raises ConfigError when the processes do not divide into whole replicas.
@@ -74,7 +76,8 @@ class Layout:
         data, rest = divmod(world_size, tensor * pipeline)
         if rest or not data:
             raise ConfigError(
-                f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} x "
+                f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} "
+                "x "
                 f"pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
@@ -86,7 +89,9 @@ class Layout:
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
-        """Distances in rank numbers between neighbours in the tensor, data and pipeline direction."""
+        """Distances in rank numbers between neighbours in the tensor, data and pipeline
+        direction.
+        """
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
         strides, stride = {}, 1
         for direction in self.order.split("-"):
@@ -104,16 +109,24 @@ class Layout:
         return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
 
     def tensor_ranks(self, *, data: int, pipeline: int) -> range:
-        return _line(self.rank(tensor=0, data=data, pipeline=pipeline), self.tensor, self.strides[0])
+        return _line(
+            self.rank(tensor=0, data=data, pipeline=pipeline), self.tensor, self.strides[0]
+        )
 
     def data_ranks(self, *, tensor: int, pipeline: int) -> range:
-        return _line(self.rank(tensor=tensor, data=0, pipeline=pipeline), self.data, self.strides[1])
+        return _line(
+            self.rank(tensor=tensor, data=0, pipeline=pipeline), self.data, self.strides[1]
+        )
 
     def pipeline_ranks(self, *, tensor: int, data: int) -> range:
-        return _line(self.rank(tensor=tensor, data=data, pipeline=0), self.pipeline, self.strides[2])
+        return _line(
+            self.rank(tensor=tensor, data=data, pipeline=0), self.pipeline, self.strides[2]
+        )
 
     def model_ranks(self, *, data: int) -> tuple[int, ...]:
-        """Return the ranks that together hold one replica of the model, in ascending order, as torch has a group."""
+        """Return the ranks that together hold one replica of the model, in ascending order, as
+        torch has a group.
+        """
         lines = (self.tensor_ranks(data=data, pipeline=p) for p in range(self.pipeline))
         return tuple(sorted(rank for line in lines for rank in line))
 
@@ -203,7 +216,9 @@ class Topology:
 
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
-        layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order)
+        layout = Layout.for_world(
+            world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order
+        )
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects it waits five times `timeout` for a member that died, and cannot be
         # interrupted.
@@ -242,7 +257,9 @@ class Topology:
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
     ) -> Topology:
-        """Return the view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
+        """Return the view of `rank` on `layout`. Without `new_group` nothing communicates: for
+        planning and tests.
+        """
         t, d, p = layout.coordinates(rank)
         recorder = flight or FlightRecorder()
 
@@ -266,14 +283,19 @@ class Topology:
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:
-        """Return the layout in a few lines; `places` names node and device of every rank, in rank order."""
+        """Return the layout in a few lines; `places` names node and device of every rank, in rank
+        order.
+        """
 
         def show(ranks: Sequence[int]) -> str:
             named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout
-        sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank order {layout.order}"
+        sizes = (
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank "
+            f"order {layout.order}"
+        )
         return (
             f" layout: {layout.world_size} ranks = {sizes}\n"
             f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}\n"

@@ -1,9 +1,12 @@
-"""The time of each pass of a training step, from seconds per stage and per boundary: the executor's lists on a clock.
+"""The time of each pass of a training step, from seconds per stage and per boundary: the executor's
+lists on a clock.
 
-Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in flight and messages
-that follow each other on their links, as the executor runs it (lists.py, exchange.py). Nothing is a formula for a
-bubble. Times are counted in whole ticks, a power of two of the caller's unit, so that sums are exact in any order.
+Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in
+flight and messages that follow each other on their links, as the executor runs it (lists.py,
+exchange.py). Nothing is a formula for a bubble. Times are counted in whole ticks, a power of two of
+the caller's unit, so that sums are exact in any order.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -28,9 +31,12 @@ class StageTimes:
     """Seconds of one micro-batch in each global stage (chunk * pipeline size + pipeline rank).
 
     forward   a forward pass
-    backward  a whole backward pass; for 'zb-h1' its first half, the gradient of the input (and recomputation)
-    weight    for 'zb-h1' the second half, the gradients of the weights; for other schedules not looked at
-    first     what the stage's first forward pass takes longer, for instance waiting for gathered weights
+    backward  a whole backward pass; for 'zb-h1' its first half, the gradient of the input (and
+              recomputation)
+    weight    for 'zb-h1' the second half, the gradients of the weights; for other schedules not
+              looked at
+    first     what the stage's first forward pass takes longer, for instance waiting for gathered
+              weights
     """
 
     forward: tuple[float, ...]
@@ -41,12 +47,14 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency behind it).
+    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency
+    behind it).
 
     forward   to the next rank, from the last one to the first (only where there are several chunks)
     backward  to the previous rank, from the first one to the last
-    duplex    the two directions of a pair of ranks do not hold each other up. Without, a pair's messages follow each
-              other in the order of being posted, as in the one communicator that NCCL and RCCL have for a pair.
+    duplex    the two directions of a pair of ranks do not hold each other up. Without, a pair's
+              messages follow each other in the order of being posted, as in the one communicator
+              that NCCL and RCCL have for a pair.
     """
 
     forward: tuple[Boundary, ...]
@@ -78,14 +86,15 @@ class PipelineRun:
 
     busy           time spent computing
     waited         time spent waiting until the rank is done
-    message_wait   the part of `waited` after the result waited for had been computed: what messages cost, and what is
-                   lost where stages differ so that a receive is posted late
+    message_wait   the part of `waited` after the result waited for had been computed: what messages
+                   cost, and what is lost where stages differ so that a receive is posted late
     ends           when the rank is done: its last pass, and what it has sent
 
     By global stage, for what is done behind passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
-    last_backward_start   start of the last pass that makes gradients of weights (under 'zb-h1' a second half)
+    last_backward_start   start of the last pass that makes gradients of weights (under 'zb-h1' a
+                          second half)
     last_backward_end     end of it
     """
 
@@ -102,7 +111,9 @@ class PipelineRun:
     @property
     def bubble(self) -> tuple[float, ...]:
         """Time in which each rank neither computes nor waits for a message under way."""
-        return tuple(self.makespan - b - w for b, w in zip(self.busy, self.message_wait, strict=True))
+        return tuple(
+            self.makespan - b - w for b, w in zip(self.busy, self.message_wait, strict=True)
+        )
 
     @property
     def bubble_fraction(self) -> float:
@@ -127,13 +138,15 @@ def run_pipeline(
     schedule, pipeline_size, chunks, micro_batches   as build_schedule takes them
     times        by global stage: pipeline_size * chunks values each
     boundaries   by pipeline rank; None for messages that cost nothing
-    cores        number of cores that the ranks share: while more are wanted, all compute more slowly, alike. None:
-                 nothing is shared.
+    cores        number of cores that the ranks share: while more are wanted, all compute more
+                 slowly, alike. None: nothing is shared.
     demand       cores that a rank keeps busy while it computes
 
     Any unit of time will do. Raises ConfigError as build_schedule does.
     """
-    pipeline = Pipeline(schedule, pipeline_size, chunks, micro_batches, times, boundaries, cores, demand)
+    pipeline = Pipeline(
+        schedule, pipeline_size, chunks, micro_batches, times, boundaries, cores, demand
+    )
     lists, done, scale = _run(pipeline)
     busy = np.add.reduceat(done.ends - done.starts, lists.offsets[:-1])
     last = lists.last_backward
@@ -142,26 +155,36 @@ def run_pipeline(
         return tuple((ticks / scale).tolist())
 
     return PipelineRun(
-        pipeline, makespan=max(done.done.tolist()) / scale, busy=seconds(busy), waited=seconds(done.done - busy),
-        message_wait=seconds(done.message_wait), ends=seconds(done.done),
-        first_forward_start=seconds(done.starts[lists.first_forward]), last_backward_start=seconds(done.starts[last]),
+        pipeline,
+        makespan=max(done.done.tolist()) / scale,
+        busy=seconds(busy),
+        waited=seconds(done.done - busy),
+        message_wait=seconds(done.message_wait),
+        ends=seconds(done.done),
+        first_forward_start=seconds(done.starts[lists.first_forward]),
+        last_backward_start=seconds(done.starts[last]),
         last_backward_end=seconds(done.ends[last]),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1)  # a plot and a trace are made of the same run
 def timeline(run: PipelineRun) -> Timeline:
-    """Return the passes of each rank of a run with start and end, in order. Takes memory for large pipelines."""
+    """Return the passes of each rank of a run with start and end, in order. Takes memory for large
+    pipelines.
+    """
     lists, done, scale = _run(run.pipeline)
     ops, ranks = tuple(Op), []
     for first, end in itertools.pairwise(lists.offsets.tolist()):
         rows = first + np.flatnonzero(lists.rows[first:end, 0] <= Op.BACKWARD_WEIGHT)
         times = (of[rows] / scale for of in (done.starts, done.ends))
-        ranks.append(tuple(
-            Span(Instruction(ops[op], stage, micro_batch), start, end)
-            for (op, stage, micro_batch), start, end in zip(
-                lists.rows[rows].tolist(), *(of.tolist() for of in times), strict=True)
-        ))  # fmt: skip
+        ranks.append(
+            tuple(
+                Span(Instruction(ops[op], stage, micro_batch), start, end)
+                for (op, stage, micro_batch), start, end in zip(
+                    lists.rows[rows].tolist(), *(of.tolist() for of in times), strict=True
+                )
+            )
+        )
     return Timeline(tuple(ranks))
 
 
@@ -170,20 +193,40 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     p, v, m = pipeline.size, pipeline.chunks, pipeline.micro_batches
     check_sizes(pipeline.schedule, p, v, m)
     times, stages = pipeline.times, p * v
-    assert len(times.forward) == len(times.backward) == stages, f"expected the times of {stages} stages"
+    assert len(times.forward) == len(times.backward) == stages, (
+        f"expected the times of {stages} stages"
+    )
     # Few large lists are kept: they take 12 bytes for each instruction.
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     none = (0.0,) * stages
-    passes = np.array([times.forward, times.backward, times.backward, times.weight or none, times.first or none])
+    passes = np.array(
+        [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
+    )
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
-        passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]  # as on a pipeline of one rank, or where an order splits some
+        # as on a pipeline of one rank, or where an order splits some
+        passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
     messages, boundaries = np.zeros((4, stages)), pipeline.boundaries
     if boundaries is not None:
-        assert len(boundaries.forward) == len(boundaries.backward) == p, f"expected the boundaries of {p} ranks"
-        messages = np.concatenate([np.array(boundaries.forward).T, np.array(boundaries.backward).T])[:, lists.owner]
+        assert len(boundaries.forward) == len(boundaries.backward) == p, (
+            f"expected the boundaries of {p} ranks"
+        )
+        messages = np.concatenate(
+            [np.array(boundaries.forward).T, np.array(boundaries.backward).T]
+        )[:, lists.owner]
     # As many ticks as let the longest conceivable step stay below 2**61.
-    longest = stages * m * (passes[[0, 2, 3, 4]].max(axis=1).sum() + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
-    scale = 2.0 ** math.floor(61 - math.log2(longest)) if longest > 0 and pipeline.cores is None else 1.0
+    longest = (
+        stages
+        * m
+        * (
+            passes[[0, 2, 3, 4]].max(axis=1).sum()
+            + 2 * messages.reshape(2, 2, -1).sum(axis=1).max()
+        )
+    )
+    scale = (
+        2.0 ** math.floor(61 - math.log2(longest))
+        if longest > 0 and pipeline.cores is None
+        else 1.0
+    )
     costs = Costs(passes, messages)
     if pipeline.cores is None:
         costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))

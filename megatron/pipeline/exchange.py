@@ -1,10 +1,12 @@
 """Point-to-point messages between neighbouring pipeline ranks.
 
-Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the messages of a
-communicator run in the order in which they were posted, and the first message of a pair sets up its communicator, which
-holds up both hosts. Neither can deadlock, because a schedule lists the messages of all ranks in one common sequence
-(lists.py). Do not post a message that is not in the schedule.
+Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the
+messages of a communicator run in the order in which they were posted, and the first message of a
+pair sets up its communicator, which holds up both hosts. Neither can deadlock, because a schedule
+lists the messages of all ranks in one common sequence (lists.py). Do not post a message that is not
+in the schedule.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -35,14 +37,22 @@ class Exchange:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
-        """Start to send `tensor`; it is kept alive until it has left and must not change until then."""
+        """Start to send `tensor`; it is kept alive until it has left and must not change until
+        then.
+        """
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
             work = dist.isend(tensor, self._peer(instruction), group=self._pipeline.handle)
         self._sent.append(_Message(instruction, work, tensor))
 
-    def receive(self, instruction: Instruction, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def receive(
+        self,
+        instruction: Instruction,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Post a receive; `take` with the same instruction hands over the tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         with self._recorded(instruction, buffer):
@@ -61,7 +71,9 @@ class Exchange:
         self._release(0)
 
     def _release(self, keep: int) -> None:
-        """Let go of sent tensors: of those that have left, and of the oldest until at most `keep` remain."""
+        """Let go of sent tensors: of those that have left, and of the oldest until at most `keep`
+        remain.
+        """
         while self._sent:
             oldest = self._sent[0]
             with self._blame(oldest.instruction):
@@ -93,6 +105,8 @@ class Exchange:
         except RuntimeError as error:
             own, peer = self._pipeline.ranks[self._pipeline.rank], self._peer(instruction)
             raise LaunchError(
-                f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: {error}. "
-                f"Rank {peer} has died, hangs, or lost a neighbour of its own: look for the first error in its log"
+                f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: "
+                f"{error}. "
+                f"Rank {peer} has died, hangs, or lost a neighbour of its own: look for the first "
+                "error in its log"
             ) from error

@@ -1,4 +1,7 @@
-"""Run this rank's instructions of a pipeline schedule on any callables that map a hidden state to a hidden state."""
+"""Run this rank's instructions of a pipeline schedule on any callables that map a hidden state to a
+hidden state.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +24,25 @@ Shape = Sequence[int] | Callable[[Any], Sequence[int]]
 class Executor:
     """Forward and backward passes of this rank's chunks over the micro-batches of a step.
 
-    topology          gives the pipeline group, and the device on which received tensors are allocated.
-    chunks            by global stage (chunk * pipeline size + pipeline rank): called as chunk(micro_batch, hidden). The
-                      first stage gets hidden=None; the last stage returns the scalar loss of the micro-batch, the
-                      others a tensor of `message_shape` and `message_dtype`. In training the value of the loss is
-                      read after its backward pass, which may be what fills it in.
-    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with `num_chunks` chunks on every
-                      rank.
-    message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
-    weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only, and by
-                      other orders that split backward passes.
-    before_training   called by `train` with the number of micro-batches, before the first pass: the Engine needs it to
-                      find which gradient of a parameter is the last.
+    topology          gives the pipeline group, and the device on which received tensors are
+                      allocated.
+    chunks            by global stage (chunk * pipeline size + pipeline rank): called as
+                      chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
+                      returns the scalar loss of the micro-batch, the others a tensor of
+                      `message_shape` and `message_dtype`. In training the value of the loss is read
+                      after its backward pass, which may be what fills it in.
+    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with
+                      `num_chunks` chunks on every rank.
+    message_shape     shape of the hidden state between stages, or a function of the micro-batch
+                      that returns it.
+    weight_gradients  the queue in which linear layers leave their weight gradients; needed by
+                      'zb-h1' only, and by other orders that split backward passes.
+    before_training   called by `train` with the number of micro-batches, before the first pass: the
+                      Engine needs it to find which gradient of a parameter is the last.
 
-    Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
-    Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
+    Every rank of the pipeline must call `train` and `evaluate` in the same order with as many
+    micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and no
+    parameter is changed.
     """
 
     def __init__(
@@ -53,13 +60,16 @@ class Executor:
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
         if sorted(chunks) != wanted:
             raise ConfigError(
-                f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages {wanted}, "
+                f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages "
+                f"{wanted}, "
                 f"but was given chunks for {sorted(chunks)}"
             )
-        passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist
+        # refuses what does not exist
+        passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)
         if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
             raise ConfigError(
-                f"schedule {name_of(schedule)!r} needs weight_gradients: the queue that the linear layers share with it"
+                f"schedule {name_of(schedule)!r} needs weight_gradients: the queue that the linear "
+                "layers share with it"
             )
         self.topology = topology
         self.chunks = chunks
@@ -76,42 +86,60 @@ class Executor:
         return self.topology.pipeline.size * self.num_chunks - 1
 
     def train(
-        self, micro_batches: Sequence[Any], loss_scale: float = 1.0, loss_weights: Sequence[Any] | None = None
+        self,
+        micro_batches: Sequence[Any],
+        loss_scale: float = 1.0,
+        loss_weights: Sequence[Any] | None = None,
     ) -> list[torch.Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
-        `loss_weights` are one per micro-batch, by default 1 / the number of them on all data-parallel ranks: what is
-        rounded to 16 bits on the way does not depend on the layout. Each is a number or a scalar on the device, and is
-        asked for behind the forward pass of its micro-batch. Returns the detached, unscaled losses of
-        the micro-batches in order on the rank of the last stage, an empty list elsewhere. No value is read from the
-        device.
+        `loss_weights` are one per micro-batch, by default 1 / the number of them on all
+        data-parallel ranks: what is rounded to 16 bits on the way does not depend on the layout.
+        Each is a number or a scalar on the device, and is asked for behind the forward pass of its
+        micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
+        of the last stage, an empty list elsewhere. No value is read from the device.
 
         Raises LaunchError, with the peer's rank, when a neighbour is lost.
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
-        weights = [1 / (count * self.topology.data.size)] * count if loss_weights is None else loss_weights
+        weights = (
+            [1 / (count * self.topology.data.size)] * count
+            if loss_weights is None
+            else loss_weights
+        )
         if len(weights) != count:
-            raise ConfigError(f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch")
+            raise ConfigError(
+                f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch"
+            )
         if self.before_training:
             self.before_training(count)
         return _Pass(self, micro_batches, loss_scale, weights).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
-        """The losses of the micro-batches on the rank of the last stage, an empty list elsewhere; no gradients."""
+        """The losses of the micro-batches on the rank of the last stage, an empty list elsewhere;
+        no gradients.
+        """
         with torch.no_grad():
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
 
     def expected_shape(self, micro_batch: Any) -> tuple[int, ...]:
         """Shape of the hidden state that goes from stage to stage for this micro-batch."""
-        return tuple(self.message_shape(micro_batch) if callable(self.message_shape) else self.message_shape)
+        return tuple(
+            self.message_shape(micro_batch) if callable(self.message_shape) else self.message_shape
+        )
 
     def _plan(self, micro_batches: int, forward_only: bool) -> tuple[Instruction, ...]:
         key = (micro_batches, forward_only)
         if key not in self._instructions:
             pipeline = self.topology.pipeline
             self._instructions[key] = build_rank_schedule(
-                self.schedule, pipeline.size, self.num_chunks, micro_batches, pipeline.rank, forward_only
+                self.schedule,
+                pipeline.size,
+                self.num_chunks,
+                micro_batches,
+                pipeline.rank,
+                forward_only,
             )
         return self._instructions[key]
 
@@ -120,10 +148,11 @@ _NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes the
 
 
 class _Root(torch.autograd.Function):
-    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output alive.
+    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output
+    alive.
 
-    Autograd wants the output tensor for the shape of its gradient only. Through this node the gradient is handed over
-    in a list, so the output's memory is free as soon as it has been sent.
+    Autograd wants the output tensor for the shape of its gradient only. Through this node the
+    gradient is handed over in a list, so the output's memory is free as soon as it has been sent.
     """
 
     @staticmethod
@@ -137,7 +166,9 @@ class _Root(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """The graph of a chunk's forward pass (through root), its input, and the place for the gradient."""
+    """The graph of a chunk's forward pass (through root), its input, and the place for the
+    gradient.
+    """
 
     root: torch.Tensor
     hidden: torch.Tensor | None
@@ -148,7 +179,11 @@ class _Pass:
     """The state of one call of train or evaluate."""
 
     def __init__(
-        self, executor: Executor, micro_batches: Sequence[Any], loss_scale: float | None, weights: Sequence[Any]
+        self,
+        executor: Executor,
+        micro_batches: Sequence[Any],
+        loss_scale: float | None,
+        weights: Sequence[Any],
     ) -> None:
         self._executor = executor
         self._micro_batches = micro_batches
@@ -158,7 +193,8 @@ class _Pass:
         self._last_stage = executor.last_stage
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._activations: dict[tuple[int, int], torch.Tensor] = {}  # of the stage that made them
-        self._gradients: dict[tuple[int, int], torch.Tensor] = {}  # of the input of the stage that made them
+        # of the input of the stage that made them
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._losses: dict[int, torch.Tensor] = {}
 
@@ -185,7 +221,9 @@ class _Pass:
 
     def _receive(self, instruction: Instruction) -> None:
         shape = self._executor.expected_shape(self._micro_batches[instruction.micro_batch])
-        self._exchange.receive(instruction, shape, self._executor.message_dtype, self._executor.topology.device)
+        self._exchange.receive(
+            instruction, shape, self._executor.message_dtype, self._executor.topology.device
+        )
 
     def _input(self, stage: int, micro_batch: int) -> torch.Tensor | None:
         if stage == 0:
@@ -204,22 +242,30 @@ class _Pass:
         gradient: list[torch.Tensor] = []
         if stage == self._last_stage:
             if output.numel() != 1:
-                raise ConfigError(f"the last stage must return a scalar loss, got shape {list(output.shape)}")
+                raise ConfigError(
+                    f"the last stage must return a scalar loss, got shape {list(output.shape)}"
+                )
             self._losses[index] = output.detach().reshape(())
             if self._loss_scale is not None:
-                gradient.append(torch.ones_like(output.detach()).mul_(self._loss_scale * self._weights[index]))
+                gradient.append(
+                    torch.ones_like(output.detach()).mul_(self._loss_scale * self._weights[index])
+                )
         else:
             self._check_output(instruction, output, micro_batch)
             self._activations[stage, index] = output.detach()
         if self._loss_scale is not None:
             self._saved[stage, index] = _Saved(_Root.apply(output, gradient), hidden, gradient)
 
-    def _check_output(self, instruction: Instruction, output: torch.Tensor, micro_batch: Any) -> None:
+    def _check_output(
+        self, instruction: Instruction, output: torch.Tensor, micro_batch: Any
+    ) -> None:
         shape, dtype = self._executor.expected_shape(micro_batch), self._executor.message_dtype
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ConfigError(
-                f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the next stage waits for "
-                f"shape {list(shape)} of {dtype}: make message_shape and message_dtype those of the chunk's output"
+                f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
+                "next stage waits for "
+                f"shape {list(shape)} of {dtype}: make message_shape and message_dtype those of "
+                "the chunk's output"
             )
 
     def _backward(self, instruction: Instruction) -> None:
@@ -242,7 +288,9 @@ class _Pass:
 
     def _backward_input(self, instruction: Instruction) -> None:
         weight_gradients = self._executor.weight_gradients
-        assert weight_gradients is not None, "a split backward pass without a queue of weight gradients"
+        assert weight_gradients is not None, (
+            "a split backward pass without a queue of weight gradients"
+        )
         weight_gradients.begin()
         try:
             self._backward(instruction)

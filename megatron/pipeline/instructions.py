@@ -1,4 +1,5 @@
 """The words of a schedule: instructions, and the lists of them that the ranks of a pipeline run."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
-    """Kind of an instruction. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
+    """Kind of an instruction. BACKWARD is the whole backward pass; zero-bubble schedules split it
+    in two.
 
     Numbered as csrc/schedule_clock.cpp does.
     """
@@ -33,9 +35,9 @@ SENDS = frozenset((Op.SEND_FORWARD, Op.SEND_BACKWARD))
 RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
-"""Messages that a rank has on their way at most: their tensors are kept until they have left, and some backends (gloo)
-only report it to a wait, so the oldest is waited for. Waiting cannot deadlock: the schedules run even where every
-send blocks."""
+"""Messages that a rank has on their way at most: their tensors are kept until they have left, and
+some backends (gloo) only report it to a wait, so the oldest is waited for. Waiting cannot deadlock:
+the schedules run even where every send blocks."""
 
 _PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
 
@@ -43,8 +45,9 @@ _PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, O
 class Instruction(NamedTuple):
     """One step of one rank.
 
-    `stage` is the global stage that computes, sends or receives: chunk * pipeline size + pipeline rank. A message
-    appears twice, as SEND under the stage that produced it and as RECV under the stage that needs it.
+    `stage` is the global stage that computes, sends or receives: chunk * pipeline size + pipeline
+    rank. A message appears twice, as SEND under the stage that produced it and as RECV under the
+    stage that needs it.
     """
 
     op: Op
@@ -62,7 +65,9 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Instructions of every rank of a pipeline for one step, in order. Index it with a pipeline rank."""
+    """Instructions of every rank of a pipeline for one step, in order. Index it with a pipeline
+    rank.
+    """
 
     name: str
     pipeline_size: int

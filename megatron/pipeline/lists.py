@@ -1,20 +1,25 @@
-"""The instructions of all ranks as arrays: passes (orders.py), the messages between them, and their run on a clock.
+"""The instructions of all ranks as arrays: passes (orders.py), the messages between them, and their
+run on a clock.
 
-Messages carry no tags: the n-th message that one rank sends to another is the n-th that the other receives. Nor may
-they deadlock where a send holds up everything behind it until its receive is posted, as on a NCCL or RCCL communicator.
-Both follow from one rule: all messages of a step stand in one sequence, and every rank posts its sends and receives in
-that sequence. A cycle of ranks that wait for each other would need a message that stands before itself.
+Messages carry no tags: the n-th message that one rank sends to another is the n-th that the other
+receives. Nor may they deadlock where a send holds up everything behind it until its receive is
+posted, as on a NCCL or RCCL communicator. Both follow from one rule: all messages of a step stand
+in one sequence, and every rank posts its sends and receives in that sequence. A cycle of ranks that
+wait for each other would need a message that stands before itself.
 
-The sequence is that of the messages' production in a step with nominal times. So a message never waits behind another
-one that is made later, as long as computations take about their nominal times.
+The sequence is that of the messages' production in a step with nominal times. So a message never
+waits behind another one that is made later, as long as computations take about their nominal times.
 
-With several chunks messages go round in a ring, and in a step without latency a rank makes one at the very moment at
-which its neighbour does. On a network each rank runs a little behind the one before it, so a rank that must send before
-it posts its receive posts it too late. There the nominal messages take `planned_latency`, which puts them in the order
-of the real ones. With one chunk ranks compute in turn, and the order without latency is the best one.
+With several chunks messages go round in a ring, and in a step without latency a rank makes one at
+the very moment at which its neighbour does. On a network each rank runs a little behind the one
+before it, so a rank that must send before it posts its receive posts it too late. There the nominal
+messages take `planned_latency`, which puts them in the order of the real ones. With one chunk ranks
+compute in turn, and the order without latency is the best one.
 
-A step runs in C++ where the extension was built (csrc/schedule_clock.cpp), otherwise by replay.py, with the same ticks.
+A step runs in C++ where the extension was built (csrc/schedule_clock.cpp), otherwise by replay.py,
+with the same ticks.
 """
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
@@ -81,7 +86,10 @@ class Lists:
         return len(self.rows) - 1 - _first_rows(self.rows[::-1], Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
     def instructions(self, rank: int) -> tuple[Instruction, ...]:
-        return tuple(Instruction(_OPS[op], stage, micro_batch) for op, stage, micro_batch in self[rank].tolist())
+        return tuple(
+            Instruction(_OPS[op], stage, micro_batch)
+            for op, stage, micro_batch in self[rank].tolist()
+        )
 
 
 def _first_rows(rows: Rows, *ops: Op) -> Numbers:
@@ -93,9 +101,10 @@ def _first_rows(rows: Rows, *ops: Op) -> Numbers:
 class Costs:
     """Times of passes and messages.
 
-    passes    of FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and what the first FORWARD takes longer
-              # [5, stages]
-    messages  forward: on the link, behind it; backward: likewise; by the stage that sends  # [4, stages]
+    passes    of FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and what the first FORWARD
+              takes longer # [5, stages]
+    messages  forward: on the link, behind it; backward: likewise; by the stage that sends  # [4,
+              stages]
     """
 
     passes: Numbers
@@ -104,8 +113,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Times:
-    """Times at which the instructions of `Lists` start and end, by row; when ranks are done, and what they waited for
-    messages after the result waited for had been computed, by rank."""
+    """Times at which the instructions of `Lists` start and end, by row; when ranks are done, and
+    what they waited for messages after the result waited for had been computed, by rank."""
 
     starts: Numbers
     ends: Numbers
@@ -114,18 +123,32 @@ class Times:
 
 
 def run(
-    lists: Lists, costs: Costs, *, posted: bool = True, duplex: bool = True, cores: float | None = None,
+    lists: Lists,
+    costs: Costs,
+    *,
+    posted: bool = True,
+    duplex: bool = True,
+    cores: float | None = None,
     demand: float = 1.0,
-) -> Times:  # fmt: skip
+) -> Times:
     """Run the lists on a clock, as the executor does (exchange.py). A deadlock raises ValueError.
 
     Other arguments: as replay.actions_of and replay.replay take them.
     """
     if cores is None and compiled is not None:
-        return Times(*compiled.run(
-            lists.rows, lists.offsets, lists.owner, lists.micro_batches, costs.passes, costs.messages, posted, duplex,
-            SENDS_IN_FLIGHT,
-        ))  # fmt: skip
+        return Times(
+            *compiled.run(
+                lists.rows,
+                lists.offsets,
+                lists.owner,
+                lists.micro_batches,
+                costs.passes,
+                costs.messages,
+                posted,
+                duplex,
+                SENDS_IN_FLIGHT,
+            )
+        )
     passes, messages = costs.passes.tolist(), costs.messages.tolist()
     ranks = [lists.instructions(rank) for rank in range(len(lists))]
 
@@ -136,39 +159,53 @@ def run(
     def message(part: int) -> replay.Latency:
         return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
-    actions = replay.actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
+    actions = replay.actions_of(
+        ranks, duration, message(0), message(1), posted=posted, duplex=duplex
+    )
     done = replay.replay(actions, cores, demand)
     dtype = float if cores is not None else np.int64
     starts, ends = np.zeros((2, len(lists.rows)), dtype)
     computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT
-    starts[computes], ends[computes] = np.array([lane[1:] for of in done.computed for lane in of], dtype).T
+    starts[computes], ends[computes] = np.array(
+        [lane[1:] for of in done.computed for lane in of], dtype
+    ).T
     made: dict[Hashable, float] = {
-        Instruction(Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch): end
-        for (op, stage, micro_batch), end in zip(lists.rows[computes].tolist(), ends[computes].tolist(), strict=True)
+        Instruction(
+            Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch
+        ): end
+        for (op, stage, micro_batch), end in zip(
+            lists.rows[computes].tolist(), ends[computes].tolist(), strict=True
+        )
         if op != Op.BACKWARD_WEIGHT
     }
-    waits = [sum(lane.end - max(lane.start, made[lane.label]) for lane in lanes) for lanes in done.waited]
+    waits = [
+        sum(lane.end - max(lane.start, made[lane.label]) for lane in lanes) for lanes in done.waited
+    ]
     return Times(starts, ends, np.array(done.ends, dtype), np.array(waits, dtype))
 
 
 def planned_latency(chunks: int) -> float:
-    """Time that messages take in the step from which their sequence is read, in forward passes of one chunk.
+    """Time that messages take in the step from which their sequence is read, in forward passes of
+    one chunk.
 
-    Measured on simulated links (replay.py) for latencies from 0.05 to 0.5 with passes of unequal length: 8 ranks with 4
-    chunks wait 0.1 % of the step for messages that were posted too late instead of 3 to 7 %; sixteenths do as well.
+    Measured on simulated links (replay.py) for latencies from 0.05 to 0.5 with passes of unequal
+    length: 8 ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late
+    instead of 3 to 7 %; sixteenths do as well.
     """
     return 0.25 if chunks > 1 else 0.0
 
 
 def with_messages(passes: Lists) -> Lists:
-    """The passes of each rank with sends directly behind what they send, and receives posted ahead of need.
+    """The passes of each rank with sends directly behind what they send, and receives posted ahead
+    of need.
 
-    Each rank's passes and messages stand in the order of (time, rank) at which the nominal step computes what they
+    Each rank's passes and messages stand in the order of (time, rank) at which the nominal step
+    computes what they
     make or carry. So a receive is posted before the computation that its rank runs while the message is made, and the
-    message travels behind it; later only where a send of this rank stands before it in the sequence. It is never posted
-    earlier than that, which bounds the buffers to messages that are made and not yet used and those in the making: 2
-    per rank with one chunk; with more at most 3 and the largest group of micro-batches (orders.py), usually a third of
-    that.
+    message travels behind it; later only where a send of this rank stands before it in the
+    sequence. It is never posted earlier than that, which bounds the buffers to messages that are
+    made and not yet used and those in the making: 2 per rank with one chunk; with more at most 3
+    and the largest group of micro-batches (orders.py), usually a third of that.
     """
     size, stages = len(passes), len(passes.owner)
     if size == 1:
@@ -184,14 +221,17 @@ def with_messages(passes: Lists) -> Lists:
     op, stage, _ = np.ascontiguousarray(passes.rows.T)
     rank = np.repeat(np.arange(size), np.diff(passes.offsets))
     back = op != Op.FORWARD
-    to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]  # stage -1 is that behind the last one
+    # stage -1 is that behind the last one
+    to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]
     leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
-    # At one time: a pass, its send, messages of later ranks; a pass that sends nothing is behind all messages.
+    # At one time: a pass, its send, messages of later ranks; a pass that sends nothing is behind
+    # all messages.
     time = (2 * size + 1) * ends
     key = time + np.where(leaves, 2 * rank, 2 * size)
     there, again = (np.flatnonzero(leaves & of) for of in (~back, back))
     sends = np.flatnonzero(leaves)
-    source = np.concatenate([np.arange(len(op)), sends, there, again])  # runs that are almost in order
+    # runs that are almost in order
+    source = np.concatenate([np.arange(len(op)), sends, there, again])
     at = np.cumsum([0, len(op), len(sends), len(there), len(again)])
     key, ranks = key[source], rank[source]
     key[at[1] : at[2]] += 1
@@ -216,7 +256,8 @@ class Moments(NamedTuple):
 
     forward  1 for a forward pass, 0 for a backward pass (where it is split, its first half)
     chunk    of this rank, from 0
-    held     micro-batches of each chunk whose forward pass is over and whose backward pass has not begun, without the
+    held     micro-batches of each chunk whose forward pass is over and whose backward pass has not
+             begun, without the
              pass's own  # [moments, chunks]
     waiting  micro-batches whose weight gradients wait, of all chunks
     """
@@ -228,17 +269,21 @@ class Moments(NamedTuple):
 
 
 _GROUPS = 3
-"""Groups of micro-batches of one size after which what a rank holds in any order of ORDERS repeats: the warm-up is
-shorter than two, and each pass of a group then has the same ones before it as that of the group before."""
+"""Groups of micro-batches of one size after which what a rank holds in any order of ORDERS repeats:
+the warm-up is shorter than two, and each pass of a group then has the same ones before it as that
+of the group before."""
 
 
 @lru_cache(maxsize=1 << 13)
-def moments_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Moments:
+def moments_of_rank(
+    schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
+) -> Moments:
     """Return the passes of `rank` in a step of `micro_batches`, without repetitions."""
     if isinstance(schedule, str):
         sizes = group_sizes(pipeline_size, micro_batches)
         larger = sizes.count(sizes[0])
-        # That many micro-batches have these groups: together they are less than a group longer than the pipeline each.
+        # That many micro-batches have these groups: together they are less than a group longer than
+        # the pipeline each.
         micro_batches = sum(sizes[:larger][:_GROUPS] + sizes[larger:][:_GROUPS])
     op, stage, _ = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, rank).T
     chunk = stage // pipeline_size
@@ -246,9 +291,15 @@ def moments_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_b
     own = chunk[:, None] == np.arange(chunks)
     forward, backward = own & (op == Op.FORWARD)[:, None], own & begins[:, None]
     held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
-    waiting = np.cumsum(op == Op.BACKWARD_INPUT) - (op == Op.BACKWARD_INPUT) - np.cumsum(op == Op.BACKWARD_WEIGHT)
+    waiting = (
+        np.cumsum(op == Op.BACKWARD_INPUT)
+        - (op == Op.BACKWARD_INPUT)
+        - np.cumsum(op == Op.BACKWARD_WEIGHT)
+    )
     rows = np.flatnonzero(op != Op.BACKWARD_WEIGHT)
     if chunks == 1:  # else what a rank holds differs from pass to pass
         seen = (2 * held[rows, 0] + (op[rows] == Op.FORWARD)) * micro_batches + waiting[rows]
         rows = rows[np.unique(seen, return_index=True)[1]]
-    return Moments((op[rows] == Op.FORWARD).astype(np.int64), chunk[rows], held[rows], waiting[rows])
+    return Moments(
+        (op[rows] == Op.FORWARD).astype(np.int64), chunk[rows], held[rows], waiting[rows]
+    )

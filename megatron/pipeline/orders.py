@@ -1,10 +1,12 @@
 """Orders of passes: 1F1B, interleaved 1F1B and zero-bubble ZB-H1. No other place states an order.
 
-An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's passes: instructions, or
-an array with their (op, stage, micro-batch) in rows, where stage = chunk * pipeline size + rank. Messages (lists.py),
-what a rank holds (lists.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
-one function, in ORDERS or given in place of a name.
+An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
+passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
+pipeline size + rank. Messages (lists.py), what a rank holds (lists.py) and the time of a step
+(clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or given in
+place of a name.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,31 +23,42 @@ Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
 AnyOrder = str | Callable[..., Any]  # a name of ORDERS, or a megatron.protocols.Order
 
 
-def one_forward_one_backward(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1): at most pipeline_size - rank live micro-batches."""
+def one_forward_one_backward(
+    pipeline_size: int, chunks: int, micro_batches: int, rank: int
+) -> Rows:
+    """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1): at most pipeline_size - rank live
+    micro-batches.
+    """
     each = np.arange(micro_batches)
-    return _alternate(_rows(Op.FORWARD, rank, each), _rows(Op.BACKWARD, rank, each), pipeline_size - rank - 1)
+    return _alternate(
+        _rows(Op.FORWARD, rank, each), _rows(Op.BACKWARD, rank, each), pipeline_size - rank - 1
+    )
 
 
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients wait for idle time.
+    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients wait for idle
+    time.
 
-    Rank r keeps r of them back, so that live micro-batches plus waiting weight gradients stay within pipeline_size
-    on every rank, which is what the first rank of 1F1B holds.
+    Rank r keeps r of them back, so that live micro-batches plus waiting weight gradients stay
+    within pipeline_size on every rank, which is what the first rank of 1F1B holds.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
     order[backward, 0] = Op.BACKWARD_INPUT
     weights = _rows(Op.BACKWARD_WEIGHT, rank, np.arange(micro_batches))
     behind = backward[rank:] + 1
-    return np.concatenate([np.insert(order, behind, weights[: len(behind)], axis=0), weights[len(behind) :]])
+    return np.concatenate(
+        [np.insert(order, behind, weights[: len(behind)], axis=0), weights[len(behind) :]]
+    )
 
 
 def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
-    """The groups of micro-batches that pass through one chunk before the next chunk starts, larger ones first.
+    """The groups of micro-batches that pass through one chunk before the next chunk starts, larger
+    ones first.
 
-    Groups have pipeline_size micro-batches when these divide; what is left over is spread, so that a group is never
-    smaller than the pipeline (a rank would wait for its own output to come round) and rarely much larger.
+    Groups have pipeline_size micro-batches when these divide; what is left over is spread, so that
+    a group is never smaller than the pipeline (a rank would wait for its own output to come round)
+    and rarely much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -56,34 +69,45 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
 
 
 def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2) for any number of micro-batches.
+    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2) for any number of
+    micro-batches.
 
     With p ranks, v chunks and g micro-batches in the largest group, rank r holds at most
     min(v m, 2 (p - r - 1) + (v - 1) g + 1) activations, each of one micro-batch in one chunk.
 
-    Free of deadlock: let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of rank r the number
-    2 k + 2 (p - 1 - r), its k-th forward pass the number 2 (k - w) + 2 (p - 1 - r) - 1. If every pass has a larger
-    number than what it waits for, there is no cycle. On a rank the numbers rise along the list: w forward passes, then
-    pairs of forward k + w and backward k. The forward pass of what goes backward k-th is at most the (k + w)-th, since
-    its place is later by (v - 1) g <= w at most. The same pass on the neighbour it waits for has a number smaller by 2.
-    From the last rank to the first one's next chunk (and back) the place rises by the group's size s and the number by
-    2 s - 2 (p - 1), which is positive for s >= p. A group can only be smaller than p when it is the only one. Then the
-    passes of all chunks but the last go forward in the warm-up and backward after all forward passes, where forward
-    waits for forward and backward for backward only.
+    Free of deadlock: let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of rank r
+    the number 2 k + 2 (p - 1 - r), its k-th forward pass the number 2 (k - w) + 2 (p - 1 - r) - 1.
+    If every pass has a larger number than what it waits for, there is no cycle. On a rank the
+    numbers rise along the list: w forward passes, then pairs of forward k + w and backward k. The
+    forward pass of what goes backward k-th is at most the (k + w)-th, since its place is later by
+    (v - 1) g <= w at most. The same pass on the neighbour it waits for has a number smaller by 2.
+    From the last rank to the first one's next chunk (and back) the place rises by the group's size
+    s and the number by 2 s - 2 (p - 1), which is positive for s >= p. A group can only be smaller
+    than p when it is the only one. Then the passes of all chunks but the last go forward in the
+    warm-up and backward after all forward passes, where forward waits for forward and backward for
+    backward only.
     """
     sizes = np.array(group_sizes(pipeline_size, micro_batches))
     chunk = np.repeat(np.tile(np.arange(chunks), len(sizes)), np.repeat(sizes, chunks))
     first = np.cumsum(sizes) - sizes
-    micro_batch = np.concatenate([np.tile(np.arange(f, f + s), chunks) for f, s in zip(first, sizes, strict=True)])
+    micro_batch = np.concatenate(
+        [np.tile(np.arange(f, f + s), chunks) for f, s in zip(first, sizes, strict=True)]
+    )
     forward = _rows(Op.FORWARD, chunk * pipeline_size + rank, micro_batch)
     backward = _rows(Op.BACKWARD, (chunks - 1 - chunk) * pipeline_size + rank, micro_batch)
-    return _alternate(forward, backward, 2 * (pipeline_size - rank - 1) + (chunks - 1) * int(sizes[0]))
+    return _alternate(
+        forward, backward, 2 * (pipeline_size - rank - 1) + (chunks - 1) * int(sizes[0])
+    )
 
 
 def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """A pipeline of one rank: every micro-batch forward through all chunks, then back."""
     op, chunk = np.repeat([Op.FORWARD, Op.BACKWARD], chunks), np.r_[:chunks, chunks - 1 : -1 : -1]
-    return _rows(np.tile(op, micro_batches), np.tile(chunk, micro_batches), np.arange(micro_batches).repeat(2 * chunks))
+    return _rows(
+        np.tile(op, micro_batches),
+        np.tile(chunk, micro_batches),
+        np.arange(micro_batches).repeat(2 * chunks),
+    )
 
 
 def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
@@ -91,7 +115,9 @@ def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
 
 
 def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
-    """Return `warm_up` forward passes, then forward and backward passes by turns, then the other backward passes."""
+    """Return `warm_up` forward passes, then forward and backward passes by turns, then the other
+    backward passes.
+    """
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     pairs = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
@@ -99,15 +125,19 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 
 
 class Order(NamedTuple):
-    """interleaves: with several chunks per rank, where there are several ranks, not with one; splits: backward passes,
-    in two."""
+    """interleaves: with several chunks per rank, where there are several ranks, not with one;
+    splits: backward passes, in two."""
 
     passes: Callable[..., Any]
     interleaves: bool = False
     splits: bool = False
 
 
-_ORDERS = Order(one_forward_one_backward), Order(interleaved, interleaves=True), Order(zero_bubble_h1, splits=True)
+_ORDERS = (
+    Order(one_forward_one_backward),
+    Order(interleaved, interleaves=True),
+    Order(zero_bubble_h1, splits=True),
+)
 ORDERS = dict(zip(SCHEDULES, _ORDERS, strict=True))
 
 
@@ -115,27 +145,47 @@ def name_of(schedule: AnyOrder) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "custom")
 
 
-def passes_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """The passes of one rank in order. A pipeline of one rank computes micro-batch by micro-batch under any name.
+def passes_of_rank(
+    schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
+) -> Rows:
+    """The passes of one rank in order. A pipeline of one rank computes micro-batch by micro-batch
+    under any name.
 
-    Raises ConfigError for passes that are not all of the rank's, each once, and forward before backward.
+    Raises ConfigError for passes that are not all of the rank's, each once, and forward before
+    backward.
     """
     if isinstance(schedule, str):
         order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes
         return np.asarray(order(pipeline_size, chunks, micro_batches, rank))
     rows = np.asarray(schedule(pipeline_size, chunks, micro_batches, rank), np.int32).reshape(-1, 3)
-    _check_passes(f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}", rows, chunks, micro_batches, rank,
-                  pipeline_size)  # fmt: skip
+    _check_passes(
+        f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}",
+        rows,
+        chunks,
+        micro_batches,
+        rank,
+        pipeline_size,
+    )
     return rows
 
 
-def _check_passes(what: str, rows: Rows, chunks: int, micro_batches: int, rank: int, size: int) -> None:
+def _check_passes(
+    what: str, rows: Rows, chunks: int, micro_batches: int, rank: int, size: int
+) -> None:
     op, stage, micro_batch = rows.T
     chunk = (stage - rank) // size
-    wrong = (op < 0) | (op > Op.BACKWARD_WEIGHT) | (stage % size != rank) | (chunk < 0) | (chunk >= chunks)
+    wrong = (
+        (op < 0)
+        | (op > Op.BACKWARD_WEIGHT)
+        | (stage % size != rank)
+        | (chunk < 0)
+        | (chunk >= chunks)
+    )
     wrong |= (micro_batch < 0) | (micro_batch >= micro_batches)
     if wrong.any():
-        raise ConfigError(f"{what}: {tuple(rows[wrong][0].tolist())} is no (op, stage, micro-batch) of this rank")
+        raise ConfigError(
+            f"{what}: {tuple(rows[wrong][0].tolist())} is no (op, stage, micro-batch) of this rank"
+        )
     place = np.full((4, chunks, micro_batches), -1)
     place[op, chunk, micro_batch] = np.arange(len(rows))
     forward, whole, inputs, weights = place
@@ -144,7 +194,8 @@ def _check_passes(what: str, rows: Rows, chunks: int, micro_batches: int, rank: 
     right &= np.where(split, weights > inputs, weights < 0)
     if not right.all() or (place >= 0).sum() < len(rows):
         raise ConfigError(
-            f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one BACKWARD pass, or "
+            f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one "
+            "BACKWARD pass, or "
             f"BACKWARD_INPUT and behind that BACKWARD_WEIGHT"
         )
 
@@ -152,14 +203,26 @@ def _check_passes(what: str, rows: Rows, chunks: int, micro_batches: int, rank: 
 def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> None:
     """Raises ConfigError for a name, a size or a combination that does not exist."""
     if isinstance(schedule, str) and schedule not in ORDERS:
-        raise ConfigError(f"pipeline schedule {schedule!r} does not exist: choose one of {', '.join(SCHEDULES)}")
-    for what, value in (("pipeline size", pipeline_size), ("chunks", chunks), ("micro-batches", micro_batches)):
+        raise ConfigError(
+            f"pipeline schedule {schedule!r} does not exist: choose one of {', '.join(SCHEDULES)}"
+        )
+    for what, value in (
+        ("pipeline size", pipeline_size),
+        ("chunks", chunks),
+        ("micro-batches", micro_batches),
+    ):
         if value < 1:
-            raise ConfigError(f"pipeline schedule {name_of(schedule)!r}: {what} must be at least 1, got {value}")
+            raise ConfigError(
+                f"pipeline schedule {name_of(schedule)!r}: {what} must be at least 1, got {value}"
+            )
     if pipeline_size == 1 or not isinstance(schedule, str):
         return
     interleaves = ORDERS[schedule].interleaves
     if interleaves and chunks < 2:
-        raise ConfigError(f"pipeline schedule {schedule!r} needs at least 2 chunks per rank, got 1: use '1f1b'")
+        raise ConfigError(
+            f"pipeline schedule {schedule!r} needs at least 2 chunks per rank, got 1: use '1f1b'"
+        )
     if not interleaves and chunks > 1:
-        raise ConfigError(f"pipeline schedule {schedule!r} has 1 chunk per rank, got {chunks}: use 'interleaved'")
+        raise ConfigError(
+            f"pipeline schedule {schedule!r} has 1 chunk per rank, got {chunks}: use 'interleaved'"
+        )

@@ -1,14 +1,17 @@
-"""Simulation of ranks that compute, post messages and wait for them, over links that are slow. Pure arithmetic.
+"""Simulation of ranks that compute, post messages and wait for them, over links that are slow. Pure
+arithmetic.
 
-Messages are what a network sees: both sides have to post them, those of one link follow each other, and a rank can be
-held up by what it has sent. Any program can be written in these words; `actions_of` writes a pipeline schedule in them
-as the executor runs it.
+Messages are what a network sees: both sides have to post them, those of one link follow each other,
+and a rank can be held up by what it has sent. Any program can be written in these words;
+`actions_of` writes a pipeline schedule in them as the executor runs it.
 
-Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which each keeps `demand`
-cores busy, every one of them runs at min(1, cores / (n demand)) of its speed. Messages take no cores.
+Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which
+each keeps `demand` cores busy, every one of them runs at min(1, cores / (n demand)) of its speed.
+Messages take no cores.
 
 Units are the caller's, seconds as a rule; whole numbers stay whole where no cores are shared.
 """
+
 from __future__ import annotations
 
 import heapq
@@ -22,7 +25,8 @@ from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Inst
 Durations = Mapping[Op, float] | Callable[[Instruction], float]
 Latency = float | Callable[[Instruction], float]
 
-# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for its weights.
+# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for
+# its weights.
 NOMINAL_DURATIONS: Mapping[Op, float] = {
     Op.FORWARD: 1.0,
     Op.BACKWARD: 2.0,
@@ -37,10 +41,12 @@ class Compute(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send, to receive, or to take part in `message`, which goes over `link`, and continue.
+    """Start to send, to receive, or to take part in `message`, which goes over `link`, and
+    continue.
 
-    The message begins when all ranks that post it have done so. It departs when the older messages of its link, in the
-    order of posting, have left the link; `occupies` it; and arrives `latency` later.
+    The message begins when all ranks that post it have done so. It departs when the older messages
+    of its link, in the order of posting, have left the link; `occupies` it; and arrives `latency`
+    later.
     """
 
     message: Hashable
@@ -90,16 +96,21 @@ class Replay:
         return max(self.ends, default=0.0)
 
 
-def replay(ranks: Sequence[Sequence[Action]], cores: float | None = None, demand: float = 1.0) -> Replay:
+def replay(
+    ranks: Sequence[Sequence[Action]], cores: float | None = None, demand: float = 1.0
+) -> Replay:
     """Run each rank's actions in order. A deadlock raises ValueError.
 
-    cores, demand   that all ranks share, and that one of them keeps busy while it computes; None: nothing is shared
+    cores, demand   that all ranks share, and that one of them keeps busy while it computes; None:
+                    nothing is shared
     """
     return _Machine(ranks, cores, demand).run()
 
 
 class _Link:
-    """The messages of one link, those that are not yet on their way, in the order in which the first rank posts."""
+    """The messages of one link, those that are not yet on their way, in the order in which the
+    first rank posts.
+    """
 
     def __init__(self) -> None:
         self.order: dict[Hashable, int] = {}  # and how many posts are missing
@@ -121,8 +132,12 @@ class _Link:
 
 
 class _Machine:
-    def __init__(self, ranks: Sequence[Sequence[Action]], cores: float | None, demand: float) -> None:
-        assert demand > 0 and (cores is None or cores > 0), f"{cores} cores, {demand} wanted by a rank"
+    def __init__(
+        self, ranks: Sequence[Sequence[Action]], cores: float | None, demand: float
+    ) -> None:
+        assert demand > 0 and (cores is None or cores > 0), (
+            f"{cores} cores, {demand} wanted by a rank"
+        )
         self._todo = [deque(actions) for actions in ranks]
         self._links: dict[Hashable, _Link] = defaultdict(_Link)
         for post in (action for actions in ranks for action in actions if isinstance(action, Post)):
@@ -131,10 +146,12 @@ class _Machine:
         self._at_once = float("inf") if cores is None else cores / demand  # ranks at full speed
         self._now: float = 0
         self._work: float = 0  # that a rank would have done which computed all the time
-        self._computing: list[tuple[float, int]] = []  # heap: that work when a rank is done, and the rank
+        # heap: that work when a rank is done, and the rank
+        self._computing: list[tuple[float, int]] = []
         self._since: dict[int, float] = {}  # when ranks began to compute or to wait
         self._crossings: dict[Hashable, Crossing] = {}
-        self._waiting: dict[Hashable, list[int]] = defaultdict(list)  # for messages that are not on their way
+        # for messages that are not on their way
+        self._waiting: dict[Hashable, list[int]] = defaultdict(list)
         self._arrivals: list[tuple[float, int]] = []  # heap, for those that are: when, and the rank
         self._computed: list[list[Lane]] = [[] for _ in ranks]
         self._waited: list[list[Lane]] = [[] for _ in ranks]
@@ -145,17 +162,26 @@ class _Machine:
             self._go_on(rank)
         while self._computing or self._arrivals:
             self._advance()
-        stuck = [f"rank {rank} waits for {todo[0][0]}" for rank, todo in enumerate(self._todo) if todo]
+        stuck = [
+            f"rank {rank} waits for {todo[0][0]}" for rank, todo in enumerate(self._todo) if todo
+        ]
         if stuck:
             raise ValueError("the ranks deadlock: " + "; ".join(stuck))
         return Replay(
-            tuple(map(tuple, self._computed)), tuple(map(tuple, self._waited)), tuple(self._ends), self._crossings
+            tuple(map(tuple, self._computed)),
+            tuple(map(tuple, self._waited)),
+            tuple(self._ends),
+            self._crossings,
         )
 
     def _advance(self) -> None:
         """Go to the next time at which a computation ends or a message arrives."""
         slower = max(1, len(self._computing) / self._at_once)
-        ends = self._now + (self._computing[0][0] - self._work) * slower if self._computing else float("inf")
+        ends = (
+            self._now + (self._computing[0][0] - self._work) * slower
+            if self._computing
+            else float("inf")
+        )
         if self._arrivals and self._arrivals[0][0] <= ends:
             time, rank = heapq.heappop(self._arrivals)
             self._work += time - self._now if slower == 1 else (time - self._now) / slower
@@ -163,7 +189,9 @@ class _Machine:
         else:
             self._work, rank = heapq.heappop(self._computing)
             self._now = ends
-            self._computed[rank].append(Lane(self._todo[rank].popleft()[0], self._since.pop(rank), ends))
+            self._computed[rank].append(
+                Lane(self._todo[rank].popleft()[0], self._since.pop(rank), ends)
+            )
         self._go_on(rank)
 
     def _go_on(self, rank: int) -> None:
@@ -219,13 +247,17 @@ def actions_of(
 
     ranks            instructions of each; stage g is on rank g % len(ranks)
     durations        time of a computation: by its Op, or a function of the instruction
-    occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a function of the send
+    occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a
+                     function of the send
     latency          time from leaving the link to arriving, likewise
-    sends_in_flight  messages of a rank under way at most: it waits for the oldest before it sends another (exchange.py)
-    posted           by the lists; without, results travel by themselves as soon as they are computed
-    posted_ahead     as the lists have it; without, receives are posted where their message is needed
-    duplex           the two directions of a pair of ranks are links of their own; without, a pair's messages follow
-                     each other in both directions, as on one NCCL communicator
+    sends_in_flight  messages of a rank under way at most: it waits for the oldest before it sends
+                     another (exchange.py)
+    posted           by the lists; without, results travel by themselves as soon as they are
+                     computed
+    posted_ahead     as the lists have it; without, receives are posted where their message is
+                     needed
+    duplex           the two directions of a pair of ranks are links of their own; without, a pair's
+                     messages follow each other in both directions, as on one NCCL communicator
     """
     size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
     duration, occupied, behind = _function(durations), _function(occupies), _function(latency)
@@ -305,8 +337,12 @@ class Timeline:
 
 
 def simulate(
-    ranks: Sequence[Sequence[Instruction]], durations: Durations = NOMINAL_DURATIONS, latency: Latency = 0.0
+    ranks: Sequence[Sequence[Instruction]],
+    durations: Durations = NOMINAL_DURATIONS,
+    latency: Latency = 0.0,
 ) -> Timeline:
-    """Run the computations of all ranks on a clock, with results that travel by themselves in `latency`."""
+    """Run the computations of all ranks on a clock, with results that travel by themselves in
+    `latency`.
+    """
     done = replay(actions_of(ranks, durations, latency=latency, posted=False))
     return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]

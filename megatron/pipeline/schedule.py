@@ -1,10 +1,12 @@
-"""Pipeline schedules: which rank computes, sends and receives what, in which order. Pure data; needs no torch.
+"""Pipeline schedules: which rank computes, sends and receives what, in which order. Pure data;
+needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
 F0 SF0 F1 SF1 RB0 B0 RB1 B1
 RF0 RF1 F0 B0 SB0 F1 B1 SB1
 """
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -12,7 +14,14 @@ from functools import lru_cache
 from megatron.errors import ConfigError
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
 from megatron.pipeline.lists import Lists, with_messages
-from megatron.pipeline.orders import ORDERS, SCHEDULES, AnyOrder, check_sizes, name_of, passes_of_rank
+from megatron.pipeline.orders import (
+    ORDERS,
+    SCHEDULES,
+    AnyOrder,
+    check_sizes,
+    name_of,
+    passes_of_rank,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -33,14 +42,17 @@ __all__ = [
 def build_schedule(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Schedule:
-    """The instructions of every pipeline rank for one step (or, with `forward_only`, for one evaluation).
+    """The instructions of every pipeline rank for one step (or, with `forward_only`, for one
+    evaluation).
 
-    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more. A pipeline of one
-                   rank computes micro-batch by micro-batch under any name. Or an order itself (orders.py).
+    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more.
+                   A pipeline of one rank computes micro-batch by micro-batch under any name. Or an
+                   order itself (orders.py).
     chunks         chunks (virtual stages) per rank; global stage g is on rank g % pipeline_size.
     micro_batches  any positive number.
 
-    Raises ConfigError for a name, a size or a combination that does not exist, and for an order that cannot be run.
+    Raises ConfigError for a name, a size or a combination that does not exist, and for an order
+    that cannot be run.
     """
     lists = build_lists(name, pipeline_size, chunks, micro_batches, forward_only)
     ranks = tuple(map(lists.instructions, range(pipeline_size)))
@@ -48,9 +60,16 @@ def build_schedule(
 
 
 def build_rank_schedule(
-    name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int, forward_only: bool = False
+    name: AnyOrder,
+    pipeline_size: int,
+    chunks: int,
+    micro_batches: int,
+    rank: int,
+    forward_only: bool = False,
 ) -> tuple[Instruction, ...]:
-    """`build_schedule(...)[rank]`, with objects for the instructions of this rank only: what a running job needs."""
+    """`build_schedule(...)[rank]`, with objects for the instructions of this rank only: what a
+    running job needs.
+    """
     assert 0 <= rank < pipeline_size, f"pipeline rank {rank} of {pipeline_size}"
     return build_lists(name, pipeline_size, chunks, micro_batches, forward_only).instructions(rank)
 
@@ -76,11 +95,13 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple[int, ...]:
-    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at once.
+    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at
+    once.
 
-    An activation lives from its forward to its backward pass. A split backward pass frees what only the input's
-    gradient needs in its first half, and the inputs of linear layers in its second: `until_weights` counts an
-    activation until the second half (an upper bound of memory), without it until the first.
+    An activation lives from its forward to its backward pass. A split backward pass frees what only
+    the input's gradient needs in its first half, and the inputs of linear layers in its second:
+    `until_weights` counts an activation until the second half (an upper bound of memory), without
+    it until the first.
     """
     frees = {Op.BACKWARD, Op.BACKWARD_WEIGHT if until_weights else Op.BACKWARD_INPUT}
     peaks = []
@@ -98,7 +119,9 @@ def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple
 
 
 def peak_receives(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most buffers that are posted or filled and whose message is not yet in use."""
+    """Return for each rank the most buffers that are posted or filled and whose message is not yet
+    in use.
+    """
     peaks = []
     for instructions in schedule:
         held: set[tuple[bool, int, int]] = set()
@@ -114,7 +137,9 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def splits_backward(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> bool:
+def splits_backward(
+    schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int
+) -> bool:
     """Return whether backward passes run in two halves, of inputs and of weights."""
     if isinstance(schedule, str):
         return pipeline_size > 1 and ORDERS[schedule].splits

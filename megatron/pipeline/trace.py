@@ -1,7 +1,9 @@
 """A pipeline's step as a trace and as text.
 
-The trace is JSON that chrome://tracing and https://ui.perfetto.dev open, with one row for each rank.
+The trace is JSON that chrome://tracing and https://ui.perfetto.dev open, with one row for each
+rank.
 """
+
 from __future__ import annotations
 
 import gzip
@@ -18,10 +20,13 @@ from megatron.pipeline.replay import Span, Timeline
 from megatron.untrusted import without_waiting
 
 NAMES = {
-    Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward of inputs",
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
-}  # fmt: skip
-# Above this number of passes the arrows of messages are left out: they make the file three times as large.
+}
+# Above this number of passes the arrows of messages are left out: they make the file three times as
+# large.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
@@ -29,15 +34,21 @@ _MICROSECONDS = 1e6  # the format's unit
 def write_trace(run: PipelineRun, path: Path) -> None:
     """Write a run whose times are seconds to `path`, compressed if it ends in .gz.
 
-    One event of the trace event format (phase X) for each pass, named by what it is and its micro-batch, and, in steps
-    of up to 20,000 passes, an arrow for each message. Raises ConfigError where the file cannot be written.
+    One event of the trace event format (phase X) for each pass, named by what it is and its
+    micro-batch, and, in steps of up to 20,000 passes, an arrow for each message. Raises ConfigError
+    where the file cannot be written.
     """
     lanes = timeline(run).ranks
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb", opener=without_waiting) as raw, (
-            gzip.open(raw, "wt", compresslevel=4) if path.suffix == ".gz" else io.TextIOWrapper(raw, "utf-8")
-        ) as file:
+        with (
+            open(path, "wb", opener=without_waiting) as raw,
+            (
+                gzip.open(raw, "wt", compresslevel=4)
+                if path.suffix == ".gz"
+                else io.TextIOWrapper(raw, "utf-8")
+            ) as file,
+        ):
             # Event by event: a large step has hundreds of thousands.
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for number, event in enumerate(_events(run, lanes)):
@@ -49,19 +60,47 @@ def write_trace(run: PipelineRun, path: Path) -> None:
 
 def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
     pipeline = run.pipeline
-    sizes = f"{pipeline.size} ranks, {pipeline.chunks} chunks, {pipeline.micro_batches} micro-batches"
-    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"{pipeline.name}: {sizes}"}}
+    sizes = (
+        f"{pipeline.size} ranks, {pipeline.chunks} chunks, {pipeline.micro_batches} micro-batches"
+    )
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": 0,
+        "args": {"name": f"{pipeline.name}: {sizes}"},
+    }
     for rank in range(pipeline.size):
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": rank,
+            "args": {"name": f"pipeline rank {rank}"},
+        }
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": 0,
+            "tid": rank,
+            "args": {"sort_index": rank},
+        }
     for rank, spans in enumerate(lanes):
         for span in spans:
             op, stage, micro_batch = span.instruction
             yield {
-                "ph": "X", "name": f"{NAMES[op]} {micro_batch}", "cat": NAMES[op], "pid": 0, "tid": rank,
-                "ts": _at(span.start), "dur": _at(span.end - span.start),
-                "args": {"micro-batch": micro_batch, "chunk": stage // pipeline.size, "stage": stage},
-            }  # fmt: skip
+                "ph": "X",
+                "name": f"{NAMES[op]} {micro_batch}",
+                "cat": NAMES[op],
+                "pid": 0,
+                "tid": rank,
+                "ts": _at(span.start),
+                "dur": _at(span.end - span.start),
+                "args": {
+                    "micro-batch": micro_batch,
+                    "chunk": stage // pipeline.size,
+                    "stage": stage,
+                },
+            }
     if sum(map(len, lanes)) <= _WITH_ARROWS:
         yield from _arrows(pipeline.size, lanes)
 
@@ -74,26 +113,37 @@ def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str
     """Yield arrows from the pass that makes a message's tensor to the pass that uses it."""
     passes = {
         (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
-        for spans in lanes for span in spans if span.instruction.op is not Op.BACKWARD_WEIGHT
-    }  # fmt: skip
+        for spans in lanes
+        for span in spans
+        if span.instruction.op is not Op.BACKWARD_WEIGHT
+    }
     for number, ((forward, stage, micro_batch), made) in enumerate(passes.items()):
         to = stage + 1 if forward else stage - 1
         used = passes.get((forward, to, micro_batch))
         if used is None or to % size == stage % size:
             continue
-        shared = {"name": "activation" if forward else "gradient", "cat": "message", "id": number, "pid": 0}
+        shared = {
+            "name": "activation" if forward else "gradient",
+            "cat": "message",
+            "id": number,
+            "pid": 0,
+        }
         yield {**shared, "ph": "s", "tid": stage % size, "ts": _at(made.end)}
         yield {**shared, "ph": "f", "bp": "e", "tid": to % size, "ts": _at(used.start)}
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
-    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or F3.1."""
+    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or
+    F3.1.
+    """
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
     return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 
 
 def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
-    """One line per rank; time runs to the right in steps of the shortest computation, and dots are waiting."""
+    """One line per rank; time runs to the right in steps of the shortest computation, and dots are
+    waiting.
+    """
     spans = [span for rank in timeline.ranks for span in rank]
     step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     width = max(len(label(span.instruction, schedule)) for span in spans) + 1
@@ -103,8 +153,9 @@ def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
         for span in of_rank:
             line += "." * (round(span.start / step) * width - len(line))
             cell = label(span.instruction, schedule)
-            line += cell.ljust(max(width, round(span.end / step) * width - len(line)), "-")[:-1] + " "
+            line += (
+                cell.ljust(max(width, round(span.end / step) * width - len(line)), "-")[:-1] + " "
+            )
         line += "." * (round(timeline.makespan / step) * width - len(line))
         lines.append(f"rank {rank:>2} |{line}|")
     return "\n".join(lines)
-

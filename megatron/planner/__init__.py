@@ -1,1 +1,3 @@
-"""What can be known before a job and read off after it: machines, placement, experiments, scaling reports."""
+"""What can be known before a job and read off after it: machines, placement, experiments, scaling
+reports.
+"""

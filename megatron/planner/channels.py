@@ -1,35 +1,47 @@
 """Time of messages and collectives on the links and network cards that they cross.
 
-A collective takes its start, its steps and its bytes over the bandwidth of the slowest group of its kind while all such
-groups run. As NCCL and RCCL count steps when they choose an algorithm (src/graph/tuning.cc of both):
+A collective takes its start, its steps and its bytes over the bandwidth of the slowest group of its
+kind while all such groups run. As NCCL and RCCL count steps when they choose an algorithm
+(src/graph/tuning.cc of both):
 
-    ring  (ranks - 1) steps around, of which (nodes - 1) between nodes; an all-reduce goes around twice
-    tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an all-reduce
+    ring  (ranks - 1) steps around, of which (nodes - 1) between nodes; an all-reduce goes around
+          twice
+    tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
+          all-reduce
 
-The shorter one counts. A message between stages occupies its link for its bytes, on the busiest link or card while all
-boundaries send in the same direction, and arrives a latency later. Where a machine's file has measured seconds
-(`compute.collectives`, `compute.messages`), these are interpolated linearly between sizes instead.
+The shorter one counts. A message between stages occupies its link for its bytes, on the busiest
+link or card while all boundaries send in the same direction, and arrives a latency later. Where a
+machine's file has measured seconds (`compute.collectives`, `compute.messages`), these are
+interpolated linearly between sizes instead.
 
-Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in AxoNN's published
-table. A rate is *published* where that table has exactly these groups on these devices. Elsewhere it is *estimated*
-from the link table, with efficiencies that are ratios of published rates to it. For Frontier these are:
+Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in
+AxoNN's published table. A rate is *published* where that table has exactly these groups on these
+devices. Elsewhere it is *estimated* from the link table, with efficiencies that are ratios of
+published rates to it. For Frontier these are:
 
-    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is put on the straight
-             line between them, 76.3; a curve that saturates would lie above that line
-    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52 over two links of 50
-    detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach 36
-    card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5 for 1, 2, 4, 8 a node
+    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is put
+             on the straight line between them, 76.3; a curve that saturates would lie above that
+             line
+    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52
+             over two links of 50
+    detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach
+             36
+    card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5
+             for 1, 2, 4, 8 a node
 
-A collective of a group on direct links is estimated in two ways, and the larger result counts. One ring can run around
-a spanning tree, there and back, because links carry both directions at once; it is as fast as the narrowest link of the
-widest spanning tree. Several rings together carry no more than the narrowest cut, the division of the group in two with
-the least bandwidth across. Checked on published groups that no efficiency is taken from, the rules give 130 for 135
-(the whole node) and 52 for 72 (every other device): at worst a quarter too low.
+A collective of a group on direct links is estimated in two ways, and the larger result counts. One
+ring can run around a spanning tree, there and back, because links carry both directions at once; it
+is as fast as the narrowest link of the widest spanning tree. Several rings together carry no more
+than the narrowest cut, the division of the group in two with the least bandwidth across. Checked on
+published groups that no efficiency is taken from, the rules give 130 for 135 (the whole node) and
+52 for 72 (every other device): at worst a quarter too low.
 
-The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide where that of {0, 1, 2, 3} is 50, which makes it
-76 GB/s, against the published 52 and the published 72 of {0, 2, 4, 6}; the narrowest cut of all three is 100 GB/s.
-If RCCL gets no more out of that cut than in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
+The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide where that of {0, 1, 2, 3} is 50,
+which makes it 76 GB/s, against the published 52 and the published 72 of {0, 2, 4, 6}; the narrowest
+cut of all three is 100 GB/s. If RCCL gets no more out of that cut than in {0, 1, 2, 3}, the rate is
+52. Switches between nodes are not modelled.
 """
+
 from __future__ import annotations
 
 import functools
@@ -57,7 +69,9 @@ Step = tuple[int, int]
 """A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
 _OUT, _IN = -1, -2
 _NOWHERE, _AWAY = -1, -2
-"""Where a message goes or comes from, beside positions on the same node: it does not exist, or another node."""
+"""Where a message goes or comes from, beside positions on the same node: it does not exist, or
+another node.
+"""
 
 
 class Rate(NamedTuple):
@@ -69,7 +83,8 @@ class Rate(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Ranks that run collectives: their number, the number of nodes they span, and the stride between members.
+    """Ranks that run collectives: their number, the number of nodes they span, and the stride
+    between members.
 
     rate: the slowest such group's while all of them run; None for a group of one.
     """
@@ -98,8 +113,9 @@ class Channels:
     """Seconds of messages on a placement, by their bytes.
 
     tensor_lane, data_lane   the tensor- and data-parallel groups
-    boundaries               for each pipeline rank's boundary to the next: whether both ends are on one node -> seconds
-                             that a byte occupies the link, in the slowest replica placed so
+    boundaries               for each pipeline rank's boundary to the next: whether both ends are on
+                             one node -> seconds that a byte occupies the link, in the slowest
+                             replica placed so
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
@@ -113,7 +129,8 @@ class Channels:
     def tensor_s(self, kind: str, n_bytes: float) -> float:
         """Time a collective of a tensor-parallel group over a tensor of n_bytes in all.
 
-        `kind` is "all_gather", "reduce_scatter", "all_reduce" or "reduce" (to one member, along a chain of all).
+        `kind` is "all_gather", "reduce_scatter", "all_reduce" or "reduce" (to one member, along a
+        chain of all).
         """
         return self._collective("tensor-parallel", kind, n_bytes, self.tensor_lane)
 
@@ -122,7 +139,9 @@ class Channels:
         return self._collective("data-parallel", kind, n_bytes, self.data_lane)
 
     def tied_s(self, n_bytes: float) -> float:
-        """Time the sum of a tied embedding's gradients over the first and the last stage, n_bytes on each."""
+        """Time the sum of a tied embedding's gradients over the first and the last stage, n_bytes
+        on each.
+        """
         return self._collective("tied embedding", "all_reduce", n_bytes, self._ends)
 
     def _collective(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
@@ -146,31 +165,42 @@ class Channels:
         latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
         if kind == "all_reduce":
             of_node = math.ceil(group.ranks / group.nodes)
-            latency = min(latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between))
+            latency = min(
+                latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between)
+            )
         sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
         return start + latency + sent / (group.rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds that a message occupies its link, and its latency after that, in the slowest replica.
+        """Return the seconds that a message occupies its link, and its latency after that, in the
+        slowest replica.
 
-        The message goes from pipeline rank `sender` to the next one (forward) or the one before. The first and the last
-        rank are neighbours where chunks are interleaved.
+        The message goes from pipeline rank `sender` to the next one (forward) or the one before.
+        The first and the last rank are neighbours where chunks are interleaved.
         """
         edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
         worst = max(self._message(*ends, n_bytes) for ends in self.boundaries[edge].items())
         return worst[1], worst[0] - worst[1]
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds from sending to arrival, and those of them that the link is occupied."""
+        """Return the seconds from sending to arrival, and those of them that the link is
+        occupied.
+        """
         measured = self._cluster.figures.get("messages")
-        points = [] if measured is None else sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
+        points = (
+            []
+            if measured is None
+            else sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
+        )
         if measured is not None and points:
             self._take(measured)
             total = _interpolate(points, n_bytes)
             return total, total - min(total, points[0][1])
         self._note("stage to stage bandwidth", self._message_rate)
         occupies = n_bytes * per_byte
-        return occupies + self._latency("message_within_s" if within else "message_between_s"), occupies
+        return occupies + self._latency(
+            "message_within_s" if within else "message_between_s"
+        ), occupies
 
     def _latency(self, name: str) -> float:
         return self._take(self._cluster.figures[name]).value
@@ -183,9 +213,15 @@ class Channels:
         if name not in self._used:
             sources = self._cluster.sources
             text = sources.get("collectives") or sources.get("links", "")
-            basis = next((basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED)
+            basis = next(
+                (basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED
+            )
             if rate.basis == ESTIMATED:
-                basis, text = ASSUMED, "estimated from the widths of links and cards by published ratios (channels.py)"
+                basis, text = (
+                    ASSUMED,
+                    "estimated from the widths of links and cards by published ratios "
+                    "(channels.py)",
+                )
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
     @property
@@ -195,9 +231,11 @@ class Channels:
 
 
 def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
-    """List the measured bytes and seconds of groups like this one: as many ranks, on one node or on several.
+    """List the measured bytes and seconds of groups like this one: as many ranks, on one node or on
+    several.
 
-    Where several such groups were measured, the one with the nearest number of nodes counts, then the nearest stride.
+    Where several such groups were measured, the one with the nearest number of nodes counts, then
+    the nearest stride.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -209,9 +247,11 @@ def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
 
 
 def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
-    """Interpolate linearly. Before the first point its value holds, after the last one the slope of the last line.
+    """Interpolate linearly. Before the first point its value holds, after the last one the slope of
+    the last line.
 
-    A last line that falls is noise: beyond it, as beyond a single point, values grow in proportion to the last point.
+    A last line that falls is noise: beyond it, as beyond a single point, values grow in proportion
+    to the last point.
     """
     last, end = points[-1]
     if x <= last:
@@ -220,21 +260,24 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
     return end + (end - start) * (x - last) / (last - before)
 
 
-# -- bandwidth of links and cards --------------------------------------------------------------------------------------
+# -- bandwidth of links and cards ------------------------------------------------------------------
 
 
 @functools.cache
 def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-    """List the paths from device a to b with the fewest links and, among those, the widest narrowest link.
+    """List the paths from device a to b with the fewest links and, among those, the widest
+    narrowest link.
 
     Which of several the hardware takes is not known.
     """
     paths: list[tuple[int, ...]] = [(a,)]
     while not (found := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
         paths = [
-            (*path, device) for path in paths for device in range(cluster.devices_per_node)
+            (*path, device)
+            for path in paths
+            for device in range(cluster.devices_per_node)
             if device not in path and cluster.link_gb_per_s(path[-1], device)
-        ]  # fmt: skip
+        ]
     widest = max(_width(cluster, way) for way in found)
     return tuple(way for way in found if _width(cluster, way) == widest)
 
@@ -244,13 +287,16 @@ def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
 
 
 class NodeLinks:
-    """Bandwidth of a node's links and cards. card, detour, cut: the efficiencies that the module's text explains."""
+    """Bandwidth of a node's links and cards. card, detour, cut: the efficiencies that the module's
+    text explains.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, count = cluster, cluster.devices_per_node
         self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
         self._published: dict[frozenset[frozenset[int]], float] = {}
-        self._by_width: dict[float, float] = {}  # width of a link -> published rate of pairs that all have such a link
+        # width of a link -> published rate of pairs that all have such a link
+        self._by_width: dict[float, float] = {}
         across, cuts, detours = list[float](), list[float](), list[float]()
         for (inner, size), rate in cluster.collective_gb_per_s.items():
             if size == 0:
@@ -263,7 +309,9 @@ class NodeLinks:
             self._published[family] = rate
             widths = {cluster.link_gb_per_s(*group) for group in family if size == 2}
             if 0.0 in widths:  # the slowest pairs are those without a link
-                detours.append(rate / min(_width(cluster, ways(cluster, *sorted(pair))[0]) for pair in family))
+                detours.append(
+                    rate / min(_width(cluster, ways(cluster, *sorted(pair))[0]) for pair in family)
+                )
             elif len(widths) == 1:
                 self._by_width[widths.pop()] = rate
             elif not widths and all(map(cluster.reached, family)):
@@ -274,7 +322,8 @@ class NodeLinks:
     def rate_of_link(self, width: float) -> float:
         """Return the GB/s of one message, or of a ring, over direct links of this width.
 
-        The rate is interpolated between published widths; beyond them it is the same share of the width.
+        The rate is interpolated between published widths; beyond them it is the same share of the
+        width.
         """
         if not self._by_width:
             return _LINK * width
@@ -283,7 +332,9 @@ class NodeLinks:
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
-        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 if it is not connected."""
+        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 if it is
+        not connected.
+        """
         group, through = frozenset(group), frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
@@ -292,9 +343,15 @@ class NodeLinks:
         """Return the GB/s across the division of the group in two that has the least."""
         first, *others = sorted(group)
         return min(
-            sum(self.cluster.link_gb_per_s(a, b) for a in (first, *chosen) for b in others if b not in chosen)
-            for count in range(len(others)) for chosen in itertools.combinations(others, count)
-        )  # fmt: skip
+            sum(
+                self.cluster.link_gb_per_s(a, b)
+                for a in (first, *chosen)
+                for b in others
+                if b not in chosen
+            )
+            for count in range(len(others))
+            for chosen in itertools.combinations(others, count)
+        )
 
     def collective(self, family: Iterable[Iterable[int]]) -> Mapping[frozenset[int], Rate]:
         """Return the rate of each group of a node while all of them run collectives.
@@ -303,7 +360,9 @@ class NodeLinks:
         """
         key = frozenset(map(frozenset[int], family))
         if key not in self._rates:
-            known = next((rate for published, rate in self._published.items() if key <= published), None)
+            known = next(
+                (rate for published, rate in self._published.items() if key <= published), None
+            )
             self._rates[key] = {group: self._rate(group, len(key), known) for group in key}
         return self._rates[key]
 
@@ -314,13 +373,15 @@ class NodeLinks:
         width = self.widest_ring(group)
         if not width:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
-            # Which links the detours take is not known: all groups are counted as if they took the same.
+            # Which links the detours take is not known: all groups are counted as if they took the
+            # same.
             return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
         ring, cut = self.rate_of_link(width), self.cut * self.narrowest_cut(group)
         return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
 
     def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
-        """Return the rate between nodes of each of a node's groups that have members elsewhere, all running at once.
+        """Return the rate between nodes of each of a node's groups that have members elsewhere, all
+        running at once.
 
         A group uses the cards of all its devices here; groups that use a card share it evenly.
         """
@@ -328,9 +389,16 @@ class NodeLinks:
         cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
         users = Counter(itertools.chain(*cards))
         natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
-        basis = PUBLISHED if natural and (len(crossing), 0) in cluster.collective_gb_per_s else ESTIMATED
+        basis = (
+            PUBLISHED
+            if natural and (len(crossing), 0) in cluster.collective_gb_per_s
+            else ESTIMATED
+        )
         shares = (sum(cluster.nic_gb_per_s / users[card] for card in used) for used in cards)
-        return [Rate(self.card * share, basis, f"network cards of {len(crossing)} groups") for share in shares]
+        return [
+            Rate(self.card * share, basis, f"network cards of {len(crossing)} groups")
+            for share in shares
+        ]
 
     def width_of(self, step: Step) -> float:
         """Return the GB/s of a link, or of a card."""
@@ -342,15 +410,15 @@ class NodeLinks:
 node_links = functools.cache(NodeLinks)
 
 
-# -- groups and messages on nodes --------------------------------------------------------------------------------------
+# -- groups and messages on nodes ------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8192)
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
 ) -> tuple[Group, Group, Group, list[dict[bool, float]], Rate]:
-    """Return the groups of tensor and data parallelism and of the first and last stage, Channels.boundaries, and the
-    rate of the slowest boundary."""
+    """Return the groups of tensor and data parallelism and of the first and last stage,
+    Channels.boundaries, and the rate of the slowest boundary."""
     devices, links = len(order), node_links(cluster)
     tensor = _group(links, layout.world_size, order, layout.strides[0], layout.tensor)
     data = _group(links, layout.world_size, order, layout.strides[1], layout.data)
@@ -359,17 +427,23 @@ def _lanes(
         return tensor, data, Group(1, 1, 1), [], Rate(1.0, ESTIMATED, "")
     if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
         firsts = (position for position in range(devices) if position // stride % size == 0)
-        pairs = links.collective((order[first], order[first + stride * (size - 1)]) for first in firsts)
+        pairs = links.collective(
+            (order[first], order[first + stride * (size - 1)]) for first in firsts
+        )
         ends = Group(2, 1, stride * (size - 1), min(pairs.values()))
     else:
-        ends = Group(2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order])))
+        ends = Group(
+            2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order]))
+        )
     boundaries = _boundaries(links, layout, order, wraps)
     slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
     return tensor, data, ends, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
 
 def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int) -> Group:
-    """Describe groups of `size` ranks by the slowest one; a ring between nodes counts its members on each node."""
+    """Describe groups of `size` ranks by the slowest one; a ring between nodes counts its members
+    on each node.
+    """
     if size == 1:
         return Group(1, 1, stride)
     rates, devices = list[Rate](), len(order)
@@ -382,14 +456,19 @@ def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, si
 
 
 @functools.lru_cache(maxsize=1024)
-def groups_on_nodes(world: int, devices: int, stride: int, size: int) -> set[frozenset[tuple[int, ...]]]:
-    """Find all different ways in which groups lie on a node: the positions there of each group's members.
+def groups_on_nodes(
+    world: int, devices: int, stride: int, size: int
+) -> set[frozenset[tuple[int, ...]]]:
+    """Find all different ways in which groups lie on a node: the positions there of each group's
+    members.
 
-    stride  ranks from one member of a group to the next; rank r is at position r % devices of node r // devices
+    stride  ranks from one member of a group to the next; rank r is at position r % devices of node
+            r // devices
     """
     ranks = np.arange(min(world, math.lcm(stride * size, devices))).reshape(-1, devices)
     group = ranks // (stride * size) * stride + ranks % stride
-    first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)  # the first position of the same group
+    # the first position of the same group
+    first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)
     return {
         frozenset(tuple(place for place, of in enumerate(node) if of == head) for head in node)
         for node in set(map(tuple, first.tolist()))
@@ -400,8 +479,8 @@ def groups_on_nodes(world: int, devices: int, stride: int, size: int) -> set[fro
 def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
     """Find the different kinds of nodes and of messages to next stages, over all ranks.
 
-    nodes     for each kind where the message of each position goes, and where that to it comes from: a position of the
-              node, _AWAY or _NOWHERE
+    nodes     for each kind where the message of each position goes, and where that to it comes
+              from: a position of the node, _AWAY or _NOWHERE
     messages  (pipeline rank that sends, its position, position that receives or _AWAY)
     wraps     the last rank of a pipeline sends to its first one, too
     """
@@ -410,27 +489,35 @@ def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[A
     stage, node = ranks // stride % size, ranks // devices
 
     def places(step: int, end: int) -> Any:
-        """Locate the neighbours, one `step` on and from the `end` of the pipeline all the way around."""
+        """Locate the neighbours, one `step` on and from the `end` of the pipeline all the way
+        around.
+        """
         found = ranks + np.where(stage == end, -step * (size - 1), step)
         place = np.where(found // devices == node, found % devices, _AWAY)
         return np.where((stage == end) & (not wraps), _NOWHERE, place)
 
     targets, sources = places(stride, size - 1), places(-stride, 0)
     nodes = np.hstack([targets.reshape(-1, devices), sources.reshape(-1, devices)])
-    messages = np.stack([stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1)
+    messages = np.stack(
+        [stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1
+    )
     return set(map(tuple, nodes.tolist())), set(map(tuple, messages[targets != _NOWHERE].tolist()))
 
 
-def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool) -> list[dict[bool, float]]:
-    """Find for each boundary, by whether its ends are on one node, the most seconds that a byte occupies a link or a
-    card while all boundaries send forward."""
+def _boundaries(
+    links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool
+) -> list[dict[bool, float]]:
+    """Find for each boundary, by whether its ends are on one node, the most seconds that a byte
+    occupies a link or a card while all boundaries send forward."""
     nodes, messages = _messages_on_nodes(layout, len(order), wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
         targets, sources = node[: len(order)], node[len(order) :]
         ends = [(a, b) for a, b in enumerate(targets) if b != _NOWHERE]
         ends += [(_AWAY, b) for b, a in enumerate(sources) if a == _AWAY]
-        paths = [_path(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends]
+        paths = [
+            _path(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends
+        ]
         users, weights = Counter[Step](), dict[Step, float]()
         for resources, weight in paths:
             users.update(resources)
@@ -446,15 +533,24 @@ def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps:
 
 
 @functools.cache
-def _path(links: NodeLinks, source: int | None, target: int | None) -> tuple[frozenset[Step], float]:
-    """Return the links and cards that a message between two devices takes (None: a device of another node), and the
-    factor by which it takes longer than they allow. A message with several equal paths is counted on all of them."""
+def _path(
+    links: NodeLinks, source: int | None, target: int | None
+) -> tuple[frozenset[Step], float]:
+    """Return the links and cards that a message between two devices takes (None: a device of
+    another node), and the factor by which it takes longer than they allow. A message with several
+    equal paths is counted on all of them."""
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"
-        cards, source = [(_IN, cluster.nic_of_device[target])], cluster.nic_on_device[cluster.nic_of_device[target]]
+        cards, source = (
+            [(_IN, cluster.nic_of_device[target])],
+            cluster.nic_on_device[cluster.nic_of_device[target]],
+        )
     elif target is None:
-        cards, target = [(_OUT, cluster.nic_of_device[source])], cluster.nic_on_device[cluster.nic_of_device[source]]
+        cards, target = (
+            [(_OUT, cluster.nic_of_device[source])],
+            cluster.nic_on_device[cluster.nic_of_device[source]],
+        )
     found = ways(cluster, source, target)
     weight = 1 / links.detour if len(found[0]) > 1 and not cards else 1.0
     return frozenset(cards).union(*found), weight

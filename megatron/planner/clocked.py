@@ -1,4 +1,7 @@
-"""Seconds of a pass: its computations on the device, its messages on the links, one clock for each."""
+"""Seconds of a pass: its computations on the device, its messages on the links, one clock for
+each.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -19,7 +22,9 @@ MessageSeconds = Callable[[str, float], float]
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
-    """Return the rates of a machine and format, one object for each: it keeps what it has computed."""
+    """Return the rates of a machine and format, one object for each: it keeps what it has
+    computed.
+    """
     return Rates(cluster, dtype_name)
 
 
@@ -30,16 +35,24 @@ def seconds_of(operation: Computation, rates: Rates) -> float:
         return max(rates.product_s(*operation[:4]), moved)
     if isinstance(operation, Attention):
         return rates.attention_s(
-            operation.batch, operation.heads, operation.seq, operation.head_dim, backward=operation.backward
+            operation.batch,
+            operation.heads,
+            operation.seq,
+            operation.head_dim,
+            backward=operation.backward,
         )
     return rates.memory_s(operation.bytes, operation.kernels, operation.kind)
 
 
 def crowding(config: Config, cluster: Cluster) -> float:
-    """Count the ranks that share a core while all of a node compute; 1 where devices compute by themselves."""
+    """Count the ranks that share a core while all of a node compute; 1 where devices compute by
+    themselves.
+    """
     if cluster.shared_cores is None:
         return 1.0
-    return max(1.0, min(config.parallel.world_size, cluster.devices_per_node) / cluster.shared_cores)
+    return max(
+        1.0, min(config.parallel.world_size, cluster.devices_per_node) / cluster.shared_cores
+    )
 
 
 class PassSeconds(NamedTuple):
@@ -56,8 +69,8 @@ class PassSeconds(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
-    """Return messages with the seconds of computations between them, and the seconds of computations and of
-    recomputation."""
+    """Return messages with the seconds of computations between them, and the seconds of
+    computations and of recomputation."""
     found: list[float | Post | Wait] = []
     sums = {False: 0.0, True: 0.0}
     since = 0.0
@@ -72,11 +85,14 @@ def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, fl
     return [*found, since], sums[False], sums[True]
 
 
-def pass_seconds(of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True) -> PassSeconds:
+def pass_seconds(
+    of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
+) -> PassSeconds:
     """Run a pass on a clock. A message that nobody waits for in it is hidden behind the next pass.
 
     message_s  None: messages take no time
-    hides      the device computes while a message travels; without, who posts a message waits for it at once
+    hides      the device computes while a message travels; without, who posts a message waits for
+               it at once
     """
     timed, compute, again = _timed(of, rates)
     if message_s is None:

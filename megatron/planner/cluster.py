@@ -1,11 +1,13 @@
-"""Description of a machine: devices and links of a node, its network, its queue limits, and published figures.
+"""Description of a machine: devices and links of a node, its network, its queue limits, and
+published figures.
 
-The facts are in TOML files beside this module (`clusters/`), one for each known machine; a file of the same form
-describes another one. Needs no torch, so that a login node can read it.
+The facts are in TOML files beside this module (`clusters/`), one for each known machine; a file of
+the same form describes another one. Needs no torch, so that a login node can read it.
 
 >>> load_cluster("frontier").link_gb_per_s(0, 1)
 200.0
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,10 +27,11 @@ from megatron.untrusted import read_toml, write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
 
-# -- dataclasses as TOML files -----------------------------------------------------------------------------------------
+# -- dataclasses as TOML files ---------------------------------------------------------------------
 #
-# Each field names its key (`at`); pydantic reads and checks it by its annotation. A NamedTuple with defaults is a table
-# in the file; any other one is a row, as are the entries of a mapping whose keys are tuples.
+# Each field names its key (`at`); pydantic reads and checks it by its annotation. A NamedTuple with
+# defaults is a table in the file; any other one is a row, as are the entries of a mapping whose
+# keys are tuples.
 
 _MOST_BYTES = 1 << 22  # of a file: measured ones have some ten thousand
 _MOST_COUNT, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
@@ -40,7 +43,9 @@ Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
 def at(key: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that stands under `key` ("table.name") in the file; without a default it has to be there."""
+    """Declare a field that stands under `key` ("table.name") in the file; without a default it has
+    to be there.
+    """
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -48,7 +53,9 @@ def at(key: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 class Facts:
-    """Contents of a parsed file. Raises ConfigError, with file and key, for what is missing, wrong or misspelt."""
+    """Contents of a parsed file. Raises ConfigError, with file and key, for what is missing, wrong
+    or misspelt.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._tables = path, read_toml(path, _MOST_BYTES, error=ConfigError)
@@ -79,20 +86,28 @@ class Facts:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = "".join(f"[{place}]" for place in first["loc"])
-            raise self.error(key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()) from None
+            raise self.error(
+                key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()
+            ) from None
 
     def take_fields(self, of: type[Any]) -> dict[str, Any]:
         """Read the fields of a dataclass that name a key."""
         hints = get_type_hints(of, include_extras=True)
         return {
-            field.name: self.take(field.metadata["key"], hints[field.name], field.metadata["default"])
-            for field in dataclasses.fields(of) if "key" in field.metadata
-        }  # fmt: skip
+            field.name: self.take(
+                field.metadata["key"], hints[field.name], field.metadata["default"]
+            )
+            for field in dataclasses.fields(of)
+            if "key" in field.metadata
+        }
 
     def check_known(self) -> None:
         """Raise ConfigError for a key that was never asked for."""
         for key in self._unknown(self._tables, ""):
-            raise self.error(key, "is no fact that is known here: see the files of known machines for all of them")
+            raise self.error(
+                key,
+                "is no fact that is known here: see the files of known machines for all of them",
+            )
 
     def _unknown(self, table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for name, value in table.items():
@@ -105,7 +120,7 @@ class Facts:
                 yield key
 
 
-# -- machines ----------------------------------------------------------------------------------------------------------
+# -- machines --------------------------------------------------------------------------------------
 
 
 class WallLimit(NamedTuple):
@@ -130,20 +145,23 @@ class Cluster:
 
     links                (a, b) with a < b -> GB/s, for devices of a node with a direct link
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
-    nic_of_device        the card, by its place in `nics`, that each device uses; nic_on_device: the devices with a card
+    nic_of_device        the card, by its place in `nics`, that each device uses; nic_on_device: the
+                         devices with a card
     cores_of_device      first and last core next to each device
     local_order          local rank i of a full node runs next to device local_order[i]
     device_orders        orders of a node's devices worth a try
-    collective_gb_per_s  (devices of faster directions inside, size of the group) -> published GB/s of one group's
-                         collectives while all groups of a node run them, devices in order; size 0: on several nodes
+    collective_gb_per_s  (devices of faster directions inside, size of the group) -> published GB/s
+                         of one group's collectives while all groups of a node run them, devices in
+                         order; size 0: on several nodes
     bands                the least that a healthy node measures
-    wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the default ones
+    wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the default
+                         ones
     nvme_path            node-local disk; "" where there is none
     sources              where each figure is from: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as torch calls it, or "cpu"
     compute              what its devices and links do in how much time (compute.py)
-    shared_cores         cores that all processes of a node compute on together, where devices are no more than that
-                         (a CPU machine); None: every device computes by itself
+    shared_cores         cores that all processes of a node compute on together, where devices are
+                         no more than that (a CPU machine); None: every device computes by itself
     """
 
     name: str = at("name")
@@ -182,17 +200,26 @@ class Cluster:
     def with_bandwidths(self, factor: float) -> Cluster:
         """Return the machine with the bandwidths of its links and cards multiplied."""
         return dataclasses.replace(
-            self, links={pair: factor * width for pair, width in self.links.items()},
+            self,
+            links={pair: factor * width for pair, width in self.links.items()},
             nic_gb_per_s=factor * self.nic_gb_per_s,
-            collective_gb_per_s={groups: factor * rate for groups, rate in self.collective_gb_per_s.items()},
-        )  # fmt: skip
+            collective_gb_per_s={
+                groups: factor * rate for groups, rate in self.collective_gb_per_s.items()
+            },
+        )
 
     def link_gb_per_s(self, a: int, b: int) -> float:
-        """Return the bandwidth of the direct link between two devices of a node; 0 where there is none."""
+        """Return the bandwidth of the direct link between two devices of a node; 0 where there is
+        none.
+        """
         return self.links.get((min(a, b), max(a, b)), 0.0)
 
-    def reached(self, group: Collection[int], least: float = 0.0, through: Collection[int] = ()) -> bool:
-        """Return whether links of at least `least` GB/s connect a group of devices, over its members and `through`."""
+    def reached(
+        self, group: Collection[int], least: float = 0.0, through: Collection[int] = ()
+    ) -> bool:
+        """Return whether links of at least `least` GB/s connect a group of devices, over its
+        members and `through`.
+        """
         reached, before = {min(group)}, 0
         while len(reached) > before:
             before = len(reached)
@@ -201,10 +228,13 @@ class Cluster:
                     reached |= {a, b} & {*group, *through}
         return reached >= set(group)
 
-    def wall_limit_hours(self, nodes: int, partition: str | None = None, qos: str | None = None) -> float:
+    def wall_limit_hours(
+        self, nodes: int, partition: str | None = None, qos: str | None = None
+    ) -> float:
         """Return the longest job of so many nodes, in hours.
 
-        Raises ConfigError for a partition or qos that is not known, and for more nodes than it or the machine gives.
+        Raises ConfigError for a partition or qos that is not known, and for more nodes than it or
+        the machine gives.
         """
         where = self._queue("partition", self.partitions, partition)
         how = self._queue("qos", self.qos, qos)
@@ -215,23 +245,34 @@ class Cluster:
             (f"qos {how.name}", how.max_nodes),
         ):
             if allowed is not None and nodes > allowed:
-                raise ConfigError(f"{nodes} nodes are more than the {allowed} that {text} gives a job: use fewer")
+                raise ConfigError(
+                    f"{nodes} nodes are more than the {allowed} that {text} gives a job: use fewer"
+                )
         if nodes < 1:
             raise ConfigError(f"a job has at least one node, got {nodes}")
-        by_size = [limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to]
-        hours = where.max_hours if where.max_hours is not None else min(by_size, default=float("inf"))
+        by_size = [
+            limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
+        ]
+        hours = (
+            where.max_hours if where.max_hours is not None else min(by_size, default=float("inf"))
+        )
         return hours if how.max_hours is None else min(hours, how.max_hours)
 
     def _queue(self, kind: str, known: tuple[Queue, ...], name: str | None) -> Queue:
         for queue in known:
             if name in (None, queue.name):
                 return queue
-        raise ConfigError(f"cluster {self.name} has no {kind} '{name}': known are {', '.join(q.name for q in known)}")
+        raise ConfigError(
+            f"cluster {self.name} has no {kind} '{name}': known are "
+            f"{', '.join(q.name for q in known)}"
+        )
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield keys of facts that contradict others, each with what is wrong with it."""
         devices, n = set(range(self.devices_per_node)), self.devices_per_node
-        if not {device for pair in self.links for device in pair} <= devices or any(a == b for a, b in self.links):
+        if not {device for pair in self.links for device in pair} <= devices or any(
+            a == b for a, b in self.links
+        ):
             yield "links.gb_per_s", f"has a row that is no pair of the devices 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
@@ -243,13 +284,16 @@ class Cluster:
         ):
             if len(values) != count or not set(values) <= set(range(known)):
                 yield key, f"{list(values)} are not {count} numbers of 0 to {known - 1}"
-        for key, orders in (("cores.local_order", [self.local_order]), ("placement.device_orders", self.device_orders)):
+        for key, orders in (
+            ("cores.local_order", [self.local_order]),
+            ("placement.device_orders", self.device_orders),
+        ):
             for order in orders:
                 if sorted(order) != sorted(devices):
                     yield key, f"{list(order)} does not name each of the devices 0 to {n - 1} once"
         for key, queues in (("slurm.partitions", self.partitions), ("slurm.qos", self.qos)):
             if not queues:
-                yield key, "is empty: name one at least, such as { name = \"batch\" }"
+                yield key, 'is empty: name one at least, such as { name = "batch" }'
 
 
 def known_clusters() -> tuple[str, ...]:
@@ -260,8 +304,8 @@ def known_clusters() -> tuple[str, ...]:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Load the machine of this name, or the one described by this TOML file.
 
-    Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing or contradict each
-    other.
+    Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing
+    or contradict each other.
     """
     text = str(name_or_path)
     if text.lower() in known_clusters():
@@ -301,7 +345,9 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """Return all figures of a machine of which nothing is known but the peaks of matrix products, by dtype."""
+    """Return all figures of a machine of which nothing is known but the peaks of matrix products,
+    by dtype.
+    """
     found, largest = {}, max(peak_tflops.values(), default=100.0)
     for name, figure in _for_a_peak_of_one().items():
         kind, _, dtype = name.partition(".")
@@ -314,7 +360,11 @@ def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
 
 
 def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
-    return {name: _figure(facts, name, sources) for name in COLUMNS if facts.find(f"compute.{name}") is not None}
+    return {
+        name: _figure(facts, name, sources)
+        for name in COLUMNS
+        if facts.find(f"compute.{name}") is not None
+    }
 
 
 def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
@@ -330,22 +380,31 @@ def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
     basis = facts.take(f"{key}.basis", Literal["measured", "published", "assumed"])
     low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0))
     if not low <= 1.0 <= high:
-        raise facts.error(f"{key}.range", f"expected a factor of at most 1 and one of at least 1, got {low} and {high}")
+        raise facts.error(
+            f"{key}.range",
+            f"expected a factor of at most 1 and one of at least 1, got {low} and {high}",
+        )
     source = source_of(sources, name)
     if not source:
-        raise facts.error(f"sources.{key.replace('.', '_')}", f"missing: expected a text that says where {key} is from")
+        raise facts.error(
+            f"sources.{key.replace('.', '_')}",
+            f"missing: expected a text that says where {key} is from",
+        )
     return Figure(name, points, basis, source, low, high)
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
-    """Return the text of [sources] for a figure of [compute], under the longest beginning of its name; "" for none."""
+    """Return the text of [sources] for a figure of [compute], under the longest beginning of its
+    name; "" for none.
+    """
     parts = f"compute.{figure}".replace(".", "_").split("_")
     names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((sources[known] for known in names if known in sources), "")
 
 
 def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
-    """Write a file that `read_cluster` reads as the same machine; `heading` becomes comments at its top.
+    """Write a file that `read_cluster` reads as the same machine; `heading` becomes comments at its
+    top.
 
     Raises ConfigError when it cannot be written.
     """
@@ -373,7 +432,9 @@ def _facts_of(figure: Figure) -> dict[str, Any]:
 
 
 def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
-    """Return the fields of a dataclass by table ("" for none) and name, without those that are None or empty."""
+    """Return the fields of a dataclass by table ("" for none) and name, without those that are None
+    or empty.
+    """
     found: dict[str, dict[str, Any]] = {"": {}}
     for field in dataclasses.fields(facts):
         table, _, name = field.metadata.get("key", "").rpartition(".")
@@ -403,16 +464,21 @@ def _key(name: str) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        # A basic string of TOML is one of JSON, where characters beyond 16 bits are not escaped in halves, and DEL is.
+        # A basic string of TOML is one of JSON, where characters beyond 16 bits are not escaped in
+        # halves, and DEL is.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if getattr(value, "_field_defaults", None):
         value = {name: item for name, item in value._asdict().items() if item is not None}
     if isinstance(value, Mapping):
         if any(isinstance(key, tuple) for key in value):
             return _value([(*key, item) for key, item in value.items()])
-        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+        )
     if isinstance(value, Iterable):
         found = [_value(item) for item in value]
         text = "[" + ", ".join(found) + "]"
-        return text if len(text) < 100 else "[\n" + "".join(f"    {item},\n" for item in found) + "]"
+        return (
+            text if len(text) < 100 else "[\n" + "".join(f"    {item},\n" for item in found) + "]"
+        )
     return repr(value)

@@ -1,33 +1,40 @@
 """Figures of a machine's speed in computing and sending, each with its source.
 
-A figure is one number or a set of points; its last column is what was measured, the others say for what. In a machine's
-file (`clusters/*.toml`) it is a table under [compute], with `value` or `points`, a `basis` and, where that is known, a
-`range`: factors between which it is believed to lie. [sources] has its source under `compute_` and its name with
-underscores for dots, or under a beginning of that. What a file does not give is assumed (`assumed.toml`), rates as a
-share of the peak.
+A figure is one number or a set of points; its last column is what was measured, the others say for
+what. In a machine's file (`clusters/*.toml`) it is a table under [compute], with `value` or
+`points`, a `basis` and, where that is known, a `range`: factors between which it is believed to
+lie. [sources] has its source under `compute_` and its name with underscores for dots, or under a
+beginning of that. What a file does not give is assumed (`assumed.toml`), rates as a share of the
+peak.
 
 Names of figures, columns, units:
 
     products.DTYPE             m, n, k, TFLOP/s of [m, k] x [k, n]
-    attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, half of all pairs counted
+    attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, half of all
+                               pairs counted
     attention.DTYPE.backward   the same; counted as 2.5 times the forward's operations
-    memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is copy, norm,
-                               activation, residual, loss or embedding; where one is not there, copy counts
+    memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is
+                               copy, norm, activation, residual, loss or embedding; where one is not
+                               there, copy counts
     kernel_s                   s that a kernel takes at least
     update_gb_per_s            GB/s of the optimizer's update, bytes read and written
-    layer_overhead_s           s of the host for one layer's pass that device work does not hide; also
-                               layer_forward_overhead_s and layer_backward_overhead_s where the two differ
-    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 where it is not there
+    layer_overhead_s           s of the host for one layer's pass that device work does not hide;
+                               also layer_forward_overhead_s and layer_backward_overhead_s where the
+                               two differ
+    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 where
+                               it is not there
     step_overhead_s            s of the host for a step
     collective_start_s         s that a collective takes to start
     hop_within_s, hop_between_s          s of one step of a ring within a node and between nodes
     message_within_s, message_between_s  s from sending to arrival of an empty message
-    collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole tensor, s. KIND is
-                               all_reduce, all_gather, reduce_scatter or reduce (to one member)
+    collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
+                               tensor, s. KIND is all_reduce, all_gather, reduce_scatter or reduce
+                               (to one member)
     messages                   nodes (1 within, 2 between), bytes, s
 
 DTYPE is float16, bfloat16 or float32. Needs no torch.
 """
+
 from __future__ import annotations
 
 import functools
@@ -43,16 +50,34 @@ DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 SCALARS = (
-    "kernel_s", "update_gb_per_s", "layer_overhead_s", "layer_forward_overhead_s", "layer_backward_overhead_s",
-    "instruction_overhead_s", "step_overhead_s", "collective_start_s", "hop_within_s", "hop_between_s",
-    "message_within_s", "message_between_s",
-)  # fmt: skip
+    "kernel_s",
+    "update_gb_per_s",
+    "layer_overhead_s",
+    "layer_forward_overhead_s",
+    "layer_backward_overhead_s",
+    "instruction_overhead_s",
+    "step_overhead_s",
+    "collective_start_s",
+    "hop_within_s",
+    "hop_between_s",
+    "message_within_s",
+    "message_between_s",
+)
 
 COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),
-    **dict.fromkeys((f"attention.{dtype}.{direction}" for dtype in DTYPES for direction in ("forward", "backward")), 3),
+    **dict.fromkeys(
+        (
+            f"attention.{dtype}.{direction}"
+            for dtype in DTYPES
+            for direction in ("forward", "backward")
+        ),
+        3,
+    ),
     **dict.fromkeys(SCALARS, 1),
-    **dict.fromkeys((f"memory.{w}" for w in ("copy", "norm", "activation", "residual", "loss", "embedding")), 2),
+    **dict.fromkeys(
+        (f"memory.{w}" for w in ("copy", "norm", "activation", "residual", "loss", "embedding")), 2
+    ),
     **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
     "messages": 3,
 }
@@ -63,12 +88,16 @@ Points = tuple[tuple[float, ...], ...]
 
 def is_time(name: str) -> bool:
     """Return whether a figure is in seconds; otherwise it is a rate."""
-    return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(("messages", "collectives."))
+    return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(
+        ("messages", "collectives.")
+    )
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Numbers and their source. `low` and `high`: factors between which they are believed to lie."""
+    """Numbers and their source. `low` and `high`: factors between which they are believed to
+    lie.
+    """
 
     name: str
     points: Points
@@ -84,7 +113,9 @@ class Figure:
 
     def scaled(self, factor: float) -> Figure:
         """Return the figure with its last column multiplied."""
-        return replace(self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points))
+        return replace(
+            self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points)
+        )
 
     @functools.cached_property
     def used(self) -> Used:
@@ -111,7 +142,9 @@ class Compute:
 
 
 class Used(NamedTuple):
-    """Summary of a figure that an estimate rests on: its name, its numbers in short, and their source."""
+    """Summary of a figure that an estimate rests on: its name, its numbers in short, and their
+    source.
+    """
 
     figure: str
     value: str
@@ -141,10 +174,16 @@ class Confidence:
     @property
     def by_basis(self) -> dict[str, list[str]]:
         """Names of the figures of each basis."""
-        return {basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES}
+        return {
+            basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES
+        }
 
     def describe(self) -> str:
-        """Return one line: the number of figures of each basis, and the names of the assumed ones."""
+        """Return one line: the number of figures of each basis, and the names of the assumed
+        ones.
+        """
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
         assumed = self.by_basis[ASSUMED]
-        return f"inputs: {', '.join(counts) or 'none'}" + (f" ({', '.join(assumed)})" if assumed else "")
+        return f"inputs: {', '.join(counts) or 'none'}" + (
+            f" ({', '.join(assumed)})" if assumed else ""
+        )

@@ -1,9 +1,11 @@
 """Steps of one device in a pass of a stage, in order, as planner/recorder.py notes them.
 
-Computations follow each other on the device; messages follow each other on the links of their group, each from where it
-is posted, and a `Wait` holds the device until its message is there. So what hides a message is what stands between its
-`Post` and its `Wait`. A `Take` is a tensor's memory, a `Give` the moment from which nothing refers to it any more.
+Computations follow each other on the device; messages follow each other on the links of their
+group, each from where it is posted, and a `Wait` holds the device until its message is there. So
+what hides a message is what stands between its `Post` and its `Wait`. A `Take` is a tensor's
+memory, a `Give` the moment from which nothing refers to it any more.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,7 +37,9 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Point at which the device needs the message of this number; one posted in an earlier pass has long arrived."""
+    """Point at which the device needs the message of this number; one posted in an earlier pass has
+    long arrived.
+    """
 
     number: int
 
@@ -43,7 +47,8 @@ class Wait(NamedTuple):
 class Take(NamedTuple):
     """Memory of `bytes` bytes, before an allocator rounds them, for the tensor `id` of the trace.
 
-    category  "activations" (made in a forward pass), "temporary" or "logits" (made in a backward pass)
+    category  "activations" (made in a forward pass), "temporary" or "logits" (made in a backward
+              pass)
     """
 
     bytes: int
@@ -68,7 +73,9 @@ class Pass:
     labels: tuple[str, ...]
 
     def computations(self, *, again: bool | None = None) -> Iterator[Computation]:
-        """Yield the computations in order; `again` True or False: only those of recomputation, or only the others."""
+        """Yield the computations in order; `again` True or False: only those of recomputation, or
+        only the others.
+        """
         return (operation for _, operation in self.labelled(again=again))
 
     def labelled(self, *, again: bool | None = None) -> Iterator[tuple[str, Computation]]:
@@ -111,10 +118,11 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Part of the model. backward is whole; inputs and weights are the halves of a split backward pass. Tensors and
-    messages have numbers that are the same in all four: what `forward` takes and does not give is kept for `backward`,
-    or for `inputs`, whose rest is kept for `weights`. hands_on: bytes of the output, which the next part keeps; tables:
-    bytes that the first pass of a run makes and all later ones use."""
+    """Part of the model. backward is whole; inputs and weights are the halves of a split backward
+    pass. Tensors and messages have numbers that are the same in all four: what `forward` takes and
+    does not give is kept for `backward`, or for `inputs`, whose rest is kept for `weights`.
+    hands_on: bytes of the output, which the next part keeps; tables: bytes that the first pass of a
+    run makes and all later ones use."""
 
     parameters: tuple[Parameter, ...]
     hands_on: int
@@ -130,7 +138,9 @@ class Part:
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Return the share of the matrices that tensor ranks divide, of so many ranks, that only pads."""
+        """Return the share of the matrices that tensor ranks divide, of so many ranks, that only
+        pads.
+        """
         whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
         return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
 
@@ -141,8 +151,8 @@ class Trace:
 
     embedding  on the first stage
     layer      one layer; with selective recomputation as it is set
-    again      one layer that keeps its input alone and runs forward once more in its backward pass; None where no
-               layer does (recomputation is not "full")
+    again      one layer that keeps its input alone and runs forward once more in its backward pass;
+               None where no layer does (recomputation is not "full")
     head       last norm, output layer and loss, on the last stage
     """
 

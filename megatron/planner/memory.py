@@ -1,9 +1,10 @@
 """Device memory of a training step: a trace's tensors, added up as the schedule holds them.
 
-States follow from the parameters of each pipeline rank. Not counted: the runtime and the communication library, which
-take a gigabyte or more on a GPU before training begins, buffers inside of kernels, and what an allocator cannot reuse.
-Needs torch where a trace has to be made.
+States follow from the parameters of each pipeline rank. Not counted: the runtime and the
+communication library, which take a gigabyte or more on a GPU before training begins, buffers inside
+of kernels, and what an allocator cannot reuse. Needs torch where a trace has to be made.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
-"""Bytes to a multiple of which a tensor's size is rounded up: by the caching allocator of CUDA and ROCm (kMinBlockSize
-in CUDACachingAllocator), and by torch's allocator of host memory."""
+"""Bytes to a multiple of which a tensor's size is rounded up: by the caching allocator of CUDA and
+ROCm (kMinBlockSize in CUDACachingAllocator), and by torch's allocator of host memory."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class RankMemory:
     """Bytes on each device of one pipeline rank, at the fullest moment of a step.
 
     weights      in the format of computation, embedding and output layer included
-    master       fp32 weights of the optimizer; none in fp32, where the weights are it. Under ZeRO-1 a replica's part
+    master       fp32 weights of the optimizer; none in fp32, where the weights are it. Under ZeRO-1
+                 a replica's part
     moments      of the optimizer, likewise divided
     gradients    sums in fp32 or bf16
     activations  made by forward passes and kept for backward passes
@@ -75,13 +77,14 @@ NOTHING = np.zeros((1, len(CATEGORIES)))
 _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buffers", "temporary"))
 
 
-# -- passes ------------------------------------------------------------------------------------------------------------
+# -- passes ----------------------------------------------------------------------------------------
 
 
 def changes(steps: Iterable[Step], block: int, made: dict[int, Take]) -> Bytes:
     """Write a row for each tensor that is taken or given back, its size rounded up to `block`.
 
-    made  what there is before, and then what is left; what is given back but not in it does not count
+    made  what there is before, and then what is left; what is given back but not in it does not
+          count
     """
     rows = []
     for step in steps:
@@ -116,14 +119,16 @@ def _passes(part: Part, block: int) -> dict[str, Bytes]:
 
 
 def _as_temporary(rows: Bytes) -> Bytes:
-    """Return the rows with activations counted as temporary, as they are when a backward pass recomputes them."""
+    """Return the rows with activations counted as temporary, as they are when a backward pass
+    recomputes them.
+    """
     found = rows.copy()
     found[:, _TEMPORARY] += found[:, _ACTIVATIONS]
     found[:, _ACTIVATIONS] = 0.0
     return found
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 class ChunkMemory(NamedTuple):
@@ -143,33 +148,52 @@ class ChunkMemory(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMemory:
-    """Follow the memory of a stage. group: layers that are recomputed together, at most; block: what a tensor's size
-    is rounded up to.
+    """Follow the memory of a stage. group: layers that are recomputed together, at most; block:
+    what a tensor's size is rounded up to.
 
-    A part's output goes at the end of its forward pass, and is there as the input of the next: on another stage as a
-    message.
+    A part's output goes at the end of its forward pass, and is there as the input of the next: on
+    another stage as a message.
     """
-    embedding, layer, head = (_passes(part, block) for part in (traced.embedding, traced.layer, traced.head))
+    embedding, layer, head = (
+        _passes(part, block) for part in (traced.embedding, traced.layer, traced.head)
+    )
     again = layer if traced.again is None else _passes(traced.again, block)
     groups, plain = _groups(stage, group), stage.layers - stage.layers_again
     first, last = int(stage.first), int(stage.last)
-    passing = [again["forward"], -again["forward"].sum(axis=0, keepdims=True)]  # keeps nothing of its own
-    forward = np.concatenate([
-        NOTHING, *[embedding["forward"]] * first,
-        *(rows for count, times in groups for rows in [again["forward"], *passing * (count - 1)] * times),
-        *[layer["forward"]] * plain, *[head["forward"]] * last,
-    ])  # fmt: skip
+    # keeps nothing of its own
+    passing = [again["forward"], -again["forward"].sum(axis=0, keepdims=True)]
+    forward = np.concatenate(
+        [
+            NOTHING,
+            *[embedding["forward"]] * first,
+            *(
+                rows
+                for count, times in groups
+                for rows in [again["forward"], *passing * (count - 1)] * times
+            ),
+            *[layer["forward"]] * plain,
+            *[head["forward"]] * last,
+        ]
+    )
 
     def backward(half: str) -> Bytes:
-        made, undone = [_as_temporary(layer["forward"])] * (half != "weights"), [_as_temporary(layer[half])]
-        return np.concatenate([
-            NOTHING, *[head[half]] * last, *[layer[half]] * plain,
-            *(
-                rows for count, times in reversed(groups)
-                for rows in [*made * (count - 1), again[half], *undone * (count - 1)] * times
-            ),
-            *[embedding[half]] * first,
-        ])  # fmt: skip
+        made, undone = (
+            [_as_temporary(layer["forward"])] * (half != "weights"),
+            [_as_temporary(layer[half])],
+        )
+        return np.concatenate(
+            [
+                NOTHING,
+                *[head[half]] * last,
+                *[layer[half]] * plain,
+                *(
+                    rows
+                    for count, times in reversed(groups)
+                    for rows in [*made * (count - 1), again[half], *undone * (count - 1)] * times
+                ),
+                *[embedding[half]] * first,
+            ]
+        )
 
     kept = forward.sum(axis=0)
     halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
@@ -185,15 +209,17 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
     return [(group, whole), (rest, 1)] if rest else [(group, whole)]
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def memory_of_ranks(
     config: Config, device: str = "cuda", *, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of every pipeline rank, or of `ranks`, in a step with the full global batch.
+    """Return the memory of every pipeline rank, or of `ranks`, in a step with the full global
+    batch.
 
-    device   "cpu", or that of a GPU: they differ in the operators that run, and in how memory is rounded
+    device   "cpu", or that of a GPU: they differ in the operators that run, and in how memory is
+             rounded
     """
     every = range(config.parallel.pipeline_model_parallel_size)
     return tuple(_memory(config, rank, device) for rank in (every if ranks is None else ranks))
@@ -202,25 +228,40 @@ def memory_of_ranks(
 def sized_model(config: Config) -> ModelConfig:
     """Return the model with a vocabulary: GPT-2's where only the tokenizer's files would tell."""
     model = config.model
-    return model if model.vocab_size is not None else dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
+    return (
+        model
+        if model.vocab_size is not None
+        else dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
+    )
 
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
-    """Count parameters on each device of a pipeline rank, the last one's copy of a tied embedding included."""
-    traced, own = trace(config, device), stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
+    """Count parameters on each device of a pipeline rank, the last one's copy of a tied embedding
+    included.
+    """
+    traced, own = (
+        trace(config, device),
+        stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size],
+    )
     count = sum(parameters_of(traced, stage) for stage in own)
-    if len(own) > 1 and own[0].first and own[-1].last:  # one rank with several chunks has one tied embedding
+    # one rank with several chunks has one tied embedding
+    if len(own) > 1 and own[0].first and own[-1].last:
         count -= sum(p.elements for p in traced.head.parameters if p.tied)
     return count
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    n, divided, precision = parameters_of_rank(config, rank, device), owners(config), config.precision
+    n, divided, precision = (
+        parameters_of_rank(config, rank, device),
+        owners(config),
+        config.precision,
+    )
     states = {
         "weights": precision.weight_bytes * n,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * n / divided,
-        "moments": optimizer_state(config).bytes * n / divided, "gradients": precision.gradient_bytes * n,
-    }  # fmt: skip
+        "moments": optimizer_state(config).bytes * n / divided,
+        "gradients": precision.gradient_bytes * n,
+    }
     held = _fullest(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 
@@ -228,7 +269,11 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
 def _fullest(config: Config, rank: int, device: str) -> Bytes:
     """Add up passes and messages at the moment at which they take the most."""
     parallel, traced, m = config.parallel, trace(config, device), config.num_micro_batches()
-    p, v, group = parallel.pipeline_model_parallel_size, parallel.num_chunks, config.recompute.recompute_num_layers
+    p, v, group = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+        config.recompute.recompute_num_layers,
+    )
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     mine = [chunk_memory(traced, stage, group, block) for stage in stages_of(config)[rank::p]]
     forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, m, rank)
@@ -236,17 +281,22 @@ def _fullest(config: Config, rank: int, device: str) -> Bytes:
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     if p > 1:
         more = int(m > 1)  # another message may be awaited while the one that came is used
-        awaited = np.where(forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)) + int(v > 1)
+        awaited = np.where(
+            forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)
+        ) + int(v > 1)
         now[:, _BUFFERS] += (_sent(config, rank) + awaited) * traced.layer.hands_on
     most = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += traced.layer.tables
-    if rank in (0, p - 1):  # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
+    # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
+    if rank in (0, p - 1):
         most[_BUFFERS] += 28.0 * config.model.seq_length * config.batch.micro_batch_size * m
     return most
 
 
 def _sent(config: Config, rank: int) -> int:
-    """Count messages that a rank has sent and still keeps when it holds the most: few micro-batches have few."""
+    """Count messages that a rank has sent and still keeps when it holds the most: few micro-batches
+    have few.
+    """
     p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     passes = config.num_micro_batches() * v
     ahead = passes if rank < p - 1 or v > 1 else 0

@@ -1,11 +1,12 @@
 """Choice of the device of each rank, and the cost of a step's messages there.
 
-A node's ranks are numbered along `device_order`; which direction varies fastest over the ranks is the layout's order.
-So both together give every rank its node, device and place in the model. They are chosen by the seconds that a step's
-messages would take if nothing hid them (channels.py), an upper bound, among the six orders of directions and the device
-orders that a machine's description names. For Frontier's those are the best of all 40,320 for the layouts in
-tests/planner.
+A node's ranks are numbered along `device_order`; which direction varies fastest over the ranks is
+the layout's order. So both together give every rank its node, device and place in the model. They
+are chosen by the seconds that a step's messages would take if nothing hid them (channels.py), an
+upper bound, among the six orders of directions and the device orders that a machine's description
+names. For Frontier's those are the best of all 40,320 for the layouts in tests/planner.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -31,15 +32,18 @@ from megatron.planner.trace import trace
 _DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
-# -- what a step sends -------------------------------------------------------------------------------------------------
+# -- what a step sends -----------------------------------------------------------------------------
 
 
 class StepMessages(NamedTuple):
-    """Messages of the busiest rank in a step. Bytes are of the whole tensor of one collective, or of one message.
+    """Messages of the busiest rank in a step. Bytes are of the whole tensor of one collective, or
+    of one message.
 
     tensor, data   collectives of its groups -> how many
-    message_bytes  of a message between stages; messages: how many over a boundary, in each direction
-    tied_bytes     of the sum of a tied embedding's gradients over the first and the last stage; 0 for none
+    message_bytes  of a message between stages; messages: how many over a boundary, in each
+                   direction
+    tied_bytes     of the sum of a tied embedding's gradients over the first and the last stage; 0
+                   for none
     """
 
     tensor: Counter[Message]
@@ -50,13 +54,22 @@ class StepMessages(NamedTuple):
 
 
 def step_messages(config: Config, device: str) -> StepMessages:
-    """Count the messages of a step on a "cuda" or "cpu" device, by the trace of the model's parts."""
-    parallel, precision, traced, stages = config.parallel, config.precision, trace(config, device), stages_of(config)
+    """Count the messages of a step on a "cuda" or "cpu" device, by the trace of the model's
+    parts.
+    """
+    parallel, precision, traced, stages = (
+        config.parallel,
+        config.precision,
+        trace(config, device),
+        stages_of(config),
+    )
     size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
     tensor, parameters = list[Counter[Message]](), 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
-        for run in (run for stage in own for runs in stage_passes(traced, stage).values() for run in runs):
+        for run in (
+            run for stage in own for runs in stage_passes(traced, stage).values() for run in runs
+        ):
             for message in run.of.messages():
                 sent[message] += run.times * micro_batches
         tensor.append(sent)
@@ -66,15 +79,17 @@ def step_messages(config: Config, device: str) -> StepMessages:
     if config.engine.zero_stage:
         data = [Message("reduce_scatter", gradients), Message("all_gather", weights)]
     return StepMessages(
-        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())), Counter(data),
-        traced.layer.hands_on, parallel.num_chunks * micro_batches if size > 1 else 0,
+        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())),
+        Counter(data),
+        traced.layer.hands_on,
+        parallel.num_chunks * micro_batches if size > 1 else 0,
         4 * tied_elements(config, traced),
-    )  # fmt: skip
+    )
 
 
 class MessageCost(NamedTuple):
-    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the
-    bandwidth was published, and what limits it."""
+    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step,
+    seconds, whether the bandwidth was published, and what limits it."""
 
     direction: str
     name: str
@@ -99,8 +114,9 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Key by which placements are compared: the time in tensor-parallel collectives, which every layer waits for,
-        while the other messages overlap with computations; then all time. Rounded, so that equal costs compare equal.
+        """Key by which placements are compared: the time in tensor-parallel collectives, which
+        every layer waits for, while the other messages overlap with computations; then all time.
+        Rounded, so that equal costs compare equal.
         """
         return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
@@ -119,37 +135,70 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         if group.rate is None:
             continue
         for kind in sorted({message.kind for message in messages}):
-            counts = {message.bytes: count for message, count in messages.items() if message.kind == kind}
-            n_bytes = ring_bytes(sum(size * count for size, count in counts.items()), group.ranks, kind)
+            counts = {
+                message.bytes: count for message, count in messages.items() if message.kind == kind
+            }
+            n_bytes = ring_bytes(
+                sum(size * count for size, count in counts.items()), group.ranks, kind
+            )
             seconds = sum(count * ask(kind, size) for size, count in counts.items())
             name, (_, basis, limit) = kind.replace("_", "-"), group.rate
             parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
     if sent.messages:
         last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
-        ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.boundaries))]
+        ways = [
+            channels.boundary(rank, True, sent.message_bytes)
+            for rank in range(len(channels.boundaries))
+        ]
         once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
-        n_bytes, every = 2.0 * sent.message_bytes, 2 * sent.messages * max(occupied for occupied, _ in ways)
+        n_bytes, every = (
+            2.0 * sent.message_bytes,
+            2 * sent.messages * max(occupied for occupied, _ in ways),
+        )
         stages = chunks * (last + 1) - 1
-        parts.append(MessageCost("pp", "stage to stage", sent.messages * n_bytes, every, ESTIMATED, "slowest boundary"))
-        parts.append(MessageCost("pp", "first in, last out", stages * n_bytes, once, ESTIMATED, "boundaries in turn"))
+        parts.append(
+            MessageCost(
+                "pp",
+                "stage to stage",
+                sent.messages * n_bytes,
+                every,
+                ESTIMATED,
+                "slowest boundary",
+            )
+        )
+        parts.append(
+            MessageCost(
+                "pp", "first in, last out", stages * n_bytes, once, ESTIMATED, "boundaries in turn"
+            )
+        )
         if sent.tied_bytes:
             seconds = channels.tied_s(sent.tied_bytes)
-            parts.append(MessageCost("pp", "tied embedding", sent.tied_bytes, seconds, ESTIMATED, "first, last stage"))
+            parts.append(
+                MessageCost(
+                    "pp", "tied embedding", sent.tied_bytes, seconds, ESTIMATED, "first, last stage"
+                )
+            )
     return PlacementCost(tuple(parts))
 
 
-# -- which placement ---------------------------------------------------------------------------------------------------
+# -- which placement -------------------------------------------------------------------------------
 
 
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """Find the cheapest placement (PlacementCost.order); --rank-order and --device-order, where given, are kept.
+    """Find the cheapest placement (PlacementCost.order); --rank-order and --device-order, where
+    given, are kept.
 
     Among equals the default order of directions and the plain order of devices win.
 
-    Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more nodes than the
-    machine has, and for a device order that does not name each device of a node once.
+    Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more
+    nodes than the machine has, and for a device order that does not name each device of a node
+    once.
     """
-    given, devices, device_orders = config.parallel, _devices_used(config, cluster), cluster.device_orders
+    given, devices, device_orders = (
+        config.parallel,
+        _devices_used(config, cluster),
+        cluster.device_orders,
+    )
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
     elif given.device_order is not None:
@@ -157,16 +206,24 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         device_orders = (given.device_order,)
     sent = step_messages(config, cluster.device_type)
     rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
-    places = (Placement(cluster, _layout(config, order), own) for order in rank_orders for own in device_orders)
+    places = (
+        Placement(cluster, _layout(config, order), own)
+        for order in rank_orders
+        for own in device_orders
+    )
     return min(places, key=lambda place: _cost(config, place, sent).order)
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Return the placement with Megatron's order of directions, and device i for local rank i."""
-    return Placement(cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster))))
+    return Placement(
+        cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster)))
+    )
 
 
-def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
+def place_with(
+    config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]
+) -> Placement:
     """Return the placement with these orders. Raises ConfigError as choose_placement does."""
     if len(device_order) != _devices_used(config, cluster):
         check_device_order(device_order, cluster)
@@ -176,15 +233,21 @@ def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: 
 def _layout(config: Config, order: str) -> Layout:
     parallel = config.parallel
     return Layout.for_world(
-        parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order
+        parallel.world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        order,
     )
 
 
 def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:
-    """Raise ConfigError, which begins with what was given, for an order that is not all devices of a node once each."""
+    """Raise ConfigError, which begins with what was given, for an order that is not all devices of
+    a node once each.
+    """
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
-            f"{given or f'--device-order {plain(order)}'} does not name each device of a node of {cluster.name} once: "
+            f"{given or f'--device-order {plain(order)}'} does not name each device of a node of "
+            f"{cluster.name} once: "
             f"they are 0 to {cluster.devices_per_node - 1}, as in {plain(cluster.local_order)}"
         )
 
@@ -194,68 +257,101 @@ def plain(order: tuple[int, ...]) -> str:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Count the devices of each node that have a rank. Raises ConfigError where they do not fill whole nodes."""
+    """Count the devices of each node that have a rank. Raises ConfigError where they do not fill
+    whole nodes.
+    """
     world, each = config.parallel.world_size, cluster.devices_per_node
     if world <= each:
         return world
     if world % each:
         raise ConfigError(
-            f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes of {each} devices: "
-            f"start {world // each * each} or {-(-world // each) * each} processes, or leave ranks as launched with "
+            f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes "
+            f"of {each} devices: "
+            f"start {world // each * each} or {-(-world // each) * each} processes, or leave ranks "
+            "as launched with "
             f"--cluster none"
         )
     if world // each > cluster.nodes:
         raise ConfigError(
-            f"world size {world} needs {world // each} nodes, but {cluster.name} has {cluster.nodes}: start fewer "
+            f"world size {world} needs {world // each} nodes, but {cluster.name} has "
+            f"{cluster.nodes}: start fewer "
             f"processes"
         )
     return each
 
 
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
-    """Choose devices and order of the ranks of this job on the machine --cluster; every process finds the same.
+    """Choose devices and order of the ranks of this job on the machine --cluster; every process
+    finds the same.
 
     Raises ConfigError for a cluster that is not known, and orders that do not fit it.
     """
     parallel = config.parallel
     assert parallel.cluster is not None
     cluster = load_cluster(parallel.cluster)
-    if launch.world_size > cluster.devices_per_node and launch.world_size % cluster.devices_per_node:
+    if (
+        launch.world_size > cluster.devices_per_node
+        and launch.world_size % cluster.devices_per_node
+    ):
         order = parallel.rank_order or DEFAULT_ORDER
-        placing = Placing(parallel.device_order or (), cluster.local_order, cluster.cores_of_device, order)
-        return RankPlan(placing, lambda: [
-            f" placement: rank order {order}; nothing is chosen for {launch.world_size} processes, which fill no whole "
-            f"number of nodes of {cluster.devices_per_node} devices ({cluster.name})"
-        ])  # fmt: skip
+        placing = Placing(
+            parallel.device_order or (), cluster.local_order, cluster.cores_of_device, order
+        )
+        return RankPlan(
+            placing,
+            lambda: [
+                f" placement: rank order {order}; nothing is chosen for {launch.world_size} "
+                "processes, which fill no whole "
+                f"number of nodes of {cluster.devices_per_node} devices ({cluster.name})"
+            ],
+        )
     chosen = choose_placement(config, cluster)
-    whole = len(chosen.device_order) == cluster.devices_per_node  # else there are no devices to choose from
+    # else there are no devices to choose from
+    whole = len(chosen.device_order) == cluster.devices_per_node
     device_order = chosen.device_order if whole else ()
-    placing = Placing(device_order, cluster.local_order, cluster.cores_of_device, chosen.layout.order)
+    placing = Placing(
+        device_order, cluster.local_order, cluster.cores_of_device, chosen.layout.order
+    )
     return RankPlan(placing, lambda: render_placement(config, chosen).splitlines())
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
-    """Render both orders, and the seconds of a step's messages beside those of the naive placement."""
+    """Render both orders, and the seconds of a step's messages beside those of the naive
+    placement.
+    """
     layout, naive = placement.layout, naive_placement(config, placement.cluster)
     cost, other = placement_cost(config, placement), placement_cost(config, naive)
     rows = list[tuple[str, ...]]()
     for part, plain in zip(cost.parts, other.parts, strict=True):
         rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
-        rows.append((
-            _DIRECTIONS[part.direction], part.name, f"{part.bytes / 1e9:.3g}", rate, f"{part.seconds:.3g}",
-            f"{plain.seconds:.3g}", part.limit,
-        ))  # fmt: skip
-    rows.append(("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", ""))
+        rows.append(
+            (
+                _DIRECTIONS[part.direction],
+                part.name,
+                f"{part.bytes / 1e9:.3g}",
+                rate,
+                f"{part.seconds:.3g}",
+                f"{plain.seconds:.3g}",
+                part.limit,
+            )
+        )
+    rows.append(
+        ("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", "")
+    )
     table = Table("", ("direction", "messages", "GB", "GB/s", "s", "naive s", "limited by"), rows)
     nodes = -(-layout.world_size // len(placement.device_order))
-    return "\n".join([
-        f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} node{'s' * (nodes > 1)} = "
-        f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
-        f"{_orders(placement)} (naive: {_orders(naive)})", table.text(width),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} "
+            f"node{'s' * (nodes > 1)} = "
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+            f"{_orders(placement)} (naive: {_orders(naive)})",
+            table.text(width),
+        ]
+    )
 
 
 def _orders(placement: Placement) -> str:

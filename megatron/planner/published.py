@@ -1,4 +1,7 @@
-"""Results that Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to compare with."""
+"""Results that Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to compare
+with.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -49,7 +52,9 @@ def published(num_layers: int | None, hidden_size: int | None) -> Published | No
     >>> published(96, 12288).name
     '175b'
     """
-    return next((m for m in MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None)
+    return next(
+        (m for m in MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None
+    )
 
 
 def published_by_name(name: str) -> Published | None:

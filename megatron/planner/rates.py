@@ -1,27 +1,32 @@
-"""Seconds of a device's work: matrix products by shape, attention, memory-bound kernels, the optimizer's update.
+"""Seconds of a device's work: matrix products by shape, attention, memory-bound kernels, the
+optimizer's update.
 
-**Products.** A product of [m, k] and [k, n] is put in line with others by e = 3 / (1/m + 1/n + 1/k), the side of the
-cube with as many operations for each matrix element: 2 m n k operations on m n + m k + n k elements are 2 e / 3 each,
-the arithmetic intensity of a roofline. Between points, 1 / rate is a straight line over 1 / e, so that
+**Products.** A product of [m, k] and [k, n] is put in line with others by e = 3 / (1/m + 1/n +
+1/k), the side of the cube with as many operations for each matrix element: 2 m n k operations on m
+n + m k + n k elements are 2 e / 3 each, the arithmetic intensity of a roofline. Between points, 1 /
+rate is a straight line over 1 / e, so that
 
     seconds = a * operations + b * elements
 
-with a and b of the two points around it: time for arithmetic, and time for traffic and for filling and draining the
-pipeline. Beyond the outermost points the lines go on, toward large products at most with the peak. a and b are never
-negative, so that along the lines a product takes longer when any side grows, and has a lower rate when any side
-shrinks: points whose rate falls with e are averaged with their neighbours first (isotonic regression), and a rate that
-falls faster than e toward small ones is taken to fall like e. What is then left between a point and the lines is given
-back near that point, by a weight that falls with the squared distance of the logarithms of the sides: measured shapes
-come out as measured.
+with a and b of the two points around it: time for arithmetic, and time for traffic and for filling
+and draining the pipeline. Beyond the outermost points the lines go on, toward large products at
+most with the peak. a and b are never negative, so that along the lines a product takes longer when
+any side grows, and has a lower rate when any side shrinks: points whose rate falls with e are
+averaged with their neighbours first (isotonic regression), and a rate that falls faster than e
+toward small ones is taken to fall like e. What is then left between a point and the lines is given
+back near that point, by a weight that falls with the squared distance of the logarithms of the
+sides: measured shapes come out as measured.
 
-**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length), between head sizes on a straight
-line over their logarithm. Operations of causal attention are half of all pairs, the backward pass has 2.5 times those
-of the forward one (Dao, arXiv 2307.08691, section 4.1). Attention over all pairs has twice the operations at the same
-rate, which is a little too slow: a causal mask leaves half-filled blocks.
+**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length), between head
+sizes on a straight line over their logarithm. Operations of causal attention are half of all pairs,
+the backward pass has 2.5 times those of the forward one (Dao, arXiv 2307.08691, section 4.1).
+Attention over all pairs has twice the operations at the same rate, which is a little too slow: a
+causal mask leaves half-filled blocks.
 
-**Memory.** Bytes over the bandwidth, on a straight line over the logarithm of the bytes between points, and the least
-time of each kernel.
+**Memory.** Bytes over the bandwidth, on a straight line over the logarithm of the bytes between
+points, and the least time of each kernel.
 """
+
 from __future__ import annotations
 
 import functools
@@ -49,17 +54,27 @@ class Rates:
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
         self._figures, self._dtype = cluster.figures, dtype
-        for name in (f"products.{dtype}", f"attention.{dtype}.forward", f"attention.{dtype}.backward"):
+        for name in (
+            f"products.{dtype}",
+            f"attention.{dtype}.forward",
+            f"attention.{dtype}.backward",
+        ):
             if name not in self._figures:
                 raise ConfigError(
-                    f"{cluster.path or cluster.name}: compute.{name}: neither this nor device.peak_tflops.{dtype} is "
-                    f"there: give one of them, or train in {', '.join(cluster.peak_tflops) or 'another dtype'}"
+                    f"{cluster.path or cluster.name}: compute.{name}: neither this nor "
+                    f"device.peak_tflops.{dtype} is "
+                    "there: give one of them, or train in "
+                    f"{', '.join(cluster.peak_tflops) or 'another dtype'}"
                 )
         self._used: dict[str, Figure] = {}
         self._peak = cluster.peak_tflops.get(dtype, float("inf")) * 1e12
         self.layer_overhead_s = self._take("layer_overhead_s").value
-        self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", self.layer_overhead_s)
-        self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", self.layer_overhead_s)
+        self.layer_forward_overhead_s = self._optional(
+            "layer_forward_overhead_s", self.layer_overhead_s
+        )
+        self.layer_backward_overhead_s = self._optional(
+            "layer_backward_overhead_s", self.layer_overhead_s
+        )
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self._take("step_overhead_s").value
         self._kernel_s = self._take("kernel_s").value
@@ -76,25 +91,42 @@ class Rates:
         return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
 
     def attention_s(
-        self, batch: int, heads: int, seq: int, head_dim: int, *, backward: bool, causal: bool = True
+        self,
+        batch: int,
+        heads: int,
+        seq: int,
+        head_dim: int,
+        *,
+        backward: bool,
+        causal: bool = True,
     ) -> float:
-        """Time one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
+        """Time one pass of attention that stores no scores; queries, keys, values are [batch, seq,
+        heads, head_dim].
+        """
         figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
-        rate = np.interp(math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines])
+        rate = np.interp(
+            math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines]
+        )
         pairs = seq * seq / 2 if causal else seq * seq
-        operations = 4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
+        operations = (
+            4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
+        )
         return max(self._kernel_s, operations / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
         """Time kernels that read and write `n_bytes` in all; `kind` is the WORK of compute.py."""
-        figure = self._take(f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy")
+        figure = self._take(
+            f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy"
+        )
         sizes, rates = zip(*sorted(figure.points), strict=True)
         rate = np.interp(math.log(max(1.0, n_bytes / max(1, kernels))), np.log(sizes), rates)
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
-        """Time the optimizer's update of `elements` parameters, of each of which it reads and writes so many bytes."""
+        """Time the optimizer's update of `elements` parameters, of each of which it reads and
+        writes so many bytes.
+        """
         return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
 
     @property
@@ -113,13 +145,19 @@ def size_of(m: float, n: float, k: float) -> float:
 
 
 class _Line:
-    """1 / rate over 1 / size through points of (size, rate), made monotone: rates grow with the size, up to a peak.
+    """1 / rate over 1 / size through points of (size, rate), made monotone: rates grow with the
+    size, up to a peak.
 
-    `two_parts`: made so that seconds are a sum of a part for arithmetic and a part for traffic, neither negative.
+    `two_parts`: made so that seconds are a sum of a part for arithmetic and a part for traffic,
+    neither negative.
     """
 
     def __init__(
-        self, points: Iterable[tuple[float, float]], peak: float = float("inf"), *, two_parts: bool = False
+        self,
+        points: Iterable[tuple[float, float]],
+        peak: float = float("inf"),
+        *,
+        two_parts: bool = False,
     ) -> None:
         merged = _monotone(sorted(points))
         self._x = [1.0 / size for size, _ in reversed(merged)]
@@ -142,7 +180,9 @@ class _Line:
 
 
 def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Isotonic regression over the logarithm of the rate (pool adjacent violators); sizes are distinct after it."""
+    """Isotonic regression over the logarithm of the rate (pool adjacent violators); sizes are
+    distinct after it.
+    """
     blocks: list[tuple[float, float, float]] = []  # sum of log sizes, sum of log rates, count
     last_size = None
     for size, rate in points:
@@ -171,7 +211,8 @@ class _ProductLaw:
         if distance.min() < 1e-12:
             off = self._off[distance.argmin()]
         else:
-            weights = _NEAR / distance * (np.abs(self._off) > 1e-9)  # points on the line pull nothing to it
+            # points on the line pull nothing to it
+            weights = _NEAR / distance * (np.abs(self._off) > 1e-9)
             off = weights @ self._off / (1.0 + weights.sum())
         return 2.0 * m * n * k * self._line.inverse(size_of(m, n, k)) * math.exp(off)
 
@@ -183,5 +224,8 @@ _product_law = functools.cache(_ProductLaw)
 def _attention_lines(figure: Figure, peak: float) -> tuple[list[float], list[_Line]]:
     """Return the logarithms of the head sizes, and for each a line over the sequence length."""
     heads = sorted({head for _, head, _ in figure.points})
-    lines = [_Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak) for head in heads]
+    lines = [
+        _Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak)
+        for head in heads
+    ]
     return [math.log(head) for head in heads], lines

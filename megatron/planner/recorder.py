@@ -1,10 +1,13 @@
-"""Recorder of what the stages of a model compute, send and keep, in order, from the code that trains.
+"""Recorder of what the stages of a model compute, send and keep, in order, from the code that
+trains.
 
-The project's own modules run forward and backward on tensors without data (tensors.py): the embedding, one layer, and
-the last norm with the output layer and the loss. A dispatch mode notes every operator that does something, every
-message where it is posted and where it is waited for, and every storage where it is made and where nothing refers to it
-any more. Nothing here knows what a layer is made of. Seconds, FLOPs, traffic and memory are folds over what is noted.
+The project's own modules run forward and backward on tensors without data (tensors.py): the
+embedding, one layer, and the last norm with the output layer and the loss. A dispatch mode notes
+every operator that does something, every message where it is posted and where it is waited for, and
+every storage where it is made and where nothing refers to it any more. Nothing here knows what a
+layer is made of. Seconds, FLOPs, traffic and memory are folds over what is noted.
 """
+
 from __future__ import annotations
 
 import bisect
@@ -24,13 +27,37 @@ from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_conte
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.sink import GradientSink
 from megatron.parallel.topology import Group, Layout, Topology
-from megatron.planner.events import Again, Give, Message, Parameter, Part, Pass, Post, Step, Take, Wait
+from megatron.planner.events import (
+    Again,
+    Give,
+    Message,
+    Parameter,
+    Part,
+    Pass,
+    Post,
+    Step,
+    Take,
+    Wait,
+)
 from megatron.planner.tensors import Follower, Work, tensors_of, without_data
 
-_FREE = frozenset((
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view",
-    "_reshape_alias", "resize_", "set_", "lift_fresh", "as_strided_",
-))  # fmt: skip
+_FREE = frozenset(
+    (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "alias",
+        "_unsafe_view",
+        "_reshape_alias",
+        "resize_",
+        "set_",
+        "lift_fresh",
+        "as_strided_",
+    )
+)
 """Operators that make a tensor without writing to it, beside views."""
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_"))
 _ROWS_OUT = frozenset(("embedding", "index_select", "gather", "index"))
@@ -38,17 +65,42 @@ _ROWS_IN = {"index_add_": 3, "index_put_": 2, "_index_put_impl_": 2, "index_copy
 """Operators on rows of a table: where the rows are among their inputs."""
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 _KINDS = {
-    "norm": ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+    "norm": (
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    ),
     "activation": (
-        "gelu", "gelu_backward", "silu", "silu_backward", "relu", "threshold_backward", "sigmoid", "tanh", "pow",
+        "gelu",
+        "gelu_backward",
+        "silu",
+        "silu_backward",
+        "relu",
+        "threshold_backward",
+        "sigmoid",
+        "tanh",
+        "pow",
     ),
     "embedding": ("embedding", "embedding_dense_backward", *_ROWS_IN),
     "residual": ("add", "mul", "native_dropout", "native_dropout_backward"),
-    "loss": ("exp", "log", "amax", "max", "_log_softmax", "_log_softmax_backward_data", "logsumexp"),
-}  # fmt: skip
+    "loss": (
+        "exp",
+        "log",
+        "amax",
+        "max",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "logsumexp",
+    ),
+}
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 """Kinds of torch's operators; those that are not listed copy."""
-_MESSAGES = {"reduce_scatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce"}
+_MESSAGES = {
+    "reduce_scatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+}
 
 Call = tuple[Any, Any, Any]
 """Operator, positional arguments, keyword arguments."""
@@ -57,7 +109,9 @@ Calls = tuple[Computation, list[Call]]
 
 
 class _Recorder(Follower):
-    """Notes what is done while a pass is recorded. calls: where a list, also the operators of each computation."""
+    """Notes what is done while a pass is recorded. calls: where a list, also the operators of each
+    computation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +146,7 @@ class _Recorder(Follower):
             self._steps.append(step)
             self._labels.append(self._label)
 
-    # -- modules -------------------------------------------------------------------------------------------------------
+    # -- modules -----------------------------------------------------------------------------------
 
     def enter_module(self, module: torch.nn.Module, _: Any) -> None:
         self._modules.append(self.names.get(module, self._modules[-1] if self._modules else ""))
@@ -107,7 +161,9 @@ class _Recorder(Follower):
         self._owners.append(self._modules[-1] if self._modules else "")
 
     def _look(self) -> None:
-        """Find whose operator this is: of the module that runs, or in a backward pass of the one whose node runs."""
+        """Find whose operator this is: of the module that runs, or in a backward pass of the one
+        whose node runs.
+        """
         if self._modules:
             self._label = self._modules[-1]
         elif self.category == "activations":
@@ -117,7 +173,7 @@ class _Recorder(Follower):
             if number <= self._begins[-1] + 1:
                 self._label = self._owners[bisect.bisect_right(self._begins, number) - 1]
 
-    # -- computations --------------------------------------------------------------------------------------------------
+    # -- computations ------------------------------------------------------------------------------
 
     def enter(self, scope: Scope) -> None:
         """Begin a piece of work that the code declares."""
@@ -155,7 +211,7 @@ class _Recorder(Follower):
             self.calls[-1][1].append((func, args, kwargs))
         return out
 
-    # -- memory and messages -------------------------------------------------------------------------------------------
+    # -- memory and messages -----------------------------------------------------------------------
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
         self._note(step)
@@ -175,13 +231,15 @@ class _Recorder(Follower):
         self._note(Wait(work.number))
 
 
-# -- the work of an operator -------------------------------------------------------------------------------------------
+# -- the work of an operator -----------------------------------------------------------------------
 
 _Rule = Callable[[Any, Any, Any], Computation | None]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes that reading or writing each of them moves: of one that repeats rows, those that there are."""
+    """Count the bytes that reading or writing each of them moves: of one that repeats rows, those
+    that there are.
+    """
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
@@ -203,7 +261,11 @@ def _rule(func: Any) -> _Rule:
         return lambda args, kwargs, out: Memory(2 * out.nbytes, 1, declared)
     if name in _ROWS_IN:
         return lambda args, kwargs, out: Memory(3 * args[_ROWS_IN[name]].nbytes, 1, declared)
-    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        i
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     names = [func._schema.arguments[i].name for i in written]
 
     def moved(args: Any, kwargs: Any, out: Any) -> Computation | None:
@@ -211,8 +273,11 @@ def _rule(func: Any) -> _Rule:
         inputs = tensors_of((*args, *(v for n, v in kwargs.items() if n not in names)))
         if name in _OVERWRITE:
             inputs = [t for t in inputs if t is not into[0]]
-        results = tensors_of((*into, *(kwargs[n] for n in names if n in kwargs))) or tensors_of((out,))
-        written_bytes = _bytes(results)  # none where a tensor is only asked about: its device, its shape
+        results = tensors_of((*into, *(kwargs[n] for n in names if n in kwargs))) or tensors_of(
+            (out,)
+        )
+        # none where a tensor is only asked about: its device, its shape
+        written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None
 
     return moved
@@ -224,12 +289,13 @@ def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
     (m, k), n = a.shape[-2:], b.shape[-1]
     moved = 0
     if sums and out.element_size() > a.element_size():
-        # Of a sum in the factors' own format the old values cost no more than the lines that a result is written to.
+        # Of a sum in the factors' own format the old values cost no more than the lines that a
+        # result is written to.
         moved = _bytes(sums) + _bytes([out]) - out.numel() * a.element_size()
     return Product(m, n, k, batch, moved)
 
 
-# -- what is run -------------------------------------------------------------------------------------------------------
+# -- what is run -----------------------------------------------------------------------------------
 
 
 class _Before(torch.autograd.Function):
@@ -259,7 +325,9 @@ class _Behind(torch.autograd.Function):
 
 
 class _Piece:
-    """Part of the model, "embedding", "layer" or "head", with its sums of gradients, as an engine would put it up."""
+    """Part of the model, "embedding", "layer" or "head", with its sums of gradients, as an engine
+    would put it up.
+    """
 
     def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
         first, last = kind == "embedding", kind == "head"
@@ -283,17 +351,23 @@ class _Piece:
             recorder.vocabulary = self.chunk.output_weight.shape[0]
 
     def forward(self) -> tuple[Pass, list[torch.Tensor]]:
-        """Record a forward pass; return it and the graph's root, alone in a list so that `backward` can free it."""
+        """Record a forward pass; return it and the graph's root, alone in a list so that `backward`
+        can free it.
+        """
         self.recorder.begin()
         config, device, chunk = self.config, self.device, self.chunk
         size = config.batch.micro_batch_size, config.model.seq_length
-        tokens, labels, positions = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
+        tokens, labels, positions = (
+            torch.empty(size, dtype=torch.int64, device=device) for _ in range(3)
+        )
         batch = MicroBatch(tokens, labels, torch.empty(size, device=device), positions, None, 0)
         shape, dtype = hidden_shape(config), hidden_dtype(config)
         anchor = torch.empty((), requires_grad=True, device=device)
         with self.recorder.recorded("activations") as found:
-            hidden = None if chunk.is_first else _Before.apply(
-                anchor, lambda: torch.empty(shape, dtype=dtype, device=device)
+            hidden = (
+                None
+                if chunk.is_first
+                else _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
             )
             out = chunk(batch, hidden, late_loss=True)
             hidden, self.hands_on = None, out.nbytes
@@ -319,29 +393,40 @@ class _Piece:
         return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """List the parameters, after a forward pass, which tells whether their gradients are partial sums."""
+        """List the parameters, after a forward pass, which tells whether their gradients are
+        partial sums.
+        """
         found = []
         for p in self.chunk.parameters():
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = partial and self.terms.partial(p, True)
-            found.append(Parameter(s.name, tuple(p.shape), s.global_shape, s.dim, s.decay, s.tied, partial))
+            found.append(
+                Parameter(s.name, tuple(p.shape), s.global_shape, s.dim, s.decay, s.tied, partial)
+            )
         return tuple(found)
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Make a rank of a tensor-parallel group whose messages go nowhere, without the rest of the job."""
+    """Make a rank of a tensor-parallel group whose messages go nowhere, without the rest of the
+    job.
+    """
     size = config.parallel.tensor_model_parallel_size
     alone, tensor = Group((0,), 0), Group((0,), 0, kind="tensor")
     if size > 1:
-        handle: Any = torch.distributed.ProcessGroup  # whose constructor without a store its stubs leave out
+        # whose constructor without a store its stubs leave out
+        handle: Any = torch.distributed.ProcessGroup
         tensor = Group(range(size), 0, handle(0, size), "tensor")
-    return Topology(Layout(size, 1, 1), 0, tensor, tensor, alone, alone, tensor, None, torch.device(device))
+    return Topology(
+        Layout(size, 1, 1), 0, tensor, tensor, alone, alone, tensor, None, torch.device(device)
+    )
 
 
 @contextlib.contextmanager
 def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
-    """Follow what a part of the model runs inside, on a "cuda" or "cpu" device that need not be here."""
+    """Follow what a part of the model runs inside, on a "cuda" or "cpu" device that need not be
+    here.
+    """
     on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_data(on, recorder))
@@ -369,7 +454,9 @@ def record(config: Config, device: str, kind: str) -> Part:
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
-    """List what one part computes, forward and backward, in order: the operators, on tensors without data."""
+    """List what one part computes, forward and backward, in order: the operators, on tensors
+    without data.
+    """
     with _followed(config, device, kind) as piece:
         piece.recorder.calls = found = list[Calls]()
         piece.backward(piece.forward()[1])

@@ -1,4 +1,7 @@
-"""Work of a pipeline stage for one micro-batch, put together from the parts of a trace, and its seconds."""
+"""Work of a pipeline stage for one micro-batch, put together from the parts of a trace, and its
+seconds.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Stage(NamedTuple):
-    """Work of a global stage. again: groups of layers that are recomputed, and the layers in them; split: the
-    backward pass is run in two halves."""
+    """Work of a global stage. again: groups of layers that are recomputed, and the layers in them;
+    split: the backward pass is run in two halves."""
 
     layers: int
     first: bool
@@ -32,7 +35,9 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     """List the global stages of a configuration."""
     parallel = config.parallel
     size = parallel.pipeline_model_parallel_size
-    split = size > 1 and splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
+    split = size > 1 and splits_backward(
+        config.schedule, size, parallel.num_chunks, config.num_micro_batches()
+    )
     layers = config.model.num_layers
     return _stages(layers, parallel.num_stages, parallel.pipeline_layout, config.recompute, split)
 
@@ -41,22 +46,32 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 def _stages(
     layers: int, stages: int, layout: str | None, recompute: RecomputeConfig, split: bool
 ) -> tuple[Stage, ...]:
-    counts, n = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)], recompute.recompute_num_layers
+    counts, n = (
+        [len(of_stage) for of_stage in assign_layers(layers, stages, layout)],
+        recompute.recompute_num_layers,
+    )
 
     def again(count: int) -> tuple[int, int]:
-        """Count groups and layers of a stage that run forward a second time (GPTChunk._run_layers)."""
+        """Count groups and layers of a stage that run forward a second time
+        (GPTChunk._run_layers).
+        """
         if recompute.recompute_granularity != "full":
             return 0, 0
-        return (min(n, count), min(n, count)) if recompute.recompute_method == "block" else (-(-count // n), count)
+        return (
+            (min(n, count), min(n, count))
+            if recompute.recompute_method == "block"
+            else (-(-count // n), count)
+        )
 
     return tuple(
-        Stage(count, i == 0, i == stages - 1, *again(count), split) for i, count in enumerate(counts)
+        Stage(count, i == 0, i == stages - 1, *again(count), split)
+        for i, count in enumerate(counts)
     )
 
 
 class Run(NamedTuple):
-    """Pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again: all of it is
-    recomputation."""
+    """Pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again:
+    all of it is recomputation."""
 
     part: str
     times: int
@@ -65,44 +80,63 @@ class Run(NamedTuple):
 
 
 def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
-    """List what a stage runs for one micro-batch: "forward", "backward" (or its first half), "weight" (the second).
+    """List what a stage runs for one micro-batch: "forward", "backward" (or its first half),
+    "weight" (the second).
 
     Runs are in order, except that recomputation and backward pass of layers alternate.
 
-    In a group of layers whose input alone is kept, all run forward again before the first one runs backward: the last
-    as torch does it for one alone, which ends at the last tensor that is kept.
+    In a group of layers whose input alone is kept, all run forward again before the first one runs
+    backward: the last as torch does it for one alone, which ends at the last tensor that is kept.
     """
     first, last, alone = int(stage.first), int(stage.last), stage.groups_again
     inside = stage.layers_again - alone
-    embedding, layer, again, head = trace.embedding, trace.layer, trace.again or trace.layer, trace.head
-    found = {"forward": [
-        Run("embedding", first, embedding.forward), Run("layer", stage.layers, layer.forward),
-        Run("head", last, head.forward),
-    ]}  # fmt: skip
+    embedding, layer, again, head = (
+        trace.embedding,
+        trace.layer,
+        trace.again or trace.layer,
+        trace.head,
+    )
+    found = {
+        "forward": [
+            Run("embedding", first, embedding.forward),
+            Run("layer", stage.layers, layer.forward),
+            Run("head", last, head.forward),
+        ]
+    }
     halves = ("inputs", "weights") if stage.split else ("backward",)
     for name, half in zip(("backward", "weight"), halves, strict=False):
         found[name] = [
             Run("head", last, getattr(head, half)),
             Run("layer", inside if name == "backward" else 0, layer.forward, again=True),
-            Run("layer", alone, getattr(again, half)), Run("layer", stage.layers - alone, getattr(layer, half)),
+            Run("layer", alone, getattr(again, half)),
+            Run("layer", stage.layers - alone, getattr(layer, half)),
             Run("embedding", first, getattr(embedding, half)),
         ]
-    return {name: [run for run in found.get(name, []) if run.times] for name in ("forward", "backward", "weight")}
+    return {
+        name: [run for run in found.get(name, []) if run.times]
+        for name in ("forward", "backward", "weight")
+    }
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
-    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has it."""
+    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has
+    it.
+    """
     return {
         name: sum(
             run.times * run.of.flops(again=None if run.again else again)
-            for run in runs if again is not False or not run.again
-        ) for name, runs in stage_passes(trace, stage).items()
-    }  # fmt: skip
+            for run in runs
+            if again is not False or not run.again
+        )
+        for name, runs in stage_passes(trace, stage).items()
+    }
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
-    """Count the parameters that one tensor rank of a stage holds, a tied embedding on the last stage included."""
+    """Count the parameters that one tensor rank of a stage holds, a tied embedding on the last
+    stage included.
+    """
     count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements
     if not stage.last:
         return count
@@ -115,7 +149,9 @@ def owners(config: Config) -> int:
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Count the elements of a tied embedding's gradient that a device of the first stage sums with one of the last."""
+    """Count the elements of a tied embedding's gradient that a device of the first stage sums with
+    one of the last.
+    """
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / owners(config)
@@ -123,8 +159,8 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch. `backward` is the first half where the backward pass is split, `weight` the second.
-    overhead: of the host, for each of the three."""
+    """Seconds of one micro-batch. `backward` is the first half where the backward pass is split,
+    `weight` the second. overhead: of the host, for each of the three."""
 
     forward: PassSeconds
     backward: PassSeconds
@@ -145,7 +181,12 @@ class StageSeconds:
 
 
 def stage_seconds(
-    trace: Trace, stage: Stage, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
+    trace: Trace,
+    stage: Stage,
+    rates: Rates,
+    message_s: MessageSeconds | None,
+    *,
+    hides: bool = True,
 ) -> StageSeconds:
     """Time a stage; message_s None: messages take no time."""
     found = {}
@@ -154,7 +195,11 @@ def stage_seconds(
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
         found[name] = PassSeconds(compute, again, sum(run.times * one.waited for run, one in parts))
-    each, ahead, back = rates.instruction_overhead_s, rates.layer_forward_overhead_s, rates.layer_backward_overhead_s
+    each, ahead, back = (
+        rates.instruction_overhead_s,
+        rates.layer_forward_overhead_s,
+        rates.layer_backward_overhead_s,
+    )
     backward = each + back * stage.layers + ahead * stage.layers_again
     overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
     return StageSeconds(found["forward"], found["backward"], found["weight"], overhead)

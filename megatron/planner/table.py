@@ -1,4 +1,5 @@
 """A table of texts: for a terminal, or for a document."""
+
 from __future__ import annotations
 
 import io
@@ -25,7 +26,9 @@ class Table:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        shown = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = RichTable(
+            title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        )
         for i, column in enumerate(self.columns):
             number = all(row[i][:1] in "0123456789+-~" for row in self.rows)
             shown.add_column(column, justify="right" if number else "left", overflow="fold")

@@ -1,8 +1,11 @@
-"""Operators on tensors without data: answers in place of values, messages that go nowhere, memory that is only noted.
+"""Operators on tensors without data: answers in place of values, messages that go nowhere, memory
+that is only noted.
 
-A GPU's tensors are torch's meta tensors, a CPU's are fake ones (torch._subclasses.fake_tensor), because the code
-decides by the device of a tensor what it does. The planner's recorder and the dry run follow the operators.
+A GPU's tensors are torch's meta tensors, a CPU's are fake ones (torch._subclasses.fake_tensor),
+because the code decides by the device of a tensor what it does. The planner's recorder and the dry
+run follow the operators.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,8 @@ _aten = torch.ops.aten
 class Follower(TorchDispatchMode):
     """Runs operators on tensors without data, and hears of their memory and messages.
 
-    category    of the memory that is taken next; rows of `vocabulary` numbers outside of forward passes are "logits"
+    category    of the memory that is taken next; rows of `vocabulary` numbers outside of forward
+                passes are "logits"
     vocabulary  length of those rows; -1 for none
 
     Subclasses extend `taken`, `given`, `sent` and `arrived`.
@@ -41,14 +45,17 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds, to keep it away from here, at each operator
+        # else torch imports its compiler, for seconds, to keep it away from here, at each operator
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             return self._communicate(func, args)
         if func is _aten._local_scalar_dense.default and is_empty(args[0]):
             # A finite number, so that no step is skipped; nothing is wrong with it.
-            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return (
+                False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            )
         if func is _aten.equal.default and is_empty(args[0]):
             return True
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
@@ -62,7 +69,9 @@ class Follower(TorchDispatchMode):
         return out
 
     def see(self, out: Any, *, counts: bool = True) -> None:
-        """Note the storages of these results that are new; without `counts` only remember that they are known."""
+        """Note the storages of these results that are new; without `counts` only remember that they
+        are known.
+        """
         for tensor in tensors_of((out,)):
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -71,8 +80,14 @@ class Follower(TorchDispatchMode):
             self.number += 1
             self._seen[key] = self.number, weakref.ref(storage, self._forgets(key, self.number))
             if counts:
-                rows = self.category != "activations" and tensor.dim() >= 2 and tensor.shape[-1] == self.vocabulary
-                self.taken(Take(storage.nbytes(), self.number, "logits" if rows else self.category), tensor)
+                rows = (
+                    self.category != "activations"
+                    and tensor.dim() >= 2
+                    and tensor.shape[-1] == self.vocabulary
+                )
+                self.taken(
+                    Take(storage.nbytes(), self.number, "logits" if rows else self.category), tensor
+                )
 
     def follows(self, tensor: torch.Tensor) -> bool:
         """Return whether the memory of such a tensor is noted."""
@@ -84,7 +99,9 @@ class Follower(TorchDispatchMode):
 
     def held(self) -> int:
         """Count the bytes of all storages that are alive."""
-        return sum(storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None)
+        return sum(
+            storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None
+        )
 
     def _forgets(self, key: int, number: int) -> Any:
         def gone(_: Any) -> None:
@@ -97,10 +114,14 @@ class Follower(TorchDispatchMode):
         """Note that a storage was made, by an operator that returned this tensor."""
 
     def given(self, step: Give) -> None:
-        """Note that nothing refers to a storage any more; one that does not count has a number, too."""
+        """Note that nothing refers to a storage any more; one that does not count has a number,
+        too.
+        """
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
-        """Note a message that was posted: torch's name for it, and the tensors that it reads and writes."""
+        """Note a message that was posted: torch's name for it, and the tensors that it reads and
+        writes.
+        """
 
     def arrived(self, work: Work) -> None:
         """Note that the code waits for a message."""
@@ -118,7 +139,9 @@ class Follower(TorchDispatchMode):
 
 
 class Work(dist.Work):
-    """Handle of a message that arrives once it is waited for. number: for the follower's own use."""
+    """Handle of a message that arrives once it is waited for. number: for the follower's own
+    use.
+    """
 
     def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
         super().__init__()
@@ -150,13 +173,22 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention as a GPU does it, in one kernel that keeps no scores: without a mask and in 16 bits
-    flash attention, else the memory-efficient one. Of meta tensors torch would take the explicit softmax."""
+    """scaled_dot_product_attention as a GPU does it, in one kernel that keeps no scores: without a
+    mask and in 16 bits flash attention, else the memory-efficient one. Of meta tensors torch would
+    take the explicit softmax."""
     if attn_mask is None and q.dtype != torch.float32:
-        out: torch.Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
         return out
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -172,7 +204,8 @@ def _fused_attention(
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
     """torch.nn.Module._apply as it is for tensors with data: parameters stay the same objects.
 
-    For fake ones torch puts new objects in their place, without the attributes that hang on the old ones.
+    For fake ones torch puts new objects in their place, without the attributes that hang on the old
+    ones.
     """
     for each in module.modules() if recurse else [module]:
         with torch.no_grad():
@@ -187,7 +220,9 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 
 @contextlib.contextmanager
 def without_data(device: str, follower: Follower) -> Iterator[None]:
-    """Give tensors on `device` ("cpu", or "meta" for a GPU) no data, and let `follower` run the operators."""
+    """Give tensors on `device` ("cpu", or "meta" for a GPU) no data, and let `follower` run the
+    operators.
+    """
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if device == "cpu":
@@ -197,8 +232,11 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(patch(torch.nn.Module, "_apply", _apply))
         else:
-            # Our layers look it up there at each call. A mode for torch's functions is off in backward passes.
-            stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention))
+            # Our layers look it up there at each call. A mode for torch's functions is off in
+            # backward passes.
+            stack.enter_context(
+                patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
+            )
         sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
         # torch's check that a fused optimizer has the device's operator
         stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))

@@ -1,8 +1,9 @@
 """Picture of a pipeline's step: what each rank computes when. Needs matplotlib.
 
-Of a step with too many passes to tell apart, only the beginning and the end are drawn, where the pipeline fills and
-empties; the rest repeats.
+Of a step with too many passes to tell apart, only the beginning and the end are drawn, where the
+pipeline fills and empties; the rest repeats.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,19 +16,22 @@ from megatron.pipeline.instructions import Op
 from megatron.pipeline.replay import Span, Timeline
 
 _KINDS = {
-    Op.FORWARD: ("forward", "#4878b0"), Op.BACKWARD: ("backward", "#5a9e6f"),
-    Op.BACKWARD_INPUT: ("backward, inputs", "#5a9e6f"), Op.BACKWARD_WEIGHT: ("backward, weights", "#d9a441"),
-}  # fmt: skip
+    Op.FORWARD: ("forward", "#4878b0"),
+    Op.BACKWARD: ("backward", "#5a9e6f"),
+    Op.BACKWARD_INPUT: ("backward, inputs", "#5a9e6f"),
+    Op.BACKWARD_WEIGHT: ("backward, weights", "#d9a441"),
+}
 _IDLE = "#e6e6e6"
 _PASSES_AT_ONCE = 100  # of one rank, in one panel
 
 
 def plot_timeline(run: PipelineRun, path: Path) -> None:
-    """Draw a run whose times are seconds to an image file. Raises ConfigError without matplotlib, or where the file
-    cannot be written."""
+    """Draw a run whose times are seconds to an image file. Raises ConfigError without matplotlib,
+    or where the file cannot be written."""
     pipeline = run.pipeline
     title = (
-        f"{pipeline.name}: {pipeline.size} ranks, {pipeline.chunks} chunk(s), {pipeline.micro_batches} micro-batches, "
+        f"{pipeline.name}: {pipeline.size} ranks, {pipeline.chunks} chunk(s), "
+        f"{pipeline.micro_batches} micro-batches, "
         f"{run.makespan:.4g} s, ranks compute {1 - run.bubble_fraction:.1%} of the time"
     )
     draw_timeline(timeline(run), pipeline.size, pipeline.chunks, path, title=title)
@@ -38,28 +42,52 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
     pyplot = drawing.pyplot(instead="do without the plot")
     windows = _windows(lanes)
     figure, axes = pyplot.subplots(
-        len(windows), squeeze=False, layout="constrained", figsize=(16, 1.2 + len(windows) * (0.8 + min(8, 0.3 * size)))
+        len(windows),
+        squeeze=False,
+        layout="constrained",
+        figsize=(16, 1.2 + len(windows) * (0.8 + min(8, 0.3 * size))),
     )
     numbered = max(map(len, lanes.ranks)) <= _PASSES_AT_ONCE
     for (start, end), panel in zip(windows, axes[:, 0], strict=True):
-        alike: dict[tuple[Op, int], list[tuple[int, Span]]] = {}  # drawn at once: by kind and chunk, with their ranks
+        # drawn at once: by kind and chunk, with their ranks
+        alike: dict[tuple[Op, int], list[tuple[int, Span]]] = {}
         for rank, spans in enumerate(lanes.ranks):
             for span in spans:
                 if span.end > start and span.start < end:
-                    alike.setdefault((span.instruction.op, span.instruction.stage // size), []).append((rank, span))
+                    alike.setdefault(
+                        (span.instruction.op, span.instruction.stage // size), []
+                    ).append((rank, span))
         seen: dict[str, Any] = {}
         for (op, chunk), passes in alike.items():
             name, colour = _KINDS[op]
             bars = panel.barh(
-                [rank for rank, _ in passes], [span.end - span.start for _, span in passes], 0.9,
-                [span.start for _, span in passes], color=colour, alpha=1 - 0.6 * chunk / chunks, edgecolor="white",
-            )  # fmt: skip
+                [rank for rank, _ in passes],
+                [span.end - span.start for _, span in passes],
+                0.9,
+                [span.start for _, span in passes],
+                color=colour,
+                alpha=1 - 0.6 * chunk / chunks,
+                edgecolor="white",
+            )
             seen.setdefault(name, bars)
             if numbered:
                 numbers = [str(span.instruction.micro_batch) for _, span in passes]
                 panel.bar_label(bars, numbers, label_type="center", fontsize=6)
-        panel.legend(seen.values(), seen.keys(), loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
-        panel.set(xlim=(start, end), ylim=(size - 0.5, -0.5), xlabel="time", ylabel="pipeline rank", facecolor=_IDLE)
+        panel.legend(
+            seen.values(),
+            seen.keys(),
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=3,
+            frameon=False,
+        )
+        panel.set(
+            xlim=(start, end),
+            ylim=(size - 0.5, -0.5),
+            xlabel="time",
+            ylabel="pipeline rank",
+            facecolor=_IDLE,
+        )
     figure.suptitle(title)
     drawing.save(figure, path, dpi=110, choose="another file for the timeline")
 

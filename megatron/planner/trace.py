@@ -1,9 +1,11 @@
-"""Traces of a model's parts, recorded once from the code (recorder.py) and cached by all that they depend on.
+"""Traces of a model's parts, recorded once from the code (recorder.py) and cached by all that they
+depend on.
 
-In memory, and in files of the user's cache folder ($XDG_CACHE_HOME/megatron/traces, ~/.cache without that) under a
-digest of the sources: one that was made by other code is never read. MEGATRON_TRACE_CACHE names another folder, or
-"none". Needs torch where a trace has to be made.
+In memory, and in files of the user's cache folder ($XDG_CACHE_HOME/megatron/traces, ~/.cache
+without that) under a digest of the sources: one that was made by other code is never read.
+MEGATRON_TRACE_CACHE names another folder, or "none". Needs torch where a trace has to be made.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,41 +26,88 @@ from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
 from megatron.kernels.work import Attention, Memory, Product
-from megatron.planner.events import Again, Give, Message, Parameter, Part, Pass, Post, Take, Trace, Wait
+from megatron.planner.events import (
+    Again,
+    Give,
+    Message,
+    Parameter,
+    Part,
+    Pass,
+    Post,
+    Take,
+    Trace,
+    Wait,
+)
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
 # Settings that a trace does not depend on. All others of these sections count, a new one too.
 _DOES_NOT_COUNT = {
     "model": (
-        "num_layers", "layernorm_epsilon", "rotary_base", "init_method_std", "init_method_xavier_uniform",
+        "num_layers",
+        "layernorm_epsilon",
+        "rotary_base",
+        "init_method_std",
+        "init_method_xavier_uniform",
     ),
     "parallel": (
-        "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "pipeline_layout",
-        "virtual_pipeline_model_parallel_size", "enable_zbh1_pipeline", "distributed_backend",
-        "distributed_timeout_minutes", "rank_order", "device_order", "cluster", "local_rank", "master_addr",
-        "master_port", "world_size", "data_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_layout",
+        "virtual_pipeline_model_parallel_size",
+        "enable_zbh1_pipeline",
+        "distributed_backend",
+        "distributed_timeout_minutes",
+        "rank_order",
+        "device_order",
+        "cluster",
+        "local_rank",
+        "master_addr",
+        "master_port",
+        "world_size",
+        "data_parallel_size",
     ),
     "recompute": ("recompute_method", "recompute_num_layers"),
-    "batch": ("global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "train_tokens"),
-    "precision": ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    "batch": (
+        "global_batch_size",
+        "rampup_batch_size",
+        "train_iters",
+        "train_samples",
+        "train_tokens",
+    ),
+    "precision": (
+        "loss_scale",
+        "initial_loss_scale",
+        "min_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+    ),
     "kernels": ("optimizer_implementation",),
-}  # fmt: skip
+}
 _COUNTS = {"data": ("reset_position_ids",)}
 """Settings of the other sections that count."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
-    "layers", "model", "kernels", "parallel", "engine/gradients.py", "planner/recorder.py",
-    "planner/tensors.py", "planner/events.py", "planner/trace.py",
-)  # fmt: skip
+    "layers",
+    "model",
+    "kernels",
+    "parallel",
+    "engine/gradients.py",
+    "planner/recorder.py",
+    "planner/tensors.py",
+    "planner/events.py",
+    "planner/trace.py",
+)
 GPT2_VOCABULARY = 50257
 """Entries that a model is taken to have where only the tokenizer's files would tell."""
 
 
 def trace(config: Config, device: str) -> Trace:
-    """Trace the parts of this model for one micro-batch on one rank of a "cuda" (any GPU) or "cpu" device.
+    """Trace the parts of this model for one micro-batch on one rank of a "cuda" (any GPU) or "cpu"
+    device.
 
-    On a GPU, which need not be here, all kernels count as built; on a CPU they are those of this machine.
+    On a GPU, which need not be here, all kernels count as built; on a CPU they are those of this
+    machine.
     """
     device = "cpu" if device == "cpu" else "cuda"
     own = config.pieces.layer, config.pieces.model
@@ -68,9 +117,11 @@ def trace(config: Config, device: str) -> Trace:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
         full = config.recompute.recompute_granularity == "full"
         found = _traces[key] = Trace(
-            embedding=_part(plain, "embedding", device), layer=_part(plain if full else config, "layer", device),
-            again=_part(config, "layer", device) if full else None, head=_part(plain, "head", device),
-        )  # fmt: skip
+            embedding=_part(plain, "embedding", device),
+            layer=_part(plain if full else config, "layer", device),
+            again=_part(config, "layer", device) if full else None,
+            head=_part(plain, "head", device),
+        )
     return found
 
 
@@ -82,29 +133,46 @@ def _names() -> dict[str, list[str]]:
     """List the settings of each section on which a trace depends."""
     return {
         name: [
-            field.name for field in dataclasses.fields(section)
-            if (field.name not in _DOES_NOT_COUNT[name] if name in _DOES_NOT_COUNT
-                else field.name in _COUNTS.get(name, ()))
-        ] for name, section in SECTIONS.items()
-    }  # fmt: skip
+            field.name
+            for field in dataclasses.fields(section)
+            if (
+                field.name not in _DOES_NOT_COUNT[name]
+                if name in _DOES_NOT_COUNT
+                else field.name in _COUNTS.get(name, ())
+            )
+        ]
+        for name, section in SECTIONS.items()
+    }
 
 
 @functools.cache
 def _counted() -> Callable[[Any], Any]:
     """Return a function that reads all of these settings from a configuration."""
-    return operator.attrgetter(*(f"{section}.{name}" for section, names in _names().items() for name in names))
+    return operator.attrgetter(
+        *(f"{section}.{name}" for section, names in _names().items() for name in names)
+    )
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """Return the configuration with the default for every setting that a trace does not depend on."""
+    """Return the configuration with the default for every setting that a trace does not depend
+    on.
+    """
     sections = {}
     for name, section in SECTIONS.items():
-        reset = {f.name: f.default for f in dataclasses.fields(section) if f.name not in _names()[name]}
+        reset = {
+            f.name: f.default for f in dataclasses.fields(section) if f.name not in _names()[name]
+        }
         sections[name] = dataclasses.replace(getattr(config, name), **reset)
     model, tensor = sections["model"], sections["parallel"].tensor_model_parallel_size
-    sections["model"] = dataclasses.replace(model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY)
-    sections["parallel"] = dataclasses.replace(sections["parallel"], world_size=tensor, data_parallel_size=1)
-    pieces = Pieces(layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model)
+    sections["model"] = dataclasses.replace(
+        model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
+    )
+    sections["parallel"] = dataclasses.replace(
+        sections["parallel"], world_size=tensor, data_parallel_size=1
+    )
+    pieces = Pieces(
+        layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model
+    )
     return Config(**sections, given={}, origins={}, pieces=pieces)
 
 
@@ -122,7 +190,11 @@ def _part(config: Config, kind: str, device: str) -> Part:
     if found is None:
         # Nobody knows the sources of pieces of one's own: these are kept in memory only.
         folder = _folder(device) if config.pieces == PLAIN else None
-        path = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        path = (
+            None
+            if folder is None
+            else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        )
         found = _read(path)
         if found is None:
             from megatron.planner.recorder import record
@@ -133,7 +205,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
     return found
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -142,12 +214,15 @@ def _folder(device: str) -> Path | None:
     wanted = os.environ.get(FOLDER)
     if wanted == "none":
         return None
-    base = Path(wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron")
+    base = Path(
+        wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
+    )
     try:
         depends = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise NeedsTorch(
-            "what a layer computes, sends and keeps is read off the code, which needs torch, though no device: install "
+            "what a layer computes, sends and keeps is read off the code, which needs torch, "
+            "though no device: install "
             "any build of torch"
         ) from None
     if device == "cpu":  # whose operators are those of this machine
@@ -190,12 +265,27 @@ def _write(path: Path | None, part: Part) -> None:
 
 _TYPES: dict[str, Any] = {
     c.__name__: c
-    for c in (Part, Pass, Parameter, Product, Attention, Memory, Again, Message, Post, Wait, Take, Give)
-}  # fmt: skip
+    for c in (
+        Part,
+        Pass,
+        Parameter,
+        Product,
+        Attention,
+        Memory,
+        Again,
+        Message,
+        Post,
+        Wait,
+        Take,
+        Give,
+    )
+}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON: an object or a tuple as a list of the name of its type and its contents."""
+    """Return a value as JSON: an object or a tuple as a list of the name of its type and its
+    contents.
+    """
     if isinstance(value, Part | Pass):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):

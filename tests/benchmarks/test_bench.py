@@ -1,4 +1,7 @@
-"""The pure parts of `make bench`: the same work on every side, figures, ratios and the comparison of two runs."""
+"""The pure parts of `make bench`: the same work on every side, figures, ratios and the comparison
+of two runs.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -27,15 +30,19 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-# ---- the same work -------------------------------------------------------------------------------------------------
+# ---- the same work -------------------------------------------------------------------------------
 
 
 def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_and_pair() -> None:
-    """The count that nanoGPT and PaLM (appendix B) give, from the sizes alone; biases, norms and positions left out."""
+    """The count that nanoGPT and PaLM (appendix B) give, from the sizes alone; biases, norms and
+    positions left out.
+    """
     case = module("workloads").cpu_cases()[0]
     matrices = 12 * 12 * 768**2 + 50304 * 768
     assert case.tokens == 2 * 2 * 512
-    assert case.flops == pytest.approx((6 * matrices + 12 * 12 * 768 * 512) * case.tokens, rel=1e-12)
+    assert case.flops == pytest.approx(
+        (6 * matrices + 12 * 12 * 768 * 512) * case.tokens, rel=1e-12
+    )
 
 
 def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
@@ -47,8 +54,8 @@ def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
 
 
 def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
-    """Small initial weights make every token about as likely: ln V, off by the logits' variance (their standard
-    deviation is about 0.02 sqrt(64) = 0.16, half its square is 0.013)."""
+    """Small initial weights make every token about as likely: ln V, off by the logits' variance
+    (their standard deviation is about 0.02 sqrt(64) = 0.16, half its square is 0.013)."""
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = workloads.quick(workloads.cpu_cases()[0])
     task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
@@ -61,7 +68,9 @@ def test_attention_of_the_plain_loop_is_causal() -> None:
     """The hidden state at a position does not change with later tokens."""
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=2, sequence=8)
-    layer = plain.Layer(module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out"))))
+    layer = plain.Layer(
+        module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
+    )
     x = torch.randn(1, 8, 64)
     changed = torch.cat([x[:, :5], torch.randn(1, 3, 64)], 1)
     torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
@@ -76,25 +85,38 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
             if side.program == "pretrain_gpt.py":
                 config = parse_args(sides.our_arguments(case, side, 3), case.processes)
                 samples, sequence = config.batch.global_batch_size, config.model.seq_length
-                assert config.precision.bf16 == (case.dtype == "bf16") and samples == case.global_batch
+                assert (
+                    config.precision.bf16 == (case.dtype == "bf16") and samples == case.global_batch
+                )
             else:
                 task = sides.peer_task(case, side, 3, Path("out"))
-                samples, sequence = task["micro_batch"] * task["accumulation"] * case.data, task["sequence"]
+                samples, sequence = (
+                    task["micro_batch"] * task["accumulation"] * case.data,
+                    task["sequence"],
+                )
                 assert task["dtype"] == case.dtype
             assert samples * sequence == case.tokens, (case.workload, side.name)
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = module("sides")
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMP_NUM_THREADS", "GLIBC_TUNABLES"):
+    for name in (
+        "RANK",
+        "SLURM_PROCID",
+        "OMPI_COMM_WORLD_RANK",
+        "OMP_NUM_THREADS",
+        "GLIBC_TUNABLES",
+    ):
         monkeypatch.setenv(name, "7")
     env = sides.environment(1, Path("cache"))
     assert not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & set(env)
     assert (env["OMP_NUM_THREADS"], env["GLIBC_TUNABLES"]) == ("1", sides.ALLOCATOR)
-    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(sides.environment(1, Path("cache"), untouched=True))
+    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(
+        sides.environment(1, Path("cache"), untouched=True)
+    )
 
 
 @pytest.mark.campaign("benchmarks")
@@ -107,7 +129,13 @@ def test_launch_ends_what_does_not_end(tmp_path: Path) -> None:
 def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
     sides, file = module("sides"), tmp_path / "metrics.jsonl"
     records = [
-        {"event": "iteration", "time": 105.0 + i, "step_time_s": s, "lm_loss": 9.0 - i, "memory_bytes": 5}
+        {
+            "event": "iteration",
+            "time": 105.0 + i,
+            "step_time_s": s,
+            "lm_loss": 9.0 - i,
+            "memory_bytes": 5,
+        }
         for i, s in enumerate((4.0, 1.0, 2.0))
     ]
     file.write_text("".join(json.dumps(r) + "\n" for r in [{"event": "start"}, *records]))
@@ -117,11 +145,13 @@ def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
     assert sides.read(tmp_path / "none", ours=True, warm_up=1, began_at=100.0).reason
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def outcomes(*rounds: list[float]) -> list[Any]:
-    return [module("sides").Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
+    return [
+        module("sides").Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds
+    ]
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -129,12 +159,20 @@ def test_ratios_are_taken_within_a_round() -> None:
     results, case = module("results"), module("workloads").cpu_cases()[0]
     ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)
-    assert row["ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5, "count": 2, "spread": results.FLOOR}
+    assert row["ratio"] == {
+        "median": 1.5,
+        "min": 1.5,
+        "max": 1.5,
+        "count": 2,
+        "spread": results.FLOOR,
+    }
     assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
 
 
-def test_a_round_after_a_failure_repeats_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_round_after_a_failure_repeats_no_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     bench, case = module("bench"), module("workloads").cpu_cases()[4]
     good, bad = outcomes([1.0])[0], module("sides").Outcome(reason="killed")
     answers = iter([good, bad])
@@ -150,20 +188,34 @@ def test_a_round_after_a_failure_repeats_no_figures(monkeypatch: pytest.MonkeyPa
 
 def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
     results, case = module("results"), module("workloads").cpu_cases()[0]
-    row = results.row_of(case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12)
+    row = results.row_of(
+        case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12
+    )
     machine = {"processor": "p", "threads": 2, "memory_gib": 8}
-    return {"date": "2026-01-02T00:00:00", "quick": False, "device": "cpu", "machine": machine, "ceiling": {},
-            "rows": [row], "parts": [], **more}  # fmt: skip
+    return {
+        "date": "2026-01-02T00:00:00",
+        "quick": False,
+        "device": "cpu",
+        "machine": machine,
+        "ceiling": {},
+        "rows": [row],
+        "parts": [],
+        **more,
+    }
 
 
 def test_changes_within_the_larger_spread_are_no_changes() -> None:
     for step, values, verdict in (
         (1.09, [1.0] * 3, "within spread"),  # the floor of 10 %
-        (1.11, [1.0] * 3, "worse"), (0.89, [1.0] * 3, "better"),
+        (1.11, [1.0] * 3, "worse"),
+        (0.89, [1.0] * 3, "better"),
         (1.11, [0.85, 1.0, 1.15], "within spread"),  # half of its own range is 15 %
-    ):  # fmt: skip
+    ):
         results = module("results")
-        lines = {line[0]: line for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))}
+        lines = {
+            line[0]: line
+            for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))
+        }
         *_, change, found = lines["W1 bf16 s=512, ours, s/step"]
         assert found == verdict and change == pytest.approx(step - 1)
 

@@ -1,4 +1,7 @@
-"""The artificial network of benchmarks/delayed_links.py: what completes after what, and not before when."""
+"""The artificial network of benchmarks/delayed_links.py: what completes after what, and not before
+when.
+"""
+
 from __future__ import annotations
 
 import importlib.util
@@ -36,7 +39,9 @@ def start() -> Any:
 
 
 def collectives(rank: int) -> list[tuple[str, float, float, bool]]:
-    """(kind, bytes, seconds from begun to the end of the call, right result) for each kind of collective."""
+    """(kind, bytes, seconds from begun to the end of the call, right result) for each kind of
+    collective.
+    """
     links = start()
     n, found = dist.get_world_size(), []
     ones, small = torch.ones(BYTES // 4), torch.ones(BYTES // 4 // n)
@@ -45,7 +50,10 @@ def collectives(rank: int) -> list[tuple[str, float, float, bool]]:
         (lambda: dist.all_reduce(whole.copy_(ones)), lambda: bool((whole == n).all())),
         (lambda: dist.reduce(whole.copy_(ones), 0), lambda: rank != 0 or bool((whole == n).all())),
         (lambda: dist.broadcast(whole.fill_(rank), 1), lambda: bool((whole == 1).all())),
-        (lambda: dist.all_gather_single(whole, small.fill_(rank)), lambda: float(whole.sum()) == 1 * BYTES // 4 // n),
+        (
+            lambda: dist.all_gather_single(whole, small.fill_(rank)),
+            lambda: float(whole.sum()) == 1 * BYTES // 4 // n,
+        ),
         (lambda: dist.reduce_scatter_single(small, ones), lambda: bool((small == n).all())),
         (lambda: dist.barrier(), lambda: True),
     ]
@@ -61,7 +69,8 @@ def collectives(rank: int) -> list[tuple[str, float, float, bool]]:
 
 def test_every_collective_takes_at_least_its_time_and_keeps_its_result() -> None:
     for found in run_processes(2, collectives):
-        # Two ranks in a ring: all of the tensor for an all-reduce, half of it for a reduce-scatter or an all-gather.
+        # Two ranks in a ring: all of the tensor for an all-reduce, half of it for a reduce-scatter
+        # or an all-gather.
         wire = [BYTES, BYTES, BYTES, BYTES / 2, BYTES / 2, 0]
         assert [size for _, size, _, _ in found] == wire
         for kind, size, seconds, right in found:
@@ -71,7 +80,9 @@ def test_every_collective_takes_at_least_its_time_and_keeps_its_result() -> None
 
 
 def one_late(rank: int) -> tuple[float, float, float]:
-    """(when this rank posted a collective, when the message began, when this rank had it); rank 1 posts late."""
+    """(when this rank posted a collective, when the message began, when this rank had it); rank 1
+    posts late.
+    """
     links = start()
     time.sleep(0.1 * rank)
     dist.all_reduce(torch.ones(1))
@@ -80,15 +91,16 @@ def one_late(rank: int) -> tuple[float, float, float]:
 
 
 def test_a_message_begins_when_its_last_rank_has_posted_it() -> None:
-    early, late = sorted(run_processes(2, one_late))  # on a busy machine it may be rank 0 that posts late
+    # on a busy machine it may be rank 0 that posts late
+    early, late = sorted(run_processes(2, one_late))
     assert early[1] == late[1] == late[0]
     assert early[0] < late[0]
     assert min(early[2], late[2]) >= late[0] + LATENCY_S
 
 
 def queue_of_three(rank: int) -> tuple[list[bool], list[tuple[float, float, float]]]:
-    """Three messages from rank 0 to rank 1 and one back, waited for last first: whether each said that it was complete
-    before it arrived, and (begun, departs, arrives)."""
+    """Three messages from rank 0 to rank 1 and one back, waited for last first: whether each said
+    that it was complete before it arrived, and (begun, departs, arrives)."""
     links = start()
     tensors = [torch.full((BYTES // 4,), float(i)) for i in range(3)]
     back = torch.ones(1)
@@ -102,12 +114,17 @@ def queue_of_three(rank: int) -> tuple[list[bool], list[tuple[float, float, floa
     works[3].wait()
     works[2].wait()
     ended = time.monotonic()
-    assert [work.is_completed() for work in works[:2]] == [True, True], "an older message of the link was not there"
+    assert [work.is_completed() for work in works[:2]] == [True, True], (
+        "an older message of the link was not there"
+    )
     assert [float(tensor[0]) for tensor in tensors] == [0.0, 1.0, 2.0]
     assert ended >= links.messages[2].arrives
     # On a busy machine one may be asked for when it has long arrived.
     arrivals = [message.arrives for message in links.messages]
-    early = [complete and when < arrival for (complete, when), arrival in zip(asked, arrivals, strict=True)]
+    early = [
+        complete and when < arrival
+        for (complete, when), arrival in zip(asked, arrivals, strict=True)
+    ]
     return early, [(message.begun, message.departs, message.arrives) for message in links.messages]
 
 
@@ -118,12 +135,17 @@ def test_messages_of_a_link_follow_each_other_and_directions_do_not() -> None:
     for early, messages in (first, second):
         assert early == [False] * 4, "a message that had just been posted was complete"
         begun, departs, arrives = zip(*messages, strict=True)
-        # Clocks are those of the whole machine and the times are exchanged, so both ends compute the same.
+        # Clocks are those of the whole machine and the times are exchanged, so both ends compute
+        # the same.
         assert departs == pytest.approx([message[1] for message in first[1]], abs=near)
         for i in range(2):
             # The next one waits for the link and not for the arrival: latency holds up nobody.
-            assert departs[i + 1] == pytest.approx(max(begun[i + 1], departs[i] + carrying), abs=near)
-        assert arrives == pytest.approx([d + carrying + LATENCY_S for d in departs[:3]] + [arrives[3]], abs=near)
+            assert departs[i + 1] == pytest.approx(
+                max(begun[i + 1], departs[i] + carrying), abs=near
+            )
+        assert arrives == pytest.approx(
+            [d + carrying + LATENCY_S for d in departs[:3]] + [arrives[3]], abs=near
+        )
         # The way back is free: the message there waits for none of the three.
         assert departs[3] == pytest.approx(begun[3], abs=near)
 

@@ -1,4 +1,5 @@
 """`make gpu-check`: what is begun, cut and repeated within a budget, and what the report says."""
+
 from __future__ import annotations
 
 import importlib
@@ -30,11 +31,17 @@ def module(name: str) -> Any:
 
 
 class Machine:
-    """Steps that take virtual time. codes: exit codes; says: what goes to the log; played: (name, limit) of each."""
+    """Steps that take virtual time. codes: exit codes; says: what goes to the log; played: (name,
+    limit) of each.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, VirtualClock()
-        self.takes, self.codes, self.says = dict(TAKES), dict.fromkeys(TAKES, 0), dict.fromkeys(TAKES, "fine\n")
+        self.takes, self.codes, self.says = (
+            dict(TAKES),
+            dict.fromkeys(TAKES, 0),
+            dict.fromkeys(TAKES, "fine\n"),
+        )
         self.played: list[tuple[str, float]] = []
         self.stopped = ""
 
@@ -48,20 +55,42 @@ class Machine:
         return self.codes[name] if self.takes[name] <= limit_s else None
 
     def check(
-        self, budget: float, *, foreseen: dict[str, float] = TAKES, device: str = "gpu", sources: str = "one",
-        only: Sequence[str] = (), fresh: bool = False, **more: Any,
-    ) -> tuple[bool, dict[str, str]]:  # fmt: skip
-        """A call: whether nothing failed, and the verdicts in the report; `played` is of this call alone."""
+        self,
+        budget: float,
+        *,
+        foreseen: dict[str, float] = TAKES,
+        device: str = "gpu",
+        sources: str = "one",
+        only: Sequence[str] = (),
+        fresh: bool = False,
+        **more: Any,
+    ) -> tuple[bool, dict[str, str]]:
+        """A call: whether nothing failed, and the verdicts in the report; `played` is of this call
+        alone.
+        """
         gpu_check, self.played = module("gpu_check"), []
-        steps = [gpu_check.Step(name, f"the {name} one", s, ((name, "a b"),), **more) for name, s in foreseen.items()]
+        steps = [
+            gpu_check.Step(name, f"the {name} one", s, ((name, "a b"),), **more)
+            for name, s in foreseen.items()
+        ]
         check = gpu_check.Check(
-            self.folder, budget, device, sources, self.play, fresh=fresh, clock=self.clock, say=lambda line: None
+            self.folder,
+            budget,
+            device,
+            sources,
+            self.play,
+            fresh=fresh,
+            clock=self.clock,
+            say=lambda line: None,
         )
         good = check.run(steps, only)
         return good, {name: step["verdict"] for name, step in self.report().items()}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        return {step["name"]: step for step in json.loads((self.folder / "report.json").read_text())["steps"]}
+        return {
+            step["name"]: step
+            for step in json.loads((self.folder / "report.json").read_text())["steps"]
+        }
 
 
 @pytest.fixture
@@ -70,9 +99,12 @@ def here(tmp_path: Path) -> Machine:
 
 
 def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
-    """Of 60 s the first takes 10, the second would take 100, the third takes 20; then only the second is left."""
+    """Of 60 s the first takes 10, the second would take 100, the third takes 20; then only the
+    second is left.
+    """
     assert here.check(60) == (True, {"fast": "passed", "slow": "not done", "other": "passed"})
-    assert here.played == [("fast", 40), ("other", 50)]  # four times what is foreseen, and no more than is left
+    # four times what is foreseen, and no more than is left
+    assert here.played == [("fast", 40), ("other", 50)]
     assert here.check(120) == (True, dict.fromkeys(TAKES, "passed"))
     assert here.played == [("slow", 120)]
     assert here.check(120)[0] and not here.played
@@ -83,7 +115,10 @@ def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
 
 def test_what_was_cut_comes_last_and_gets_all_that_is_left(here: Machine) -> None:
     foreseen = {"slow": 20.0, "fast": 30.0, "other": 20.0}
-    assert here.check(105, foreseen=foreseen) == (True, {"slow": "cut", "fast": "not done", "other": "passed"})
+    assert here.check(105, foreseen=foreseen) == (
+        True,
+        {"slow": "cut", "fast": "not done", "other": "passed"},
+    )
     assert here.played == [("slow", 80), ("other", 25)]
     here.check(60, foreseen=foreseen)
     assert here.played == [("fast", 60)]  # 80 s were not enough: with 50 it is not begun
@@ -111,7 +146,10 @@ def test_an_interruption_leaves_a_report(here: Machine) -> None:
     here.stopped = "slow"
     with pytest.raises(KeyboardInterrupt):
         here.check(1000)
-    assert {name: step["verdict"] for name, step in here.report().items()} == {"fast": "passed", "slow": "cut"}
+    assert {name: step["verdict"] for name, step in here.report().items()} == {
+        "fast": "passed",
+        "slow": "cut",
+    }
     here.stopped = ""
     here.check(1000)
     assert [name for name, _ in here.played] == ["other", "slow"]
@@ -124,36 +162,49 @@ def test_what_cannot_be_done_has_its_reason_and_no_failure(here: Machine) -> Non
 
 
 def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: Machine) -> None:
-    here.says["fast"] = "$ python x\n| a | b |\n|---|--:|\n| 1 | 2.5 |\n\n| no rows |\n|---|\n4 of 5 are good\n"
+    here.says["fast"] = (
+        "$ python x\n| a | b |\n|---|--:|\n| 1 | 2.5 |\n\n| no rows |\n|---|\n4 of 5 are good\n"
+    )
     here.says["slow"], here.codes["slow"] = "Traceback\nValueError: 17\n", 1
     (here.folder / "other").mkdir()
     for name, value in (("1.md", "old"), ("2.md", "new")):
         (here.folder / "other" / name).write_text(f"| value |\n| --- |\n| {value} |\n")
     here.check(1000)
     steps, text = here.report(), (here.folder / "REPORT.md").read_text().splitlines()
-    assert (steps["fast"]["tables"], steps["fast"]["figures"]) == ([[["a", "b"], ["1", "2.5"]]], "4 of 5 are good")
+    assert (steps["fast"]["tables"], steps["fast"]["figures"]) == (
+        [[["a", "b"], ["1", "2.5"]]],
+        "4 of 5 are good",
+    )
     assert steps["other"]["tables"] == [[["value"], ["new"]]]
     assert steps["slow"]["seconds"] == 100 and "17" in steps["slow"]["reason"]
     assert "| 1 | 2.5 |" in text and "ValueError: 17" in text and "python fast 'a b'" in text
     assert module("gpu_check").tables_of("\n".join(text))[0][1:3] == [
-        ["fast", "passed", "10", "4 of 5 are good"], ["slow", "FAILED", "100", steps["slow"]["reason"]],
-    ]  # fmt: skip
+        ["fast", "passed", "10", "4 of 5 are good"],
+        ["slow", "FAILED", "100", steps["slow"]["reason"]],
+    ]
 
 
-@pytest.mark.parametrize(("said", "verdict"), [
-    ("3 failed, 71 passed, 2 skipped in 9 s", "passed"), ("71 skipped in 9 s", "not done"), ("", "not done"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("3 failed, 71 passed, 2 skipped in 9 s", "passed"),
+        ("71 skipped in 9 s", "not done"),
+        ("", "not done"),
+    ],
+)
 def test_what_only_skips_proves_nothing(here: Machine, said: str, verdict: str) -> None:
     here.says["fast"] = f"$ python -m pytest\n{said}\n"
     good, verdicts = here.check(1000, foreseen={"fast": 10.0}, proof=module("gpu_check").TESTED)
     assert good and verdicts == {"fast": verdict}
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def test_the_share_of_the_peak_is_in_the_figures() -> None:
-    """A step that does in a second what an H100 SXM could do in half of one by its data sheet, 989.4 TFLOP/s."""
+    """A step that does in a second what an H100 SXM could do in half of one by its data sheet,
+    989.4 TFLOP/s.
+    """
     bench, workloads, sides = module("bench"), module("workloads"), module("sides")
     case = workloads.cuda_cases(80 * 2**30)[0]
     keys, seconds = [(case, side) for side in case.sides[:2]], case.flops / 989.4e12 * 2
@@ -161,27 +212,55 @@ def test_the_share_of_the_peak_is_in_the_figures() -> None:
     for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
         table = module("results").rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
         first, second = module("gpu_check").rates("", [[["a"], ["b"]], table]).split("; ")
-        assert first == f"ours {case.tokens / seconds:,.0f} {said}" and second.startswith("ours, torch's kernels")
+        assert first == f"ours {case.tokens / seconds:,.0f} {said}" and second.startswith(
+            "ours, torch's kernels"
+        )
 
 
 def test_shares_of_the_copy_are_medians() -> None:
-    """400 MB where a copy takes 1 ms for 1 GB: 0.8 and 0.5 of its rate in 0.5 and 0.8 ms, over two operators."""
+    """400 MB where a copy takes 1 ms for 1 GB: 0.8 and 0.5 of its rate in 0.5 and 0.8 ms, over two
+    operators.
+    """
     tables = module("kernel_tables")
     rows = [
-        tables.Row(name, (1,), "bfloat16", {"forward": 4e8}, {},
-                   {"copy": {"forward": 1e-3}, "ours": {"forward": ours}, "torch": {"forward": 2e-3}}, {}, 3)
+        tables.Row(
+            name,
+            (1,),
+            "bfloat16",
+            {"forward": 4e8},
+            {},
+            {"copy": {"forward": 1e-3}, "ours": {"forward": ours}, "torch": {"forward": 2e-3}},
+            {},
+            3,
+        )
         for name, ours in (("causal_softmax", 5e-4), ("rms_norm", 8e-4))
-    ]  # fmt: skip
-    said = module("gpu_check").shares("", module("gpu_check").tables_of(tables.markdown(tables.gpu_table(rows, 10**9))))
+    ]
+    said = module("gpu_check").shares(
+        "", module("gpu_check").tables_of(tables.markdown(tables.gpu_table(rows, 10**9)))
+    )
     assert "ours 0.65" in said and "torch 0.20" in said
 
 
-# ---- the steps -----------------------------------------------------------------------------------------------------
+# ---- the steps -----------------------------------------------------------------------------------
 
-GPU = {"device": "cuda", "count": 1, "target": "cuda", "arch": "sm_90", "memory_bytes": 80 * 2**30, "driver": "1",
-       "compiler, cuda": "nvcc"}  # fmt: skip
-CPU = {"device": "cpu", "count": 0, "target": "host", "arch": "x86-64-v3", "memory_bytes": 2**34, "driver": "",
-       "compiler, host": "c++"}  # fmt: skip
+GPU = {
+    "device": "cuda",
+    "count": 1,
+    "target": "cuda",
+    "arch": "sm_90",
+    "memory_bytes": 80 * 2**30,
+    "driver": "1",
+    "compiler, cuda": "nvcc",
+}
+CPU = {
+    "device": "cpu",
+    "count": 0,
+    "target": "host",
+    "arch": "x86-64-v3",
+    "memory_bytes": 2**34,
+    "driver": "",
+    "compiler, host": "c++",
+}
 
 
 @pytest.mark.parametrize("facts", [GPU, CPU], ids=["gpu", "cpu"])
@@ -190,15 +269,24 @@ def test_every_flag_of_a_step_is_one_of_its_program(facts: dict[str, Any]) -> No
         for program, *words in step.commands:
             if program.startswith("benchmarks/"):
                 flags = [word for word in words if word.startswith("--")]
-                assert all(f'"{flag}"' in (ROOT / program).read_text() for flag in flags), (program, flags)
+                assert all(f'"{flag}"' in (ROOT / program).read_text() for flag in flags), (
+                    program,
+                    flags,
+                )
 
 
-def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu_check = module("gpu_check")
     monkeypatch.setattr(gpu_check, "lacks", lambda *names: "")
-    found = {step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot}
+    found = {
+        step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot
+    }
     assert not found
-    small = {name: value for name, value in GPU.items() if name != "compiler, cuda"} | {"arch": "sm_1"}
+    small = {name: value for name, value in GPU.items() if name != "compiler, cuda"} | {
+        "arch": "sm_1"
+    }
     small["memory_bytes"] = 16 * 2**30  # 1.3B takes 18 bytes a parameter
     found = {step.name for step in gpu_check.steps_of(small, Path("out")) if step.cannot}
     assert found == {"kernels", "bandwidth", "numerics", "G2", "lost-rank"}
@@ -208,23 +296,35 @@ def test_correctness_host_waits_and_g1_come_within_six_minutes() -> None:
     """With the first step, which asks the device what it is, in 5 s."""
     steps = module("gpu_check").steps_of(GPU, Path("out"))
     first = [step.name for step in steps[:4]]
-    assert first == ["kernels", "parity", "host-waits", "G1"] and 5 + sum(step.seconds for step in steps[:4]) <= 360
+    assert (
+        first == ["kernels", "parity", "host-waits", "G1"]
+        and 5 + sum(step.seconds for step in steps[:4]) <= 360
+    )
 
 
 def test_parity_is_of_what_the_machine_has() -> None:
     """A pipeline's messages need two devices."""
+
     def names(device: str, count: int) -> set[str]:
         return {case.name.split(",")[0] for case in parity.cases(device, count)}
 
-    assert names("cuda", 1) == {"one process", "TP 2", "ZeRO-1"} and names("cuda", 2) == {*names("cuda", 1), "PP 2"}
+    assert names("cuda", 1) == {"one process", "TP 2", "ZeRO-1"} and names("cuda", 2) == {
+        *names("cuda", 1),
+        "PP 2",
+    }
     assert all(case.shared for case in parity.cases("cuda", 1) if case.ranks == 2)
     assert not any(case.shared for case in parity.cases("cuda", 2) + parity.cases("cpu", 0))
 
 
-@pytest.mark.parametrize(("change", "off"), [
-    (lambda run: run[2].update(loss=5.5), 0.1), (lambda run: run[2].update(skipped=1), float("inf")),
-    (lambda run: run.pop(2), float("inf")),
-], ids=["another loss", "a skipped step", "a missing step"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "off"),
+    [
+        (lambda run: run[2].update(loss=5.5), 0.1),
+        (lambda run: run[2].update(skipped=1), float("inf")),
+        (lambda run: run.pop(2), float("inf")),
+    ],
+    ids=["another loss", "a skipped step", "a missing step"],
+)
 def test_the_furthest_step_counts(change: Callable[[dict[int, Any]], object], off: float) -> None:
     expected, found = ({i: {"loss": 5.0, "skipped": 0} for i in (1, 2)} for _ in range(2))
     assert parity.furthest(found, expected, "loss") == 0
@@ -232,7 +332,7 @@ def test_the_furthest_step_counts(change: Callable[[dict[int, Any]], object], of
     assert parity.furthest(found, expected, "loss") == pytest.approx(off)
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 HIDES = """
 import os, signal, sys
@@ -263,7 +363,9 @@ print(*told)
 def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     code = ENDS.format(code=HIDES, pipe=str(tmp_path / "pid"), log=str(tmp_path / "log"))
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     with pytest.raises(ProcessLookupError):
         os.kill(int(told), 0)
 
@@ -271,12 +373,25 @@ def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.campaign("benchmarks")
 def test_without_a_gpu_it_is_rehearsed(tmp_path: Path) -> None:
     """Whatever this machine has: nothing fails, and a second call repeats nothing that passed."""
-    command = [sys.executable, "benchmarks/gpu_check.py", "--budget", "30m", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "benchmarks/gpu_check.py",
+        "--budget",
+        "30m",
+        "--output",
+        str(tmp_path),
+    ]
     seconds = []
     for _ in range(2):
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+        subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True
+        )
         steps = json.loads((tmp_path / "report.json").read_text())["steps"]
         verdicts = {step["name"]: step["verdict"] for step in steps}
         assert verdicts.pop("tests") == "not done" and set(verdicts.values()) <= {"passed", "cut"}
-        seconds.append({step["name"]: step["seconds"] for step in steps if step["verdict"] == "passed"})
-    assert len(seconds[0]) > 1 and all(seconds[1][n] == s for n, s in seconds[0].items() if n != "device")
+        seconds.append(
+            {step["name"]: step["seconds"] for step in steps if step["verdict"] == "passed"}
+        )
+    assert len(seconds[0]) > 1 and all(
+        seconds[1][n] == s for n, s in seconds[0].items() if n != "device"
+    )

@@ -1,4 +1,7 @@
-"""What is measured of the GPU path, where there is no GPU: host waits by line, idle gaps, points before and after."""
+"""What is measured of the GPU path, where there is no GPU: host waits by line, idle gaps, points
+before and after.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -25,7 +28,7 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-# ---- host waits ------------------------------------------------------------------------------------------------------
+# ---- host waits ----------------------------------------------------------------------------------
 
 
 def lines(waits: Any) -> dict[int, int]:
@@ -48,7 +51,9 @@ def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_
     x = torch.ones(3, requires_grad=True)
     with module("step_waits").StepWaits("cpu", (__file__,)) as waits:
         (x * 2).sum().backward()
-        x[1:].exp().cumsum(0).detach().to(torch.bfloat16, copy=True).index_select(0, torch.zeros(1, dtype=torch.int64))
+        x[1:].exp().cumsum(0).detach().to(torch.bfloat16, copy=True).index_select(
+            0, torch.zeros(1, dtype=torch.int64)
+        )
         assert not waits.counts
         Asking.apply(x).sum().backward()
     assert lines(waits) == {Asking.backward.__code__.co_firstlineno + 2: 1}
@@ -57,7 +62,9 @@ def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_
 
 
 def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its warning, as torch gives it from C++, and calls it does not warn of; other warnings stay."""
+    """Its warning, as torch gives it from C++, and calls it does not warn of; other warnings
+    stay.
+    """
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -77,56 +84,86 @@ def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.Mo
 
 def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
     found = [
-        training for device, devices in (("cpu", 0), ("cuda", 1), ("cuda", 2))
+        training
+        for device, devices in (("cpu", 0), ("cuda", 1), ("cuda", 2))
         for training in module("step_waits").trainings(device, devices)
-    ]  # fmt: skip
+    ]
     for training in found:
         config = parse_args([*training.arguments, "--save", "saved"], training.ranks)
         assert config.batch.train_iters == 8
     assert {training.ranks for training in found} == {1, 2}
 
 
-# ---- idle gaps -------------------------------------------------------------------------------------------------------
+# ---- idle gaps -----------------------------------------------------------------------------------
 
 
 def event(category: str, name: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
     """A complete event of a trace, microseconds."""
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": 1, "args": {"stream": stream}}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "tid": 1,
+        "args": {"stream": stream},
+    }
 
 
 def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> None:
-    """Kernels at 0 to 100, beside it 10 to 20 and 50 to 120, 300 to 400, 405 to 500: idle from 120 to 300 and for 5."""
+    """Kernels at 0 to 100, beside it 10 to 20 and 50 to 120, 300 to 400, 405 to 500: idle from 120
+    to 300 and for 5.
+    """
     trace = [
-        event("kernel", "a", 0, 100), event("kernel", "in a", 10, 10), event("kernel", "b", 50, 70),
+        event("kernel", "a", 0, 100),
+        event("kernel", "in a", 10, 10),
+        event("kernel", "b", 50, 70),
         event("gpu_memcpy", "c", 300, 100),
-        event("kernel", "d", 405, 95), event("kernel", "elsewhere", 130, 20, stream=9),
-        event("cpu_op", "aten::item", 110, 200), event("cuda_runtime", "cudaStreamSynchronize", 200, 50),
-        event("cpu_op", "aten::add", 390, 5), {"ph": "M", "name": "process_name"},
-    ]  # fmt: skip
+        event("kernel", "d", 405, 95),
+        event("kernel", "elsewhere", 130, 20, stream=9),
+        event("cpu_op", "aten::item", 110, 200),
+        event("cuda_runtime", "cudaStreamSynchronize", 200, 50),
+        event("cpu_op", "aten::add", 390, 5),
+        {"ph": "M", "name": "process_name"},
+    ]
     idle_gaps = module("idle_gaps")
     stream = idle_gaps.fold(trace)
-    assert (stream.name, stream.busy_ms, stream.span_ms) == ("stream 7", pytest.approx(0.315), pytest.approx(0.5))
+    assert (stream.name, stream.busy_ms, stream.span_ms) == (
+        "stream 7",
+        pytest.approx(0.315),
+        pytest.approx(0.5),
+    )
     longest, short = stream.gaps
-    assert (longest.before, longest.after, longest.host) == ("b", "c", ("aten::item", "cudaStreamSynchronize"))
+    assert (longest.before, longest.after, longest.host) == (
+        "b",
+        "c",
+        ("aten::item", "cudaStreamSynchronize"),
+    )
     assert longest.ms == pytest.approx(0.18) and short.ms == pytest.approx(0.005) and not short.host
     whole, sizes, gaps = module("gpu_check").tables_of("\n".join(idle_gaps.tables(stream, 2)))
-    assert [row[1:] for row in sizes[1:3]] == [["0.5", "0.00"], ["0.0", "0.00"]] and sizes[3][1:] == ["0.5", "0.09"]
+    assert [row[1:] for row in sizes[1:3]] == [["0.5", "0.00"], ["0.0", "0.00"]] and sizes[3][
+        1:
+    ] == ["0.5", "0.09"]
     assert whole[1][3] == "37.0 %" and len(gaps) == 3
 
 
 def test_a_trace_without_a_device_shows_what_python_takes() -> None:
-    stream = module("idle_gaps").fold([event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)])
+    stream = module("idle_gaps").fold(
+        [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)]
+    )
     assert [gap.ms for gap in stream.gaps] == [pytest.approx(0.02)]
 
 
-# ---- points ----------------------------------------------------------------------------------------------------------
+# ---- points --------------------------------------------------------------------------------------
 
 
 def run_points(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[Any]) -> int:
     points = module("points")
     monkeypatch.setattr(points, "OPERATORS", rows)
     monkeypatch.setattr(points, "gpus_here", lambda: 0)
-    monkeypatch.setattr("sys.argv", ["points.py", "--device", "cpu", "--part", "operators", "--output", str(folder)])
+    monkeypatch.setattr(
+        "sys.argv", ["points.py", "--device", "cpu", "--part", "operators", "--output", str(folder)]
+    )
     code: int = points.main()
     return code
 
@@ -140,18 +177,30 @@ def test_a_failing_row_does_not_end_the_others(
     def cannot(place: Any) -> Any:
         raise module("points").Cannot("needs ROCm")
 
-    rows = [("a", "x", "y", fail), ("b", "x", "y", cannot), ("c", "x", "y", lambda place: (2.0, 1.0, "ms"))]
+    rows = [
+        ("a", "x", "y", fail),
+        ("b", "x", "y", cannot),
+        ("c", "x", "y", lambda place: (2.0, 1.0, "ms")),
+    ]
     assert run_points(monkeypatch, tmp_path, rows) == 1
     (table,) = module("gpu_check").tables_of(capsys.readouterr().out)
-    assert "17" in table[1][6] and "needs ROCm" in table[2][6] and table[3][3:] == ["2", "1", "ms", "0.50"]
+    assert (
+        "17" in table[1][6]
+        and "needs ROCm" in table[2][6]
+        and table[3][3:] == ["2", "1", "ms", "0.50"]
+    )
     assert run_points(monkeypatch, tmp_path, rows[1:]) == 0
 
 
-@pytest.mark.parametrize(("row", "owner", "name"), [(0, GradientSink, "add_product"), (2, "points", "look_up")])
+@pytest.mark.parametrize(
+    ("row", "owner", "name"), [(0, GradientSink, "add_product"), (2, "points", "look_up")]
+)
 def test_a_wrong_sum_is_a_failed_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: int, owner: Any, name: str
 ) -> None:
-    """Of the tokens in the opposite order: each row of the weight, or of the table, gets those of others."""
+    """Of the tokens in the opposite order: each row of the weight, or of the table, gets those of
+    others.
+    """
     operators = [module("points").OPERATORS[row]]
     assert run_points(monkeypatch, tmp_path, operators) == 0
     owner = module(owner) if isinstance(owner, str) else owner
@@ -160,7 +209,9 @@ def test_a_wrong_sum_is_a_failed_row(
     assert run_points(monkeypatch, tmp_path, operators) == 1
 
 
-def test_both_sides_of_every_training_are_taken_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_both_sides_of_every_training_are_taken_and_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each twice, of 1 s and 2 s a step; on two devices of ROCm, on which all of them run."""
     points, sides = module("points"), module("sides")
     started: list[tuple[dict[str, str], Any]] = []
@@ -179,6 +230,8 @@ def test_both_sides_of_every_training_are_taken_and_differ(monkeypatch: pytest.M
         started.clear()
         assert measure(place)[:2] == (1000.0, 2000.0)
         first, second = started[0], started[1]
-        assert len(started) == 4 and first == started[3] and second == started[2] and first != second, name
+        assert (
+            len(started) == 4 and first == started[3] and second == started[2] and first != second
+        ), name
     with pytest.raises(points.Cannot):
         points.TRAININGS[-1][3](points.Place("cuda", 1, 80 * 2**30, tmp_path))

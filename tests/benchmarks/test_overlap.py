@@ -1,4 +1,7 @@
-"""Predictions of benchmarks/overlap.py from recorded messages, against closed forms; no processes, no times."""
+"""Predictions of benchmarks/overlap.py from recorded messages, against closed forms; no processes,
+no times.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -20,33 +23,44 @@ def overlap_replay(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def window(overlap: bool) -> dict[str, Any]:
-    """Two messages of 1e6 bytes in a step of 4 s that began at 100; the second rank waits as the first.
+    """Two messages of 1e6 bytes in a step of 4 s that began at 100; the second rank waits as the
+    first.
 
-    Without overlap computing (3 s) comes first, then both messages, each waited for in 0.5 s. With overlap they are
-    posted after 1 and 2 s of computing, and waited for when all 4 s of it are done.
+    Without overlap computing (3 s) comes first, then both messages, each waited for in 0.5 s. With
+    overlap they are posted after 1 and 2 s of computing, and waited for when all 4 s of it are
+    done.
     """
     if overlap:
         times = [(101.0, (104.0, 104.0)), (102.0, (104.0, 104.0))]
     else:
         times = [(103.0, (103.0, 103.5)), (103.5, (103.5, 104.0))]
-    messages = [["reduce", "group 0", 1e6, posted, posted, posted, posted, waited] for posted, waited in times]
+    messages = [
+        ["reduce", "group 0", 1e6, posted, posted, posted, posted, waited]
+        for posted, waited in times
+    ]
     return {"started": 100.0, "ended": 104.0, "computed": [], "messages": messages}
 
 
 @pytest.mark.parametrize("gigabytes_per_s, carrying", [(None, 0.0), (0.002, 0.5), (0.0005, 2.0)])
-def test_step_time_follows_the_link(overlap_replay: Any, gigabytes_per_s: float | None, carrying: float) -> None:
-    """Without overlap computing and messages add up: 3 + 2 (carrying + latency). With it the step is 4 s of computing
-    or the time of the last message: posted after 1 and 2 s, on one link."""
+def test_step_time_follows_the_link(
+    overlap_replay: Any, gigabytes_per_s: float | None, carrying: float
+) -> None:
+    """Without overlap computing and messages add up: 3 + 2 (carrying + latency). With it the step
+    is 4 s of computing or the time of the last message: posted after 1 and 2 s, on one link."""
     latency = 0.25
     for overlap in (False, True):
         actions = overlap_replay.actions_of_window(window(overlap), latency, gigabytes_per_s)
         predicted = replay([actions, actions]).makespan
         last = max(2.0, 1.0 + carrying) + carrying + latency
-        assert predicted == pytest.approx(max(4.0, last) if overlap else 3.0 + 2 * (carrying + latency))
+        assert predicted == pytest.approx(
+            max(4.0, last) if overlap else 3.0 + 2 * (carrying + latency)
+        )
 
 
 def test_ends_of_a_message_find_each_other(overlap_replay: Any) -> None:
-    """The n-th message of a link is one message on both ranks, whatever other links carry in between."""
+    """The n-th message of a link is one message on both ranks, whatever other links carry in
+    between.
+    """
     one, two = window(True), window(True)
     two["messages"].insert(1, ["allreduce", "group 1", 4.0, 101.5, 101.5, 101.5, 101.5, None])
     alone = {**two, "messages": [two["messages"][1]]}
@@ -54,7 +68,9 @@ def test_ends_of_a_message_find_each_other(overlap_replay: Any) -> None:
     assert sorted(map(str, result.crossings)) == ["group 0 #0", "group 0 #1", "group 1 #0"]
 
 
-def test_trace_has_a_lane_for_computing_waiting_and_each_link(overlap_replay: Any, tmp_path: Path) -> None:
+def test_trace_has_a_lane_for_computing_waiting_and_each_link(
+    overlap_replay: Any, tmp_path: Path
+) -> None:
     """Computing is what is not waiting: 3 s before the first message, nothing after it."""
     overlap_replay.write_trace(window(False), 3, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,5 @@
 """benchmarks/predict.py: its layouts are valid and unseen, and its figures are computed rightly."""
+
 from __future__ import annotations
 
 import sys
@@ -17,11 +18,16 @@ pytestmark = pytest.mark.campaign("benchmarks")
 
 
 def test_layouts_are_valid_many_and_not_what_is_calibrated() -> None:
-    shapes = {tuple(parse_plan(MODELS[m].split()).get(n) for n in ("hidden_size", "seq_length")) for m in MODELS}
+    shapes = {
+        tuple(parse_plan(MODELS[m].split()).get(n) for n in ("hidden_size", "seq_length"))
+        for m in MODELS
+    }
     seen = parse_plan(CALIBRATED.split())
     assert len(LAYOUTS) >= 20 and len({layout.slug for layout in LAYOUTS}) == len(LAYOUTS)
     assert (seen.get("hidden_size"), seen.get("seq_length")) not in shapes
-    found = [parse_plan([*layout.arguments, "--world-size", str(layout.processes)]) for layout in LAYOUTS]
+    found = [
+        parse_plan([*layout.arguments, "--world-size", str(layout.processes)]) for layout in LAYOUTS
+    ]
     assert {c.parallel.schedule for c in found} == {"1f1b", "interleaved", "zb-h1"}
     assert {c.parallel.tensor_model_parallel_size for c in found} == {1, 2, 4}
     assert {c.parallel.data_parallel_size for c in found} >= {1, 2}
@@ -31,6 +37,8 @@ def test_ranking_and_errors() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
     assert spearman([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
-    rows = [Row(LAYOUTS[i], predicted, 1.0, 1.1, {}, []) for i, predicted in enumerate((1.1, 0.7, 1.2))]
+    rows = [
+        Row(LAYOUTS[i], predicted, 1.0, 1.1, {}, []) for i, predicted in enumerate((1.1, 0.7, 1.2))
+    ]
     assert all(figure in summary(rows) for figure in ("20.0 %", "-30.0 %", "23.0 %", "+32.0 %"))
     assert "| 1100 | 1000 | +10.0 % | 1.10 | +21.0 % |" in table(rows)

@@ -1,4 +1,7 @@
-"""Published results: what they say by arithmetic, and that nothing of them went into the machines' figures."""
+"""Published results: what they say by arithmetic, and that nothing of them went into the machines'
+figures.
+"""
+
 from __future__ import annotations
 
 import re
@@ -23,22 +26,30 @@ from megatron.planner.published import MODELS, published_by_name
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 def test_flags_are_the_published_layouts() -> None:
     for model in MODELS:
         config = parse_plan(table.argv_of(model, model.replica_gcds, model.per_replica))
-        sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+        sizes = (
+            config.parallel.tensor_model_parallel_size,
+            config.parallel.pipeline_model_parallel_size,
+        )
         assert sizes == (model.tensor_size, model.pipeline_size)
-        assert (config.model.num_layers, config.model.hidden_size) == (model.num_layers, model.hidden_size)
+        assert (config.model.num_layers, config.model.hidden_size) == (
+            model.num_layers,
+            model.hidden_size,
+        )
         assert config.model.padded_vocab_size(model.tensor_size) == 51200
         assert config.precision.dtype_name == "float16"
         assert config.num_micro_batches() == model.per_replica
 
 
 def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
-    """Against the executor's own order on a clock: stages of one unit forward and three backward."""
+    """Against the executor's own order on a clock: stages of one unit forward and three
+    backward.
+    """
 
     def turns(micro_batches: int) -> float:
         schedule = build_schedule("1f1b", 16, 1, micro_batches)
@@ -47,11 +58,15 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     sequences, replicas, micro_batch = 800, 16, 2
     base, shared = sequences // micro_batch, sequences // micro_batch // replicas
     expected = turns(base) / (replicas * turns(shared))
-    assert table.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(expected)
+    assert table.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(
+        expected
+    )
 
 
 def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
-    """Counted here from the pieces: six layers, forward, again and twice that backward, and the output layer."""
+    """Counted here from the pieces: six layers, forward, again and twice that backward, and the
+    output layer.
+    """
     model = published_by_name("22b")
     assert model is not None
     config = parse_plan(table.argv_of(model, 8, 640))
@@ -67,12 +82,14 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
     assert found.other == pytest.approx(6 * 4 * layer)
 
 
-# -- nothing is fitted -------------------------------------------------------------------------------------------------
+# -- nothing is fitted -----------------------------------------------------------------------------
 
 
 def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
     """Neither the sources nor any number of the files are the published results."""
-    papers = re.compile(r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE)
+    papers = re.compile(
+        r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE
+    )
     results = {model.tflops for model in MODELS} | {model.percent for model in MODELS}
     results |= {run.seconds for run in (*RUNS, *MI250X_RUNS)}
     for path in CLUSTERS.glob("*.toml"):
@@ -82,7 +99,7 @@ def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
         assert not numbers & results, path.name
 
 
-# -- error bars --------------------------------------------------------------------------------------------------------
+# -- error bars ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -93,38 +110,54 @@ def machine() -> Cluster:
         Figure("update_gb_per_s", ((7.0,),), "measured", "test"),
         Figure("products.float16", ((64.0, 64.0, 64.0, 5.0),), ASSUMED, "test", 0.9, 1.1),
     )
-    return replace(load_cluster("frontier"), compute=Compute({figure.name: figure for figure in figures}))
+    return replace(
+        load_cluster("frontier"), compute=Compute({figure.name: figure for figure in figures})
+    )
 
 
 def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
-    """A value whose every dependence is written down here: 2 s and 100 / 10 s, and 50 GB over two links."""
+    """A value whose every dependence is written down here: 2 s and 100 / 10 s, and 50 GB over two
+    links.
+    """
 
     def seconds(cluster: Cluster) -> float:
         figures = cluster.compute.figures
-        return figures["kernel_s"].value + 100 / figures["memory_gb_per_s"].value + 50 / cluster.nic_gb_per_s
+        return (
+            figures["kernel_s"].value
+            + 100 / figures["memory_gb_per_s"].value
+            + 50 / cluster.nic_gb_per_s
+        )
 
     found = spread(seconds, machine, "float16")
     assert found.value == pytest.approx(2 + 10 + 2)
     by_name = {effect.figure: effect for effect in found.effects}
     assert (by_name["kernel_s"].slow, by_name["kernel_s"].fast) == pytest.approx((16.0, 13.0))
-    assert (by_name["memory_gb_per_s"].slow, by_name["memory_gb_per_s"].fast) == pytest.approx((16.5, 12.0))
+    assert (by_name["memory_gb_per_s"].slow, by_name["memory_gb_per_s"].fast) == pytest.approx(
+        (16.5, 12.0)
+    )
     assert (by_name[LINKS].slow, by_name[LINKS].fast) == pytest.approx((14.5, 13.6))
     assert (found.low, found.high) == pytest.approx((1 + 8 + 1.6, 4 + 12.5 + 2.5))
     assert found.likely == pytest.approx((1.5**2 + 2.25**2 + 0.45**2) ** 0.5)
     assert [effect.figure for effect in found.effects[:2]] == ["memory_gb_per_s", "kernel_s"]
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def test_runs_are_laid_out_as_published() -> None:
     """Replicas, micro-batches and parameters that their sources state or that follow from them."""
     stated = {
-        ("GPT-3 175B", 128): (4, 64, 175), ("GPT-3 175B", 1024): (32, 64, 175), ("GPT-3 175B", 2048): (64, 64, 175),
-        ("Nemotron-4 15B", 16): (4, 4, 15.6), ("Nemotron-4 340B", 128): (2, 16, 341),
-        ("Llama 3 405B", 8192): (64, 32, 405), ("Llama 3 405B", 16384): (128, 16, 405),
-        ("Llama 2 7B, 2025, ROCm 6.2", 16): (8, 16, 6.74), ("175B, 2023, ROCm 5.2", 128): (2, 256, 175),
-        ("175B, 2023, ROCm 5.2", 2048): (32, 16, 175), ("6.7B, GPT-NeoX, 2023, ROCm 5.2", 8): (8, 4, 6.85),
+        ("GPT-3 175B", 128): (4, 64, 175),
+        ("GPT-3 175B", 1024): (32, 64, 175),
+        ("GPT-3 175B", 2048): (64, 64, 175),
+        ("Nemotron-4 15B", 16): (4, 4, 15.6),
+        ("Nemotron-4 340B", 128): (2, 16, 341),
+        ("Llama 3 405B", 8192): (64, 32, 405),
+        ("Llama 3 405B", 16384): (128, 16, 405),
+        ("Llama 2 7B, 2025, ROCm 6.2", 16): (8, 16, 6.74),
+        ("175B, 2023, ROCm 5.2", 128): (2, 256, 175),
+        ("175B, 2023, ROCm 5.2", 2048): (32, 16, 175),
+        ("6.7B, GPT-NeoX, 2023, ROCm 5.2", 8): (8, 4, 6.85),
         ("33B, 2023, ROCm 5.5", 64): (8, 64, 32.3),
     }
     for run in (*RUNS, *MI250X_RUNS):
@@ -134,10 +167,12 @@ def test_runs_are_laid_out_as_published() -> None:
         replicas, micro_batches, billions = stated[run.name, run.devices]
         assert config.parallel.data_parallel_size == replicas
         assert config.num_micro_batches() == micro_batches
-        assert formulas.total_parameters(sized_model(config)) / 1e9 == pytest.approx(billions, rel=0.01)
+        assert formulas.total_parameters(sized_model(config)) / 1e9 == pytest.approx(
+            billions, rel=0.01
+        )
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def rows_of(page: str, name: str) -> list[list[str]]:
@@ -146,25 +181,40 @@ def rows_of(page: str, name: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.parametrize(("machine_name", "mark", "comparisons"), [
-    ("frontier", "frontier", table.frontier_comparisons()), ("lumi", "mi250x", table.mi250x_comparisons()),
-    ("dgx-h100", "dgx-h100", table.h100_comparisons()),
-], ids=["frontier", "mi250x", "dgx-h100"])  # fmt: skip
-def test_the_page_has_these_predictions(machine_name: str, mark: str, comparisons: list[table.Comparison]) -> None:
-    """docs/planning.md against the time model of today; `python benchmarks/published.py --update docs/planning.md`."""
+@pytest.mark.parametrize(
+    ("machine_name", "mark", "comparisons"),
+    [
+        ("frontier", "frontier", table.frontier_comparisons()),
+        ("lumi", "mi250x", table.mi250x_comparisons()),
+        ("dgx-h100", "dgx-h100", table.h100_comparisons()),
+    ],
+    ids=["frontier", "mi250x", "dgx-h100"],
+)
+def test_the_page_has_these_predictions(
+    machine_name: str, mark: str, comparisons: list[table.Comparison]
+) -> None:
+    """docs/planning.md against the time model of today;
+    `python benchmarks/published.py --update docs/planning.md`.
+    """
     cluster = load_cluster(machine_name)
     written = rows_of((ROOT / "docs/planning.md").read_text(), mark)
     assert [row[:2] for row in written] == [[each.result, each.layout] for each in comparisons]
     for row, each in zip(written, comparisons, strict=True):
         value = each.value([table.estimated_seconds(argv, cluster) for argv in each.runs])
         digits = ".2f" if each.unit == "s" else ".1f"
-        assert row[2:4] == [f"{each.published:{digits}} {each.unit}", f"{value:{digits}} {each.unit}"], each.result
+        assert row[2:4] == [
+            f"{each.published:{digits}} {each.unit}",
+            f"{value:{digits}} {each.unit}",
+        ], each.result
         low, high = (float(end) for end in row[4].split(" to "))
         assert low <= float(row[3].split()[0]) <= high
 
 
 def test_the_margins_that_are_told_are_those_of_the_table() -> None:
-    """README and guides say between which factors predictions for MI250X lie, by the year of the runs."""
+    """README and guides say between which factors predictions for MI250X lie, by the year of the
+    runs.
+    """
+
     def told(*rows: list[str]) -> str:
         factors = [row[-1] for row in rows]
         return f"{min(factors)} to {max(factors)}"
@@ -181,7 +231,9 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
 def test_the_page_has_these_tables() -> None:
     page, cluster = (ROOT / "docs/planning.md").read_text(), load_cluster("frontier")
     for name, made in (
-        ("asked", table.implied_table(cluster)), ("changes", table.change_table(cluster)),
-        ("micro-batch", table.micro_batch_table()), ("findings", table.finding_table(cluster)),
-    ):  # fmt: skip
+        ("asked", table.implied_table(cluster)),
+        ("changes", table.change_table(cluster)),
+        ("micro-batch", table.micro_batch_table()),
+        ("findings", table.finding_table(cluster)),
+    ):
         assert rows_of(page, name) == [list(row) for row in made.rows], name

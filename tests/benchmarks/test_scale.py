@@ -1,4 +1,7 @@
-"""The simulated checkpoint of benchmarks/scale.py is a whole one, and a rank reads of it what its own stage has."""
+"""The simulated checkpoint of benchmarks/scale.py is a whole one, and a rank reads of it what its
+own stage has.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -18,7 +21,8 @@ pytestmark = pytest.mark.campaign("benchmarks")
 def of_stage(stage: int, data: int) -> list[dict[str, shards.Stored]]:
     """For each tensor rank of a stage what its data-parallel group wrote."""
     return [
-        shards.merged(scale.written(tensor, stage, d, data) for d in range(data)) for tensor in range(scale.TENSOR)
+        shards.merged(scale.written(tensor, stage, d, data) for d in range(data))
+        for tensor in range(scale.TENSOR)
     ]
 
 
@@ -27,13 +31,22 @@ def test_as_much_is_written_as_there_is(stage: int, data: int) -> None:
     groups = of_stage(stage, data)
     shards.check_complete([shards.totals(group) for group in groups])
     for group in groups:
-        places = sorted((box[2], box[3], box[3] + box[4]) for stored in group.values() for box in stored["boxes"])
-        assert all(a[0] != b[0] or a[2] == b[1] for a, b in itertools.pairwise(places)), "one after another"
+        places = sorted(
+            (box[2], box[3], box[3] + box[4])
+            for stored in group.values()
+            for box in stored["boxes"]
+        )
+        assert all(a[0] != b[0] or a[2] == b[1] for a, b in itertools.pairwise(places)), (
+            "one after another"
+        )
 
 
 def test_the_model_has_a_trillion_parameters() -> None:
-    local = sum(math.prod(p[1]) for stage in range(scale.PIPELINE) for p in scale.stage_parameters(0, stage))
-    # 12 h^2 per layer and h per word, the rest below a thousandth (Narayanan et al., arXiv 2104.04473, section 5.1)
+    local = sum(
+        math.prod(p[1]) for stage in range(scale.PIPELINE) for p in scale.stage_parameters(0, stage)
+    )
+    # 12 h^2 per layer and h per word, the rest below a thousandth (Narayanan et al., arXiv
+    # 2104.04473, section 5.1)
     expected = 12 * scale.LAYERS * scale.HIDDEN**2 + scale.VOCABULARY * scale.HIDDEN
     assert expected == pytest.approx(local, rel=1e-3) and local > 1e12
 

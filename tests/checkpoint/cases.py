@@ -1,4 +1,5 @@
 """What the processes of the checkpoint tests do."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -44,14 +45,21 @@ def load_here(directory: str, topology: Topology) -> dict[str, Any]:
     _spoil(engine)
     found = load(directory, engine, topology, config)
     return {
-        "state": toy.state_pieces(engine), "scalars": engine.scalars(), "weights": toy.weight_pieces(engine),
-        "iteration": found.iteration, "client": found.state, "optimizer": found.optimizer, "padding": _padding(engine),
+        "state": toy.state_pieces(engine),
+        "scalars": engine.scalars(),
+        "weights": toy.weight_pieces(engine),
+        "iteration": found.iteration,
+        "client": found.state,
+        "optimizer": found.optimizer,
+        "padding": _padding(engine),
         "held": sum(f.numel for f in engine.fragments()),
-    }  # fmt: skip
+    }
 
 
 def on_four(rank: int, root: str) -> dict[str, Any]:
-    """Write on tensor 2 x data 2 with ZeRO-1, with the boxes in one list and in pieces; load both."""
+    """Write on tensor 2 x data 2 with ZeRO-1, with the boxes in one list and in pieces; load
+    both.
+    """
     topology = join(2, 1)
     return {
         "saved": train_and_save(f"{root}/whole", topology),
@@ -64,7 +72,9 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
 
 
 def padded_less(action: Any) -> Any:
-    """With the padding that DeepSpeed itself gives to buckets, as in checkpoints from before this one had its own."""
+    """With the padding that DeepSpeed itself gives to buckets, as in checkpoints from before this
+    one had its own.
+    """
     usual, deepspeed_internals.ALIGNMENT = deepspeed_internals.ALIGNMENT, 2
     try:
         return action()
@@ -135,11 +145,14 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     root = Path(directory)
     out: dict[str, Any] = {}
 
-    out["state no JSON"] = message(lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}}))
+    out["state no JSON"] = message(
+        lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}})
+    )
     out["nothing saved"] = (root / "a" / "iter_0000001").exists()
 
     save(root / "a", 1, engine, topology, config, {})
-    save(root / "a", 1, engine, topology, config, {"again": True})  # the same iteration replaces itself
+    # the same iteration replaces itself
+    save(root / "a", 1, engine, topology, config, {"again": True})
     out["replaced"] = load(root / "a", engine, topology, config).state
     bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))
     save(root / "bare", 4, engine, topology, bare, {})

@@ -1,4 +1,7 @@
-"""Checkpoints without a training run: given tensors, cut into rows over files as ranks would have written them."""
+"""Checkpoints without a training run: given tensors, cut into rows over files as ranks would have
+written them.
+"""
+
 from __future__ import annotations
 
 import json
@@ -13,20 +16,33 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.shards import check_complete, merged, totals, write_index, write_piece
 from megatron.checkpoint.writer import ShardWriter
 
-PASSPORT = {"layout": {"world": 2, "tensor": 1, "pipeline": 1, "data": 2}, "versions": {"torch": "1.2"}}
+PASSPORT = {
+    "layout": {"world": 2, "tensor": 1, "pipeline": 1, "data": 2},
+    "versions": {"torch": "1.2"},
+}
 
 
 def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of a tiny model, fp32."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embedding.weight": (10, 3), "layers.0.norm.weight": (7,), "layers.0.mlp.weight": (4, 2, 3)}
+    shapes = {
+        "embedding.weight": (10, 3),
+        "layers.0.norm.weight": (7,),
+        "layers.0.mlp.weight": (4, 2, 3),
+    }
     kinds = ("master", "exp_avg", "exp_avg_sq") if optimizer else ("master",)
-    return {f"{k}.{n}": torch.randn(s, generator=generator) for k in kinds for n, s in shapes.items()}
+    return {
+        f"{k}.{n}": torch.randn(s, generator=generator) for k in kinds for n, s in shapes.items()
+    }
 
 
 def make(
-    root: Path, iteration: int, values: Mapping[str, torch.Tensor], files: int = 2,
-    config: Mapping[str, Any] | None = None, state: Mapping[str, Any] | None = None,
+    root: Path,
+    iteration: int,
+    values: Mapping[str, torch.Tensor],
+    files: int = 2,
+    config: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ROOT/iter_NNNNNNN, over so many data files, and the tracker; the folder."""
     folder = root / f"iter_{iteration:07d}"
@@ -37,15 +53,28 @@ def make(
             for name, value in values.items():
                 start, stop = len(value) * rank // files, len(value) * (rank + 1) // files
                 if stop > start:
-                    writer.add(name, tuple(value.shape), (start, *(0 for _ in value.shape[1:])), value[start:stop])
+                    writer.add(
+                        name,
+                        tuple(value.shape),
+                        (start, *(0 for _ in value.shape[1:])),
+                        value[start:stop],
+                    )
             parts.append(writer.finish())
     whole = merged(parts)
     check_complete([totals(whole)])
     names = [write_piece(folder, 0, whole)[0], write_index(folder, [totals(whole)])[0]]
-    contents = {"format": 3, "iteration": iteration, "optimizer": any(n.startswith("exp_avg.") for n in values),
-                "state": dict(state or {"iteration": iteration}), "engine": {"loss_scale": None}}  # fmt: skip
-    small = {"state.json": contents, "config.json": dict(config or {"model": {"num_layers": 1}}),
-             "passport.json": PASSPORT}  # fmt: skip
+    contents = {
+        "format": 3,
+        "iteration": iteration,
+        "optimizer": any(n.startswith("exp_avg.") for n in values),
+        "state": dict(state or {"iteration": iteration}),
+        "engine": {"loss_scale": None},
+    }
+    small = {
+        "state.json": contents,
+        "config.json": dict(config or {"model": {"num_layers": 1}}),
+        "passport.json": PASSPORT,
+    }
     for name, content in small.items():
         write_text(folder / name, json.dumps(content))
         names.append(name)

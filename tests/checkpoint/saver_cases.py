@@ -1,4 +1,5 @@
 """What the processes of the tests of saving do."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -50,7 +51,9 @@ class Gate:
 
 
 class FullDisk:
-    """On one rank every byte that goes to the data file meets the system's own 'No space left on device'."""
+    """On one rank every byte that goes to the data file meets the system's own 'No space left on
+    device'.
+    """
 
     def __init__(self, here: bool) -> None:
         self._here = here
@@ -100,7 +103,9 @@ class Training:
         self.engine.step(toy.LR)
         self.steps += 1
 
-    def saver(self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any) -> Saver:
+    def saver(
+        self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any
+    ) -> Saver:
         config = dataclasses.replace(self.config, checkpoint=toy.ToyCheckpoint(**checkpoint))
         return Saver(root, self.topology, config, alive)
 
@@ -108,7 +113,11 @@ class Training:
         """The state that another engine loads."""
         engine = Engine(self.config, self.topology, toy.build(self.topology))
         found = load(root, engine, self.topology, self.config)
-        return {"state": toy.state_pieces(engine), "scalars": engine.scalars(), "client": found.state}
+        return {
+            "state": toy.state_pieces(engine),
+            "scalars": engine.scalars(),
+            "client": found.state,
+        }
 
 
 def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
@@ -120,36 +129,55 @@ def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
 
 def synchronous(root: Path, training: Training) -> None:
     saver = training.saver(root)
-    saved = saver.start(7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"})
+    saved = saver.start(
+        7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"}
+    )
     assert saved is not None and not saver.pending and saver.finish() is None
 
 
 def consistent(root: Path, training: Training) -> dict[str, Any]:
-    """Training goes on while the copy waits to be written; a synchronous save of the same moment says what it is."""
+    """Training goes on while the copy waits to be written; a synchronous save of the same moment
+    says what it is.
+    """
     before = {"state": toy.state_pieces(training.engine), "scalars": training.engine.scalars()}
     save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
     saver = training.saver(root / "async")
     with Gate() as gate:
         none = saver.start(5, training.engine, {"n": 1}, {}, background=True)
-        early = {"none": none, "pending": saver.pending, "written": saver.written, "there": listed(root / "async")}
+        early = {
+            "none": none,
+            "pending": saver.pending,
+            "written": saver.written,
+            "there": listed(root / "async"),
+        }
         for _ in range(3):
             training.step()
         gate.open()
         saved = saver.commit()
     file = f"__{training.topology.rank}_0.distcp"
-    same = (root / "sync/iter_0000005" / file).read_bytes() == (root / "async/iter_0000005" / file).read_bytes()
+    same = (root / "sync/iter_0000005" / file).read_bytes() == (
+        root / "async/iter_0000005" / file
+    ).read_bytes()
     size = sum(p.stat().st_size for p in saved.folder.iterdir())
     return {
         "saved": (saved.iteration, saved.bytes == size, 0 < saved.stall_s <= saved.elapsed_s),
-        "before": before, "after": toy.state_pieces(training.engine), "loaded": training.loaded(root / "async"),
-        "early": early, "same": same, "pending": saver.pending, "there": listed(root / "async"),
-    }  # fmt: skip
+        "before": before,
+        "after": toy.state_pieces(training.engine),
+        "loaded": training.loaded(root / "async"),
+        "early": early,
+        "same": same,
+        "pending": saver.pending,
+        "there": listed(root / "async"),
+    }
 
 
 def waits(root: Path, training: Training) -> dict[str, Any]:
-    """A second save, started while the first is being written, and the end of the run with one pending."""
+    """A second save, started while the first is being written, and the end of the run with one
+    pending.
+    """
     gate = Gate()
-    saver = training.saver(root, gate.open)  # who waits for a thread looks for its signs of life: nobody does before
+    # who waits for a thread looks for its signs of life: nobody does before
+    saver = training.saver(root, gate.open)
     with gate:
         saver.start(1, training.engine, {}, {}, background=True)
         states = [toy.state_pieces(training.engine)]
@@ -180,12 +208,21 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
     second.start(3, training.engine, {"run": "second"}, {})
     error = message(first.commit)
     second.finish()
-    return {"error": error, "there": listed(root), "expected": expected, "loaded": training.loaded(root)}
+    return {
+        "error": error,
+        "there": listed(root),
+        "expected": expected,
+        "loaded": training.loaded(root),
+    }
 
 
 def keeps(root: Path, training: Training) -> dict[str, Any]:
-    """--keep-last and --keep-every, with a checkpoint of --load-tag, and left-overs of a killed save."""
-    saver = training.saver(root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010")
+    """--keep-last and --keep-every, with a checkpoint of --load-tag, and left-overs of a killed
+    save.
+    """
+    saver = training.saver(
+        root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010"
+    )
     if training.topology.rank == 0:
         (root / "iter_0000099.tmp").mkdir(parents=True)
     found = []
@@ -217,8 +254,8 @@ def found_without_tracker(root: Path, training: Training) -> str:
 
 
 def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
-    """--keep-last 3 when the clock was a day fast at the first two saves, as their files have it too; then the last
-    one breaks, and the tracker is lost."""
+    """--keep-last 3 when the clock was a day fast at the first two saves, as their files have it
+    too; then the last one breaks, and the tracker is lost."""
     usual, saver = time.time, training.saver(root, keep_last=3)
     for iteration in range(2, 18, 2):
         fast_s = 86400.0 if iteration <= 4 else 0.0
@@ -238,7 +275,9 @@ def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
 
 
 def another_branch(root: Path, training: Training) -> dict[str, Any]:
-    """A run to 8; another job goes on from its 4 to 5, and then to 9; a third one saves elsewhere."""
+    """A run to 8; another job goes on from its 4 to 5, and then to 9; a third one saves
+    elsewhere.
+    """
     saver = training.saver(root)
     for iteration in (2, 4, 6, 8):
         saver.start(iteration, training.engine, {}, {})
@@ -297,7 +336,12 @@ def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
     with FullDisk(here=rank == 1):
         saver.start(2, training.engine, {}, {}, background=True)
         found = message(saver.commit)
-    out = {"message": found, "there": listed(root), "tracker": tracker(root), "pending": saver.pending}
+    out = {
+        "message": found,
+        "there": listed(root),
+        "tracker": tracker(root),
+        "pending": saver.pending,
+    }
     with FullDisk(here=rank == 1):
         saver.start(2, training.engine, {}, {}, background=True)
         out["second"] = message(lambda: saver.start(3, training.engine, {}, {}, background=True))
@@ -316,7 +360,11 @@ def dropped(root: Path, training: Training) -> dict[str, Any]:
     saver.drop()  # there is none: nothing happens
     saver.start(2, training.engine, {}, {}, background=True)
     last = saver.finish()
-    return out | {"last": last and last.iteration, "in the end": os.listdir(root), "nothing": saver.finish()}
+    return out | {
+        "last": last and last.iteration,
+        "in the end": os.listdir(root),
+        "nothing": saver.finish(),
+    }
 
 
 def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
@@ -343,5 +391,7 @@ def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tu
 
 
 def resident(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024

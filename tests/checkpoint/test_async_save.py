@@ -1,4 +1,7 @@
-"""Saving in the background: the copy is of one moment, one save is under way at a time, and errors reach all ranks."""
+"""Saving in the background: the copy is of one moment, one save is under way at a time, and errors
+reach all ranks.
+"""
+
 from __future__ import annotations
 
 import re
@@ -32,10 +35,17 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def test_the_copy_is_of_the_moment_it_was_asked_for(two: Any) -> None:
     found = [r["consistent"] for r in two]
     assert_same([f["loaded"]["state"] for f in found], [f["before"]["state"] for f in found])
-    changed, before = toy.assemble([f["after"] for f in found]), toy.assemble([f["before"]["state"] for f in found])
-    assert any((changed[name] != before[name]).any() for name in before), "training went on meanwhile"
+    changed, before = (
+        toy.assemble([f["after"] for f in found]),
+        toy.assemble([f["before"]["state"] for f in found]),
+    )
+    assert any((changed[name] != before[name]).any() for name in before), (
+        "training went on meanwhile"
+    )
     for f in found:
-        assert f["loaded"]["scalars"] == f["before"]["scalars"] and f["loaded"]["client"] == {"n": 1}
+        assert f["loaded"]["scalars"] == f["before"]["scalars"] and f["loaded"]["client"] == {
+            "n": 1
+        }
         assert f["same"], "the file is that of a synchronous save, to the byte"
 
 
@@ -44,7 +54,9 @@ def test_a_checkpoint_appears_with_its_commit(two: Any) -> None:
         (there,) = f["early"].pop("there")
         assert re.fullmatch(r"iter_0000005\.[0-9a-f]{8}\.tmp", there)
         assert f["early"] == {"none": None, "pending": True, "written": False}
-        assert f["there"] == ["iter_0000005", "latest_checkpointed_iteration.txt"] and not f["pending"]
+        assert (
+            f["there"] == ["iter_0000005", "latest_checkpointed_iteration.txt"] and not f["pending"]
+        )
         assert f["saved"] == (5, True, True)
 
 
@@ -54,7 +66,10 @@ def test_one_at_a_time(two: Any) -> None:
     for f in found:
         assert "iter_0000001" in f["after second"] and "iter_0000002" not in f["after second"]
         assert f["last"] == 2 and f["there"] == ["iter_0000001", "iter_0000002", tracker]
-        assert f["in the end"] == [f"iter_000000{i}" for i in (1, 2, 3, 4)] + [tracker] and f["tracker"] == "4\n"
+        assert (
+            f["in the end"] == [f"iter_000000{i}" for i in (1, 2, 3, 4)] + [tracker]
+            and f["tracker"] == "4\n"
+        )
     assert_same([f["loaded"]["state"] for f in found], [f["states"][1] for f in found])
 
 
@@ -64,7 +79,12 @@ def test_a_thread_that_fails(two: Any) -> None:
     before = ["iter_0000001", "latest_checkpointed_iteration.txt"]
     for text in (first["message"], first["second"]):
         assert "rank 1: OSError: [Errno 28]" in text and "iter_0000002" in text
-    assert (first["there"], first["tracker"], first["pending"], first["then pending"]) == (before, "1\n", False, False)
+    assert (first["there"], first["tracker"], first["pending"], first["then pending"]) == (
+        before,
+        "1\n",
+        False,
+        False,
+    )
     assert first["in the end"] == ["iter_0000003", before[1]] and first["at last"] == "3\n"
 
 

@@ -1,4 +1,7 @@
-"""What a checkpoint consists of: boxes of tensors in files, listed in one piece or in many; torch reads them too."""
+"""What a checkpoint consists of: boxes of tensors in files, listed in one piece or in many; torch
+reads them too.
+"""
+
 from __future__ import annotations
 
 import json
@@ -55,7 +58,11 @@ def four(root: Path) -> list[dict[str, Any]]:
 def others(root: Path, four: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """What every loading run found, by name, in rank order."""
     out: dict[str, list[dict[str, Any]]] = {}
-    for ranks in (four, run_processes(2, cases.on_two, str(root)), run_processes(1, cases.on_one, str(root))):
+    for ranks in (
+        four,
+        run_processes(2, cases.on_two, str(root)),
+        run_processes(1, cases.on_one, str(root)),
+    ):
         out.update({name: [r[name] for r in ranks] for name in ranks[0]})
     return out
 
@@ -67,9 +74,12 @@ def saved(four: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "name", ["pieces, same layout", "pieces, pipeline 2", "pieces, one process", "pieces, padded less"]
+    "name",
+    ["pieces, same layout", "pieces, pipeline 2", "pieces, one process", "pieces, padded less"],
 )
-def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], others: Any, four: Any, name: str) -> None:
+def test_loads_exactly_on_any_layout(
+    saved: dict[str, np.ndarray], others: Any, four: Any, name: str
+) -> None:
     ranks = others[name]
     assert_same(assembled(ranks, "state"), saved)
     assert_same({f"master.{k}": v for k, v in assembled(ranks, "weights").items()}, masters(saved))
@@ -81,7 +91,9 @@ def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], others: Any, 
 
 def test_the_padding_of_buckets_is_free_to_change(four: Any) -> None:
     """Ranks then own other parts of them, and a checkpoint from before loads exactly."""
-    parts = [[r[name]["held"] for r in four] for name in ("pieces, padded less", "pieces, same layout")]
+    parts = [
+        [r[name]["held"] for r in four] for name in ("pieces, padded less", "pieces, same layout")
+    ]
     assert parts[0] != parts[1]
     saved, found = ([r[name] for r in four] for name in ("saved, padded less", "less, padded now"))
     assert_same(assembled(found, "state"), assembled(saved, "state"))
@@ -98,17 +110,26 @@ def test_padding_and_copies_are_not_stored(root: Path, four: Any) -> None:
         assert tuple(entry.size) == shape
         counted = np.zeros(shape, dtype=int)
         for chunk in entry.chunks:
-            counted[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
-            assert all(o + n <= d for o, n, d in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+            counted[
+                tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            ] += 1
+            assert all(
+                o + n <= d for o, n, d in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            )
         assert (counted == 1).all(), key
 
 
 def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
-    """The same boxes in the same places of the files, in both lists, and in those of two runs that do the same."""
+    """The same boxes in the same places of the files, in both lists, and in those of two runs that
+    do the same.
+    """
     whole, pieces = root / "whole" / "iter_0000002", root / "pieces" / "iter_0000002"
     assert not (pieces / ".metadata").exists()
     for folder in (whole, pieces):
-        assert sorted(p.name for p in folder.glob("boxes_*")) == ["boxes_00000.json", "boxes_00001.json"]
+        assert sorted(p.name for p in folder.glob("boxes_*")) == [
+            "boxes_00000.json",
+            "boxes_00001.json",
+        ]
     torchs = pickle.loads((whole / ".metadata").read_bytes())
     expected = shards.read_stored(read_manifest(whole))
     assert shards.read_stored(read_manifest(pieces)) == expected
@@ -116,7 +137,10 @@ def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
     for name, stored in expected.items():
         assert all(len(box[5]) == 32 for box in stored["boxes"])
         tensor = torchs.state_dict_metadata[name]
-        assert (tuple(tensor.size), str(tensor.properties.dtype)) == (stored["shape"], f"torch.{stored['dtype']}")
+        assert (tuple(tensor.size), str(tensor.properties.dtype)) == (
+            stored["shape"],
+            f"torch.{stored['dtype']}",
+        )
         sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
         files = {tuple(i.offset): f for i, f in torchs.storage_data.items() if i.fqn == name}
         assert len(tensor.chunks) == len(stored["boxes"]) == len(files)
@@ -124,8 +148,12 @@ def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
         assert found == {box[:5] for box in stored["boxes"]}, name
 
 
-def test_only_the_pieces_of_the_wanted_tensors_are_read(root: Path, four: Any, tmp_path: Path) -> None:
-    """A tensor that is not cut is on the first tensor rank alone, so in one piece; the other one may be gone."""
+def test_only_the_pieces_of_the_wanted_tensors_are_read(
+    root: Path, four: Any, tmp_path: Path
+) -> None:
+    """A tensor that is not cut is on the first tensor rank alone, so in one piece; the other one
+    may be gone.
+    """
     folder = shutil.copytree(root / "pieces" / "iter_0000002", tmp_path / "copy")
     (folder / "boxes_00001.json").unlink()
     listed = json.loads((folder / "boxes.json").read_text())["pieces"]
@@ -142,7 +170,11 @@ def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.nd
     tensors = {name: torch.zeros(values.shape) for name, values in saved.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(root / "whole" / "iter_0000002"), no_dist=True)
+        dcp.load(
+            tensors,
+            storage_reader=dcp.FileSystemReader(root / "whole" / "iter_0000002"),
+            no_dist=True,
+        )
     assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
 
 
@@ -162,7 +194,9 @@ def test_weights_without_engine(saved: Any, others: Any) -> None:
         ranks = others[f"weights {dtype}"]
         assert [r["iteration"] for r in ranks] == [2, 2]
         for name, values in assembled(ranks, "weights").items():
-            np.testing.assert_array_equal(values, rounded(saved[f"master.{name}"], dtype), err_msg=name)
+            np.testing.assert_array_equal(
+                values, rounded(saved[f"master.{name}"], dtype), err_msg=name
+            )
 
 
 def test_errors_reach_every_rank(others: Any) -> None:
@@ -171,7 +205,8 @@ def test_errors_reach_every_rank(others: Any) -> None:
     assert found["nothing saved"] is False
     assert (found["replaced"], found["no-load-optim"]) == ({"again": True}, 4)
     for name, words in {
-        "state no JSON": ["JSON"], "no optimizer": ["--no-load-optim"],
+        "state no JSON": ["JSON"],
+        "no optimizer": ["--no-load-optim"],
         "other tensors": ["master.unknown", "master.mixed", "(3, 2, 5)", "(4, 2, 5)"],
-    }.items():  # fmt: skip
+    }.items():
         assert all(word in found[name] for word in words), found[name]

@@ -1,4 +1,5 @@
 """A checkpoint written by one process, tensor by tensor, is like one that a run wrote."""
+
 from __future__ import annotations
 
 import json
@@ -29,15 +30,25 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(directory: Path, given: Any, iteration: int = 3) -> Path:
-    config = Config.create(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+    config = Config.create(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50
+    )
     return write_offline(
-        directory, iteration, given, config=config, state={"iteration": iteration}, scalars={"optimizer_step": 2},
-        optimizer=False, passport={"from": "a test"},
-    )  # fmt: skip
+        directory,
+        iteration,
+        given,
+        config=config,
+        state={"iteration": iteration},
+        scalars={"optimizer_step": 2},
+        optimizer=False,
+        passport={"from": "a test"},
+    )
 
 
 @pytest.mark.parametrize(("box", "file"), [(1 << 20, 1 << 30), (24, 1 << 30), (80, 100), (1, 1)])
-def test_boxes_and_files_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, file: int) -> None:
+def test_boxes_and_files_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, file: int
+) -> None:
     monkeypatch.setattr(save_module, "SHARD_BYTES", box)
     monkeypatch.setattr(save_module, "FILE_BYTES", file)
     folder = write(tmp_path, tensors().items())
@@ -48,7 +59,9 @@ def test_boxes_and_files_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     manifest = read_manifest(folder)
     for name in manifest.files:
         manifest.read_bytes(name)
-    assert manifest.read_json(STATE)["state"] == {"iteration": 3} and manifest.read_json(PASSPORT) == {"from": "a test"}
+    assert manifest.read_json(STATE)["state"] == {"iteration": 3} and manifest.read_json(
+        PASSPORT
+    ) == {"from": "a test"}
     assert manifest.read_json(CONFIG)["model"]["num_layers"] == 2
     stored = read_stored(manifest)
     for entry in stored.values():

@@ -1,4 +1,7 @@
-"""Checkpoints that were damaged in every way and place: nothing of them is used, and the one before is loaded."""
+"""Checkpoints that were damaged in every way and place: nothing of them is used, and the one before
+is loaded.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -49,12 +52,18 @@ def swap(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a bit": flip(0.67), "cut": cut, "empty": empty, "gone": Path.unlink, "swapped": swap,
-}  # fmt: skip
+    "a bit": flip(0.67),
+    "cut": cut,
+    "empty": empty,
+    "gone": Path.unlink,
+    "swapped": swap,
+}
 
 
 def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
-    """Two checkpoints; then each file of the newer one is damaged in each way, loaded, and mended again."""
+    """Two checkpoints; then each file of the newer one is damaged in each way, loaded, and mended
+    again.
+    """
     topology, root = join(1, 2), Path(directory)
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
@@ -84,7 +93,11 @@ def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
                 shutil.copyfile(kept / name, newest / name)
     dist.barrier()
     found = load(root, other, topology, config)
-    out["mended"] = (found.iteration, len(found.rejected), same_pieces(toy.state_pieces(other), states[2]))
+    out["mended"] = (
+        found.iteration,
+        len(found.rejected),
+        same_pieces(toy.state_pieces(other), states[2]),
+    )
     return out | hopeless(root, topology, config, other)
 
 
@@ -142,19 +155,31 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None:
     assert set(ranks[0]["files"]) - {"passport.json"} == {
-        ".metadata", "__0_0.distcp", "__1_0.distcp", "boxes.json", "boxes_00000.json", "boxes_00001.json",
-        "config.json", "manifest.json", "state.json",
-    }  # fmt: skip
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "boxes.json",
+        "boxes_00000.json",
+        "boxes_00001.json",
+        "config.json",
+        "manifest.json",
+        "state.json",
+    }
     assert ranks[0]["found"] == ranks[1]["found"], "the ranks tell different stories"
     for (name, how), (iteration, state, same, rejected) in ranks[0]["found"].items():
         if how == "swapped" and not rejected:
-            # The same tensors in the same places and the same settings: these files are equal in both.
-            assert name in ("config.json", "boxes.json", "passport.json") and (iteration, same) == (2, True), name
+            # The same tensors in the same places and the same settings: these files are equal in
+            # both.
+            assert name in ("config.json", "boxes.json", "passport.json") and (iteration, same) == (
+                2,
+                True,
+            ), name
             continue
         assert (iteration, state, same) == (1, {"at": 1}, True), (name, how)
         ((folder, reason),) = rejected
         assert folder == "iter_0000002"
-        # A manifest from elsewhere is sound in itself: it blames the first file that is not of its checkpoint.
+        # A manifest from elsewhere is sound in itself: it blames the first file that is not of its
+        # checkpoint.
         assert name in reason or (name, how) == ("manifest.json", "swapped"), (reason, how)
 
 
@@ -166,9 +191,16 @@ def test_what_is_sound_is_loaded(ranks: Any) -> None:
 
 
 def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
-    """Not those of the optimizer, which is not loaded; and not a reason to load an older checkpoint."""
+    """Not those of the optimizer, which is not loaded; and not a reason to load an older
+    checkpoint.
+    """
     first, second = (r["superfluous"] for r in ranks)
-    assert first == second and "master.mixed" in first and "exp_avg" not in first and "iter_0000001" not in first
+    assert (
+        first == second
+        and "master.mixed" in first
+        and "exp_avg" not in first
+        and "iter_0000001" not in first
+    )
 
 
 def test_errors_where_nothing_sound_is_left(ranks: Any) -> None:

@@ -1,4 +1,5 @@
 """What is said of a checkpoint's contents, of its damage, and of two that differ."""
+
 from __future__ import annotations
 
 import json
@@ -56,13 +57,19 @@ def test_norms_are_those_of_numpy(tmp_path: Path) -> None:
         # float64 sums of a few dozen squares: rounding stays far below 1e-12 of the sum.
         assert measured[name].norm == pytest.approx(np.sqrt((exact**2).sum()), rel=1e-12)
         assert measured[name].largest == abs(exact).max() and measured[name].not_finite == 0
-    assert (measured["master.odd"].norm, measured["master.odd"].largest, measured["master.odd"].not_finite) == (5, 4, 2)
+    assert (
+        measured["master.odd"].norm,
+        measured["master.odd"].largest,
+        measured["master.odd"].not_finite,
+    ) == (5, 4, 2)
     assert sum(read) == sum(box[4] for s in found.stored.values() for box in s["boxes"])
 
 
 def test_patterns_match_tensors_and_parameters(tmp_path: Path) -> None:
     found = contents(make(tmp_path, 1, VALUES))
-    assert matching(found, "embedding.*") == [f"{k}.embedding.weight" for k in ("exp_avg", "exp_avg_sq", "master")]
+    assert matching(found, "embedding.*") == [
+        f"{k}.embedding.weight" for k in ("exp_avg", "exp_avg_sq", "master")
+    ]
     assert matching(found, "master.*norm*") == ["master.layers.0.norm.weight"]
     assert matching(found, None) == sorted(VALUES) and matching(found, "nothing") == []
 
@@ -81,7 +88,9 @@ def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
 
 
 def test_every_bit_is_looked_at(tmp_path: Path) -> None:
-    """A bit in every third byte of the manifest, which vouches for the rest, and now and then in each other file."""
+    """A bit in every third byte of the manifest, which vouches for the rest, and now and then in
+    each other file.
+    """
     folder = make(tmp_path, 1, {"master.w": VALUES["master.layers.0.norm.weight"]}, files=1)
     tried = 0
     for path in sorted(folder.iterdir()):
@@ -107,7 +116,9 @@ def test_what_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
     assert f"{data} " in problem
     data.write_bytes(b"")
     problems = verify(folder)
-    assert all(f"{data} " in problem for problem in problems) and "9" in problems[-1].replace(str(data), "")
+    assert all(f"{data} " in problem for problem in problems) and "9" in problems[-1].replace(
+        str(data), ""
+    )
     data.write_bytes(whole)
     (folder / "__7_0.distcp").write_bytes(b"")
     (problem,) = verify(folder)
@@ -132,7 +143,9 @@ def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
     path.write_text(json.dumps(listed))
     names = [p.name for p in folder.iterdir() if p.suffix == ".json" and p.name != "manifest.json"]
     write_manifest(folder, names)
-    unused, missing, double, outside = sorted(verify(folder), key=lambda text: ("/" not in text, "exp" in text, text))
+    unused, missing, double, outside = sorted(
+        verify(folder), key=lambda text: ("/" not in text, "exp" in text, text)
+    )
     assert "__0_0.distcp" in unused, "the box that was taken out"
     assert re.search(r"master\.layers\.0\.norm\.weight.* 4 .*7", missing)
     assert "exp_avg.layers.0.norm.weight" in double
@@ -144,10 +157,14 @@ def shape(entry: dict[str, Any], value: Any) -> None:
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no shape": lambda entry: entry.pop("shape"), "shape": lambda entry: shape(entry, "7"),
-    "shape of another number": lambda entry: shape(entry, [7.0]), "huge": lambda entry: shape(entry, [1 << 62]),
-    "dtype": lambda entry: entry.update(dtype="qint8"), "dtype of a list": lambda entry: entry.update(dtype=[]),
-    "no boxes": lambda entry: entry.update(boxes=3), "short": lambda entry: entry["boxes"][0].pop(),
+    "no shape": lambda entry: entry.pop("shape"),
+    "shape": lambda entry: shape(entry, "7"),
+    "shape of another number": lambda entry: shape(entry, [7.0]),
+    "huge": lambda entry: shape(entry, [1 << 62]),
+    "dtype": lambda entry: entry.update(dtype="qint8"),
+    "dtype of a list": lambda entry: entry.update(dtype=[]),
+    "no boxes": lambda entry: entry.update(boxes=3),
+    "short": lambda entry: entry["boxes"][0].pop(),
     "outside": lambda entry: entry["boxes"].__setitem__(0, [[5], *entry["boxes"][0][1:]]),
     "dimensions": lambda entry: entry["boxes"].__setitem__(0, [[0, 0], *entry["boxes"][0][1:]]),
     "negative": lambda entry: entry["boxes"][0][0].__setitem__(0, -1),
@@ -214,14 +231,25 @@ def test_differences_are_measured(tmp_path: Path) -> None:
     del changed["exp_avg.embedding.weight"]
     changed["exp_avg.layers.0.norm.weight"] = torch.zeros(8)
     changed["exp_avg_sq.layers.0.norm.weight"] = VALUES["exp_avg_sq.layers.0.norm.weight"].double()
-    first = contents(make(tmp_path / "a", 1, VALUES, config={"model": {"swiglu": True}, "training": {"seed": 1}}))
+    first = contents(
+        make(tmp_path / "a", 1, VALUES, config={"model": {"swiglu": True}, "training": {"seed": 1}})
+    )
     second = contents(
-        make(tmp_path / "b", 2, changed, config={"model": {"swiglu": True}, "training": {"seed": 2}}, files=3)
+        make(
+            tmp_path / "b",
+            2,
+            changed,
+            config={"model": {"swiglu": True}, "training": {"seed": 2}},
+            files=3,
+        )
     )
     found = compare(first, second)
     assert not found.same
     assert (found.only_first, found.only_second) == (["exp_avg.embedding.weight"], ["master.new"])
-    assert [name for name, _, _ in found.kinds] == ["exp_avg.layers.0.norm.weight", "exp_avg_sq.layers.0.norm.weight"]
+    assert [name for name, _, _ in found.kinds] == [
+        "exp_avg.layers.0.norm.weight",
+        "exp_avg_sq.layers.0.norm.weight",
+    ]
     assert list(found.tensors) == ["master.embedding.weight"]
     apart = found.tensors["master.embedding.weight"]
     exact = [v["master.embedding.weight"].double().numpy() for v in (VALUES, changed)]
@@ -238,10 +266,16 @@ def test_bits_are_compared() -> None:
     nan, inf = math.nan, math.inf
     a = torch.tensor([0.0, 1.0, nan, inf, 5.0])
     assert tensor_difference(a, a.clone()) is None
-    assert tensor_difference(a, torch.tensor([-0.0, 1.0, nan, inf, 5.0])) == TensorDifference(1, 5, 0.0, inf)
-    assert tensor_difference(a, torch.tensor([0.0, 1.0, 2.0, inf, 5.0])) == TensorDifference(1, 5, inf, inf)
+    assert tensor_difference(a, torch.tensor([-0.0, 1.0, nan, inf, 5.0])) == TensorDifference(
+        1, 5, 0.0, inf
+    )
+    assert tensor_difference(a, torch.tensor([0.0, 1.0, 2.0, inf, 5.0])) == TensorDifference(
+        1, 5, inf, inf
+    )
     b = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
-    assert tensor_difference(b, torch.tensor([3.0, 4.5], dtype=torch.bfloat16)) == TensorDifference(1, 2, 0.5, 0.1)
+    assert tensor_difference(b, torch.tensor([3.0, 4.5], dtype=torch.bfloat16)) == TensorDifference(
+        1, 2, 0.5, 0.1
+    )
 
 
 def test_damage_ends_a_comparison(tmp_path: Path) -> None:

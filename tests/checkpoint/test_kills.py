@@ -1,4 +1,7 @@
-"""A save that is killed at any moment: a whole checkpoint is found, the tracker is true, the next save cleans up."""
+"""A save that is killed at any moment: a whole checkpoint is found, the tracker is true, the next
+save cleans up.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -44,7 +47,9 @@ def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
 
 
 def loaded(root: Path) -> tuple[int, float]:
-    """Iteration and number of the checkpoint that would be loaded, every byte of which is verified."""
+    """Iteration and number of the checkpoint that would be loaded, every byte of which is
+    verified.
+    """
     folder = find_folder(root)
     assert verify(folder) == []
     value = float(read_whole(folder, "master.w", contents(folder).stored)[0])
@@ -55,16 +60,20 @@ def loaded(root: Path) -> tuple[int, float]:
 @pytest.fixture(autouse=True)
 def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        save_module, "tensors_to_save",
+        save_module,
+        "tensors_to_save",
         lambda engine, *_: {"master.w": Shards((3,), {(0,): torch.full((3,), engine.value)})},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [
-    pytest.param(False, id="the next iteration"),
-    pytest.param(True, id="the same iteration again", marks=pytest.mark.campaign("kills")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(False, id="the next iteration"),
+        pytest.param(True, id="the same iteration again", marks=pytest.mark.campaign("kills")),
+    ],
+)
 def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> None:
     """Two checkpoints stay, so that a third one removes the first, too."""
     before = tmp_path / "before"
@@ -83,7 +92,9 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
         found = loaded(root)
         seen.add(found)
         assert found in ((2, 2.0), (number, 9.0)), moment
-        assert verify_tracker(root) == [] or again, "between the two renames of a replacement its folder is .old"
+        assert verify_tracker(root) == [] or again, (
+            "between the two renames of a replacement its folder is .old"
+        )
         if int((root / TRACKER).read_text()) == 3:
             assert found == (3, 9.0)
         if code == 0:
@@ -92,13 +103,19 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
         if moment % 3 == 0 or again:
             save(root, 4, 4.0, **KEPT)
             assert loaded(root) == (4, 4.0)
-            assert {p.name for p in root.iterdir()} == {f"iter_000000{found[0]}", "iter_0000004", TRACKER}
+            assert {p.name for p in root.iterdir()} == {
+                f"iter_000000{found[0]}",
+                "iter_0000004",
+                TRACKER,
+            }
         shutil.rmtree(root)
     assert moment > 30 and seen == {(2, 2.0), (number, 9.0)}
 
 
 def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
-    """Each file is synced before its folder gets its name, the names before the tracker tells of them."""
+    """Each file is synced before its folder gets its name, the names before the tracker tells of
+    them.
+    """
     events: list[tuple[str, str]] = []
     armed = True
 
@@ -114,7 +131,10 @@ def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
     named, told = events.index(("rename", final)), events.index(("rename", tracker))
     synced = [Path(path) for event, path in events[:named] if event == "synced"]
     temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
-    files = {path.name for path in Path(final).iterdir()} - {".metadata"}  # torch itself writes and syncs that one
+    # torch itself writes and syncs that one
+    files = {path.name for path in Path(final).iterdir()} - {".metadata"}
     assert {path.name for path in synced if path.parent == temporary} == files
     assert temporary in synced and Path(f"{tracker}.1.tmp") in synced
-    assert ("synced", str(tmp_path)) in events[named:told] and ("synced", str(tmp_path)) in events[told:]
+    assert ("synced", str(tmp_path)) in events[named:told] and ("synced", str(tmp_path)) in events[
+        told:
+    ]

@@ -1,4 +1,5 @@
 """Which of the checkpoints in a folder is loaded, whatever the tracker file says or has become."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +22,12 @@ def checkpoint(root: Path, iteration: int, generation: int = 0, **files: str) ->
     """The small files of a checkpoint; which tensors it has is of no matter here."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    whole = {"state": json.dumps({**STATE, "iteration": iteration}), "config": "{}", "boxes": '{"pieces": {}}', **files}
+    whole = {
+        "state": json.dumps({**STATE, "iteration": iteration}),
+        "config": "{}",
+        "boxes": '{"pieces": {}}',
+        **files,
+    }
     for name, text in whole.items():
         write_text(folder / f"{name}.json", text)
     write_manifest(folder, [f"{name}.json" for name in whole], generation=generation)
@@ -43,7 +49,19 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
 def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
-    for text in (None, "", "  \n", "two hundred", "-1", "²", "1" * 5000, "release", "a fifo", "no end", "a folder"):
+    for text in (
+        None,
+        "",
+        "  \n",
+        "two hundred",
+        "-1",
+        "²",
+        "1" * 5000,
+        "release",
+        "a fifo",
+        "no end",
+        "a folder",
+    ):
         (tmp_path / TRACKER).unlink(missing_ok=True)
         if text == "a folder":
             (tmp_path / TRACKER).mkdir()
@@ -67,7 +85,8 @@ def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
     assert "100" in found.notes[0] and "iter_0000200" in found.notes[0]
-    (tmp_path / f"{TRACKER}.2.tmp").rename(tmp_path / f"{TRACKER}.3.tmp")  # of another save that died even before
+    # of another save that died even before
+    (tmp_path / f"{TRACKER}.2.tmp").rename(tmp_path / f"{TRACKER}.3.tmp")
     assert find(tmp_path).folder == tmp_path / "iter_0000100"
 
 
@@ -106,8 +125,14 @@ def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     (tmp_path / "iter_0000200" / "manifest.json").write_text("{}")
     found = find(tmp_path)
     assert found.folder == expected
-    assert [r.folder.name for r in found.rejected] == ["iter_0000400", "iter_0000300", "iter_0000200"]
-    for rejected, name in zip(found.rejected, ("state.json", "config.json", "manifest.json"), strict=True):
+    assert [r.folder.name for r in found.rejected] == [
+        "iter_0000400",
+        "iter_0000300",
+        "iter_0000200",
+    ]
+    for rejected, name in zip(
+        found.rejected, ("state.json", "config.json", "manifest.json"), strict=True
+    ):
         assert name in rejected.reason
     assert find(tmp_path, before=100) == Found(tmp_path / "iter_0000050")
 
@@ -151,11 +176,17 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
         required(tmp_path, found)
 
 
-@pytest.mark.parametrize(("names", "named"), [
-    (("latest", "global_step100"), "convert_checkpoint"), (("release", TRACKER), "convert_checkpoint"),
-    (("state.json", "config.json", "manifest.json"), "--load-tag"),
-])  # fmt: skip
-def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path: Path, names: tuple[str, ...], named: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (("latest", "global_step100"), "convert_checkpoint"),
+        (("release", TRACKER), "convert_checkpoint"),
+        (("state.json", "config.json", "manifest.json"), "--load-tag"),
+    ],
+)
+def test_what_others_wrote_is_no_reason_to_start_anew(
+    tmp_path: Path, names: tuple[str, ...], named: str
+) -> None:
     for name in names:
         (tmp_path / name).write_text("release")
     with pytest.raises(CheckpointError, match=named):
@@ -193,28 +224,44 @@ def manifest(**changed: Any) -> str:
 
 
 SMALL = {
-    "deep": f'{{"format": {DEEP}}}', "many digits": f'{{"iteration": {"1" * 5000}}}', "no object": "[]",
-    "no text": "\xff", "half a character": '{"format": "\\ud800"}',
-}  # fmt: skip
+    "deep": f'{{"format": {DEEP}}}',
+    "many digits": f'{{"iteration": {"1" * 5000}}}',
+    "no object": "[]",
+    "no text": "\xff",
+    "half a character": '{"format": "\\ud800"}',
+}
 FORGED = {
     "manifest": {
-        **SMALL, "files": manifest(files=[]), "sizes": manifest(files={"state.json": ["2", ""]}),
-        "negative": manifest(files={"state.json": [-1, ""]}), "flat": manifest(files={"state.json": 2}),
-        "elsewhere": manifest(files={"/dev/zero": [1 << 29, ""]}), "upwards": manifest(files={"../x": [2, ""]}),
-        "huge": manifest(files={"state.json": [1 << 60, ""]}), "generation": manifest(generation="1"),
+        **SMALL,
+        "files": manifest(files=[]),
+        "sizes": manifest(files={"state.json": ["2", ""]}),
+        "negative": manifest(files={"state.json": [-1, ""]}),
+        "flat": manifest(files={"state.json": 2}),
+        "elsewhere": manifest(files={"/dev/zero": [1 << 29, ""]}),
+        "upwards": manifest(files={"../x": [2, ""]}),
+        "huge": manifest(files={"state.json": [1 << 60, ""]}),
+        "generation": manifest(generation="1"),
     },
     "state": {
-        **SMALL, "iteration": json.dumps({**STATE, "iteration": "1"}), "state": json.dumps({**STATE, "state": []}),
-        "negative": json.dumps({**STATE, "iteration": -1}), "optimizer": json.dumps({**STATE, "optimizer": 1}),
-        "engine": json.dumps({**STATE, "engine": None}), "earlier": json.dumps({**STATE, "format": 2}),
+        **SMALL,
+        "iteration": json.dumps({**STATE, "iteration": "1"}),
+        "state": json.dumps({**STATE, "state": []}),
+        "negative": json.dumps({**STATE, "iteration": -1}),
+        "optimizer": json.dumps({**STATE, "optimizer": 1}),
+        "engine": json.dumps({**STATE, "engine": None}),
+        "earlier": json.dumps({**STATE, "format": 2}),
     },
     "config": {**SMALL, "sections": '{"model": 3}'},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "how"), [(name, how) for name, texts in FORGED.items() for how in texts])
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, how) for name, texts in FORGED.items() for how in texts]
+)
 def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> None:
-    """Sound by its digests, but no checkpoint: the one before it is found, and the file is named."""
+    """Sound by its digests, but no checkpoint: the one before it is found, and the file is
+    named.
+    """
     expected, text = checkpoint(tmp_path, 1), FORGED[name][how]
     newest = checkpoint(tmp_path, 2, generation=1)
     (newest / f"{name}.json").write_bytes(text.encode("latin-1"))
@@ -255,12 +302,16 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: 
 
 def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> None:
     """None of them was left, unless one that is counted is of an earlier iteration."""
-    made = {i: checkpoint(tmp_path, i, generation) for i, generation in {2: 0, 4: 0, 6: 0, 8: 1}.items()}
+    made = {
+        i: checkpoint(tmp_path, i, generation) for i, generation in {2: 0, 4: 0, 6: 0, 8: 1}.items()
+    }
     for folder in list(made.values())[:3]:
         content = json.loads((folder / "manifest.json").read_text())
         del content["generation"], content["digest"]
         own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-        (folder / "manifest.json").write_text(json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n")
+        (folder / "manifest.json").write_text(
+            json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
+        )
     (made[8] / "config.json").write_text("")
     assert find(tmp_path).folder == made[6]
     expected = checkpoint(tmp_path, 3, generation=2)

@@ -1,8 +1,10 @@
-"""The flags of loading, and their combinations, through pretrain_gpt.py: what a run has after its first step.
+"""The flags of loading, and their combinations, through pretrain_gpt.py: what a run has after its
+first step.
 
-The step has a learning rate that is lost in rounding, so that the weights that were loaded are found in the next
-checkpoint; the optimizer's own count of steps says whether its state was loaded.
+The step has a learning rate that is lost in rounding, so that the weights that were loaded are
+found in the next checkpoint; the optimizer's own count of steps says whether its state was loaded.
 """
+
 from __future__ import annotations
 
 import json
@@ -24,8 +26,10 @@ from tests.helpers.processes import run_processes
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
-    "--micro-batch-size 2 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 "
+    "--micro-batch-size 2 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 30 "
     "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 STEP = ["--lr", "1e-30", "--min-lr", "0"]
@@ -40,12 +44,21 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "reset": (["1"], ITERATION),
     "finetune": (["1"], ["--finetune"]),
     "finetune, all others": (["1"], ["--finetune", *OPTIMIZER, *ITERATION, "--no-load-rng"]),
-    "args":
-        (["5"], ["--use-checkpoint-args", "--exit-on-missing-checkpoint", "--hidden-size", "24", "--num-layers", "3"]),
+    "args": (
+        ["5"],
+        [
+            "--use-checkpoint-args",
+            "--exit-on-missing-checkpoint",
+            "--hidden-size",
+            "24",
+            "--num-layers",
+            "3",
+        ],
+    ),
     "args, finetune": (["1"], ["--use-checkpoint-args", "--ffn-hidden-size", "40", "--finetune"]),
     "other sizes": (["5"], ["--hidden-size", "24", "--swiglu"]),
     "other sizes, finetune": (["1"], ["--num-layers", "1", "--finetune"]),
-}  # fmt: skip
+}
 
 
 class Ended(NamedTuple):
@@ -73,7 +86,16 @@ def started(root: Path, name: str, flags: list[str]) -> Ended:
 
 def all_runs(rank: int, directory: str) -> dict[str, Ended]:
     root = Path(directory)
-    base = ["--save", str(root / "base"), "--save-interval", "2", "--train-iters", "4", "--lr", "1e-2"]
+    base = [
+        "--save",
+        str(root / "base"),
+        "--save-interval",
+        "2",
+        "--train-iters",
+        "4",
+        "--lr",
+        "1e-2",
+    ]
     ended = {"base": started(root, "base", base)}
     load = ["--load", str(root / "base")]
     for name, (length, flags) in RUNS.items():
@@ -81,7 +103,9 @@ def all_runs(rank: int, directory: str) -> dict[str, Ended]:
         ended[name] = started(root, name, [*load, *save, *STEP, *flags])
 
     def again(name: str, folder: Path, *flags: str) -> None:
-        ended[name] = started(root, name, ["--load", str(folder), "--train-iters", "5", *STEP, *flags])
+        ended[name] = started(
+            root, name, ["--load", str(folder), "--train-iters", "5", *STEP, *flags]
+        )
 
     (root / "empty").mkdir()
     again("empty", root / "empty")
@@ -121,12 +145,19 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
     assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-# What a run has done when its one step is over: iterations; steps of the optimizer; and which iteration it had loaded.
+# What a run has done when its one step is over: iterations; steps of the optimizer; and which
+# iteration it had loaded.
 LOADED = {
-    "plain": (5, 5, 4), "no rng": (5, 5, 4), "tag": (3, 3, 2), "no optim": (5, 1, 4), "reset": (1, 5, 4),
-    "finetune": (1, 1, 4), "finetune, all others": (1, 1, 4),
-    "args": (5, 5, 4), "args, finetune": (1, 1, 4),
-}  # fmt: skip
+    "plain": (5, 5, 4),
+    "no rng": (5, 5, 4),
+    "tag": (3, 3, 2),
+    "no optim": (5, 1, 4),
+    "reset": (1, 5, 4),
+    "finetune": (1, 1, 4),
+    "finetune, all others": (1, 1, 4),
+    "args": (5, 5, 4),
+    "args, finetune": (1, 1, 4),
+}
 
 
 def test_what_is_loaded(root: Path, ended: Any) -> None:
@@ -145,19 +176,32 @@ def test_what_is_loaded(root: Path, ended: Any) -> None:
 
 def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
     """Dropout and order are functions of the position: --no-load-rng changes nothing."""
-    losses = [[line.split("lm loss: ")[1].split()[0] for line in ended[name].output.splitlines() if "lm loss" in line]
-              for name in ("plain", "no rng")]  # fmt: skip
+    losses = [
+        [
+            line.split("lm loss: ")[1].split()[0]
+            for line in ended[name].output.splitlines()
+            if "lm loss" in line
+        ]
+        for name in ("plain", "no rng")
+    ]
     assert losses[0] == losses[1] != []
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("other sizes", ("--hidden-size", "16", "24", "--swiglu", "--use-checkpoint-args", "iter_0000004")),
-    ("other sizes, finetune", ("--num-layers",)),
-    ("absent, exit", ("absent",)), ("empty, exit", ("empty",)),
-    ("no such tag", ("iter_0000003", "iter_0000002", "iter_0000004")),
-    ("broken, tag", ("iter_0000004", "__0_0.distcp")),
-    ("all broken", ("iter_0000004/state.json", "iter_0000002/manifest.json")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "other sizes",
+            ("--hidden-size", "16", "24", "--swiglu", "--use-checkpoint-args", "iter_0000004"),
+        ),
+        ("other sizes, finetune", ("--num-layers",)),
+        ("absent, exit", ("absent",)),
+        ("empty, exit", ("empty",)),
+        ("no such tag", ("iter_0000003", "iter_0000002", "iter_0000004")),
+        ("broken, tag", ("iter_0000004", "__0_0.distcp")),
+        ("all broken", ("iter_0000004/state.json", "iter_0000002/manifest.json")),
+    ],
+)
 def test_what_is_refused(ended: Any, name: str, words: tuple[str, ...]) -> None:
     code, output = ended[name]
     assert code == 2 and "CheckpointError" in output and "Traceback" not in output
@@ -167,7 +211,11 @@ def test_what_is_refused(ended: Any, name: str, words: tuple[str, ...]) -> None:
 def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root: Path, ended: Any) -> None:
     assert ended["empty"].code == 0 and "iteration        1/       5" in ended["empty"].output
     code, output = ended["broken"]
-    assert code == 0 and "iteration        3/       5" in output and "iteration        2/" not in output
+    assert (
+        code == 0
+        and "iteration        3/       5" in output
+        and "iteration        2/" not in output
+    )
     (record,) = read_metrics(root / "broken.jsonl", "rejected_checkpoint")
     assert record["folder"].endswith("iter_0000004") and record["instead"].endswith("iter_0000002")
     assert "__0_0.distcp" in record["reason"]

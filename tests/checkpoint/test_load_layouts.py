@@ -1,8 +1,10 @@
-"""A GPT with everything that cuts tensors, written on one layout and loaded on others: every number comes back.
+"""A GPT with everything that cuts tensors, written on one layout and loaded on others: every number
+comes back.
 
-Grouped queries, SwiGLU, an untied head, rotary positions; a vocabulary of 50 that is padded to 56 without tensor
-parallelism, to 64 with it; layers that the stages share evenly or not.
+Grouped queries, SwiGLU, an untied head, rotary positions; a vocabulary of 50 that is padded to 56
+without tensor parallelism, to 64 with it; layers that the stages share evenly or not.
 """
+
 from __future__ import annotations
 
 import functools
@@ -27,15 +29,25 @@ from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, batches
 
 MODEL: dict[str, Any] = dict(
-    BASE, num_layers=5, num_attention_heads=8, num_key_value_heads=4, swiglu=True, ffn_hidden_size=48,
-    untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="rmsnorm",
+    BASE,
+    num_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    swiglu=True,
+    ffn_hidden_size=48,
+    untie_embeddings_and_output_weights=True,
+    position_embedding_type="rope",
+    normalization="rmsnorm",
     add_bias_linear=False,
-)  # fmt: skip
+)
 TIED: dict[str, Any] = dict(BASE, num_layers=4)
 FP16 = dict(fp16=True, initial_loss_scale=2.0**7, loss_scale_window=2)
 
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-TP2, SP2 = dict(tensor_model_parallel_size=2), dict(tensor_model_parallel_size=2, sequence_parallel=True)
+TP2, SP2 = (
+    dict(tensor_model_parallel_size=2),
+    dict(tensor_model_parallel_size=2, sequence_parallel=True),
+)
 PP2 = dict(pipeline_model_parallel_size=2)
 
 # Written: (model, fields); all on 4 ranks.
@@ -59,21 +71,27 @@ class Case(NamedTuple):
 
 
 SOME = [
-    Case("tp2sp-pp2", {**SP2, **PP2}), Case("tp2sp-pp2", {"zero_stage": 0, "bf16": True}),
+    Case("tp2sp-pp2", {**SP2, **PP2}),
+    Case("tp2sp-pp2", {"zero_stage": 0, "bf16": True}),
     Case("tp2sp-pp2", {**PP2, "pipeline_layout": "1,4", **TP2}),
     Case("tied, interleaved, dp2", dict(pipeline_model_parallel_size=4)),
     Case("tied, interleaved, dp2", {**PP2, "enable_zbh1_pipeline": True, "zero_stage": 0}),
-    Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}), Case("fp16, zero 0, zb, dp2", {}, 1),
-]  # fmt: skip
+    Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}),
+    Case("fp16, zero 0, zb, dp2", {}, 1),
+]
 OTHERS = [
-    Case("tp2sp-pp2", dict(tensor_model_parallel_size=4)), Case("tp2sp-pp2", {}), Case("tp2sp-pp2", {**SP2, **FP16}),
+    Case("tp2sp-pp2", dict(tensor_model_parallel_size=4)),
+    Case("tp2sp-pp2", {}),
+    Case("tp2sp-pp2", {**SP2, **FP16}),
     Case("tp2sp-pp2", {**PP2, "enable_zbh1_pipeline": True, "pipeline_layout": "4,1"}),
-    Case("tied, interleaved, dp2", INTERLEAVED), Case("tied, interleaved, dp2", {**INTERLEAVED, **SP2}),
+    Case("tied, interleaved, dp2", INTERLEAVED),
+    Case("tied, interleaved, dp2", {**INTERLEAVED, **SP2}),
     Case("tied, interleaved, dp2", dict(tensor_model_parallel_size=4)),
-    Case("fp16, zero 0, zb, dp2", {**INTERLEAVED, **FP16, **TP2}), Case("fp16, zero 0, zb, dp2", {**PP2, **SP2}),
+    Case("fp16, zero 0, zb, dp2", {**INTERLEAVED, **FP16, **TP2}),
+    Case("fp16, zero 0, zb, dp2", {**PP2, **SP2}),
     Case("fp16, zero 0, zb, dp2", {**TP2, "bf16": True}),
     *(Case(name, fields, 1) for name in WRITTEN for fields in ({}, {"zero_stage": 0, **FP16})),
-]  # fmt: skip
+]
 
 State = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
 
@@ -87,10 +105,14 @@ def topology_of(tensor: int, pipeline: int) -> Topology:
 class Job:
     """A model and its engine on a layout of the ranks there are."""
 
-    def __init__(self, model: Mapping[str, Any], fields: Mapping[str, Any], world_size: int) -> None:
+    def __init__(
+        self, model: Mapping[str, Any], fields: Mapping[str, Any], world_size: int
+    ) -> None:
         self.config = Config.create(**{**model, **fields, "world_size": world_size})
         parallel = self.config.parallel
-        self.topology = topology_of(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+        self.topology = topology_of(
+            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        )
         self.chunks = build_chunks(self.config, self.topology)
         self.chunks.train()
         self.engine = Engine(self.config, self.topology, self.chunks)
@@ -108,7 +130,11 @@ class Job:
         losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
-            total += torch.stack(losses).double().mean() / self.topology.data.size / self.topology.tensor.size
+            total += (
+                torch.stack(losses).double().mean()
+                / self.topology.data.size
+                / self.topology.tensor.size
+            )
         if self.topology.world.size > 1:
             dist.all_reduce(total)  # only last stages have losses, all their tensor ranks the same
         self.engine.step(self.config.optimizer.lr)
@@ -159,7 +185,12 @@ def read(root: str, case: Case) -> dict[str, Any]:
     job.spoil()
     found = load(f"{root}/{case.written}", job.engine, job.topology, job.config)
     assert not found.rejected and found.iteration == 2
-    out = {"state": job.state(), "scalars": job.engine.scalars(), "weights": job.weights(), "padding": job.padding()}
+    out = {
+        "state": job.state(),
+        "scalars": job.engine.scalars(),
+        "weights": job.weights(),
+        "padding": job.padding(),
+    }
     return out | {"loss": job.step(2)}
 
 
@@ -189,13 +220,20 @@ def assembled(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [
-    pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.campaign("kills")),
-])  # fmt: skip
-def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path: Path, cases: list[Case]) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.campaign("kills")),
+    ],
+)
+def test_every_number_comes_back_and_the_next_step_is_the_same(
+    tmp_path: Path, cases: list[Case]
+) -> None:
     four = [case for case in cases if case.ranks == 4]
     one = [case for case in cases if case.ranks == 1]
-    results = list(zip(*run_processes(4, on_four, str(tmp_path), four), strict=True))  # of each case, by rank
+    # of each case, by rank
+    results = list(zip(*run_processes(4, on_four, str(tmp_path), four), strict=True))
     written = dict(zip(WRITTEN, results, strict=False))
     assert written["fp16, zero 0, zb, dp2"][0]["scalars"]["loss_scale"]["scale"] == 2.0**8, (
         "it doubled after two good steps, so that it is not what any run starts with"
@@ -206,24 +244,37 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path: Path, c
 
 
 def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Compare what the ranks have loaded, and their next step, with what was written and the step that followed."""
+    """Compare what the ranks have loaded, and their next step, with what was written and the step
+    that followed.
+    """
     ours, theirs = assembled(ranks, "state"), assembled(before, "state")
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         np.testing.assert_array_equal(ours[name], values, err_msg=f"{case.name}: {name}")
-    fp16, bf16, same = case.fields.get("fp16"), case.fields.get("bf16"), case.fields == WRITTEN[case.written][1]
+    fp16, bf16, same = (
+        case.fields.get("fp16"),
+        case.fields.get("bf16"),
+        case.fields == WRITTEN[case.written][1],
+    )
     dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     for name, values in assembled(ranks, "weights").items():
-        master = torch.from_numpy(theirs[name.replace("weight.", "master.", 1)]).to(dtype).float().numpy()
+        master = (
+            torch.from_numpy(theirs[name.replace("weight.", "master.", 1)])
+            .to(dtype)
+            .float()
+            .numpy()
+        )
         np.testing.assert_array_equal(values, master, err_msg=f"{case.name}: {name}")
     expected, half = before[0]["loss"], fp16 or bf16 or WRITTEN[case.written][1].get("fp16")
-    # fp32: rounding of another order of additions, some 100 times 2**-24. bf16 keeps 8 bits: the loss of a token is off
-    # by up to 2**-8 of logits of about 1, and errors of 128 tokens partly cancel; fp16 stays below that. The same
-    # layout has the same bits.
+    # fp32: rounding of another order of additions, some 100 times 2**-24. bf16 keeps 8 bits: the
+    # loss of a token is off by up to 2**-8 of logits of about 1, and errors of 128 tokens partly
+    # cancel; fp16 stays below that. The same layout has the same bits.
     tolerance = 0.0 if same else 2.0**-8 if half else 1e-5
     for rank in ranks:
         assert rank["padding"] == 0.0, case.name
         assert abs(rank["loss"] - expected) <= tolerance * expected, case.name
-        assert rank["scalars"]["optimizer_step"] == before[0]["scalars"]["optimizer_step"], case.name
+        assert rank["scalars"]["optimizer_step"] == before[0]["scalars"]["optimizer_step"], (
+            case.name
+        )
         if fp16 and before[0]["scalars"]["loss_scale"]:
             assert rank["scalars"]["loss_scale"] == before[0]["scalars"]["loss_scale"], case.name

@@ -1,4 +1,7 @@
-"""Digests and the manifest: whatever byte of a file changes, is lost or is added, the file is named."""
+"""Digests and the manifest: whatever byte of a file changes, is lost or is added, the file is
+named.
+"""
+
 from __future__ import annotations
 
 import json
@@ -9,7 +12,15 @@ from typing import Any
 import pytest
 import xxhash
 
-from megatron.checkpoint.files import MANIFEST, Manifest, digest, file_digest, read_manifest, to_json, write_manifest
+from megatron.checkpoint.files import (
+    MANIFEST,
+    Manifest,
+    digest,
+    file_digest,
+    read_manifest,
+    to_json,
+    write_manifest,
+)
 from megatron.errors import CheckpointError
 
 STATE = {"format": 3, "iteration": 4}
@@ -25,19 +36,26 @@ def checkpoint(folder: Path) -> Manifest:
 
 
 def test_digest_is_xxh3_also_of_files_larger_than_a_buffer(tmp_path: Path) -> None:
-    # The XXH3_128bits test vector for the empty input, seed 0 (xxHash, tests/sanity_test_vectors.h).
+    # The XXH3_128bits test vector for the empty input, seed 0 (xxHash,
+    # tests/sanity_test_vectors.h).
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
     for size in (0, 1, 7, 8, 50, 1_000_003):
         data = random.Random(size).randbytes(size)
         (tmp_path / "f").write_bytes(data)
-        assert file_digest(tmp_path / "f") == (size, xxhash.xxh3_128(data).hexdigest()) == (size, digest(data))
+        assert (
+            file_digest(tmp_path / "f")
+            == (size, xxhash.xxh3_128(data).hexdigest())
+            == (size, digest(data))
+        )
 
 
 def test_damage_of_the_manifest(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     path = tmp_path / MANIFEST
     sound = path.read_bytes()
-    flips = [sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(len(sound))]
+    flips = [
+        sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(len(sound))
+    ]
     cuts = [sound[:length] for length in range(0, len(sound), 7)]
     for broken in (*flips, *cuts, sound + b" ", b"[]", b"null", b'{"digest": 3}', b"\xff\xfe"):
         path.write_bytes(broken)
@@ -85,6 +103,8 @@ def test_what_could_not_be_read_is_not_written() -> None:
 def test_a_later_format_is_called_so(tmp_path: Path) -> None:
     rest = {"format": 4, "files": {}}
     own = digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
-    (tmp_path / MANIFEST).write_text(json.dumps(rest | {"digest": own}, indent=1, sort_keys=True) + "\n")
+    (tmp_path / MANIFEST).write_text(
+        json.dumps(rest | {"digest": own}, indent=1, sort_keys=True) + "\n"
+    )
     with pytest.raises(CheckpointError, match=r"\b4\b"):
         read_manifest(tmp_path)

@@ -1,4 +1,5 @@
 """Which checkpoints go, and that nothing else does."""
+
 from __future__ import annotations
 
 import json
@@ -19,14 +20,20 @@ from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to
     [
         ([100, 200, 300, 400], 400, 1, 200, {}, [100, 300]),
         ([300, 100, 200], 300, 1, None, {"keep": (100,)}, [200]),
-        # The run went back to 100 and came to 150: 200 and 300 are of before, and none of its business.
+        # The run went back to 100 and came to 150: 200 and 300 are of before, and none of its
+        # business.
         ([100, 150, 200, 300], 150, 1, None, {}, [100]),
         # 40 is of before the run went back to 20: 30 is the one to fall back to.
         ([20, 30, 40, 60], 60, 2, None, {"left_behind": [40]}, [20, 40]),
     ],
 )
 def test_which(
-    there: list[int], newest: int, last: int, every: int | None, more: dict[str, Any], gone: list[int]
+    there: list[int],
+    newest: int,
+    last: int,
+    every: int | None,
+    more: dict[str, Any],
+    gone: list[int],
 ) -> None:
     assert to_remove(there, newest, last, every, **more) == gone
 
@@ -35,9 +42,12 @@ NUMBERS = st.integers(0, 60)
 
 
 @given(
-    st.sets(NUMBERS, min_size=1), st.none() | st.integers(1, 5), st.none() | st.integers(1, 10), st.sets(NUMBERS),
+    st.sets(NUMBERS, min_size=1),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 10),
+    st.sets(NUMBERS),
     st.data(),
-)  # fmt: skip
+)
 def test_what_must_stay_stays(
     there: set[int], last: int | None, every: int | None, keep: set[int], data: st.DataObject
 ) -> None:
@@ -96,13 +106,25 @@ def test_left_overs(tmp_path: Path) -> None:
     for iteration in (10, 20):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.old")
-    mine = ("iter_0000010.old", "iter_0000030.tmp", "iter_0000035.0123abcd.tmp", "iter_0000005.removed")
-    others = ("iter_0000040.tmp", "iter_3.tmp", "notes.tmp", "latest_checkpointed_iteration.txt.tmp")
+    mine = (
+        "iter_0000010.old",
+        "iter_0000030.tmp",
+        "iter_0000035.0123abcd.tmp",
+        "iter_0000005.removed",
+    )
+    others = (
+        "iter_0000040.tmp",
+        "iter_3.tmp",
+        "notes.tmp",
+        "latest_checkpointed_iteration.txt.tmp",
+    )
     for name in (*mine, *others):
         (tmp_path / name).mkdir()
     found = left_over(tmp_path, current=tmp_path / "iter_0000040.tmp")
     # Another run may be writing in them: without their names no half of a checkpoint comes of it.
-    assert sorted(p.name for p in found) == sorted(name.replace(".tmp", ".removed") for name in mine)
+    assert sorted(p.name for p in found) == sorted(
+        name.replace(".tmp", ".removed") for name in mine
+    )
     assert all(p.is_dir() for p in found) and not (tmp_path / mine[2]).exists()
     # Killed between the two renames of a replacement: the old one is the only one.
     assert good_iterations(tmp_path) == [10, 20]

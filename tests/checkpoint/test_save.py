@@ -1,4 +1,7 @@
-"""Saving while training waits: what is in a folder, what fails without a trace, and how much memory it takes."""
+"""Saving while training waits: what is in a folder, what fails without a trace, and how much memory
+it takes.
+"""
+
 from __future__ import annotations
 
 import errno
@@ -27,9 +30,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> list[dict[str, Any]]:
-    return run_processes(2, saver_cases.on_two, str(root), [
-        "synchronous", "fails", "keeps", "goes_back", "wrong_clock", "another_branch"
-    ])  # fmt: skip
+    return run_processes(
+        2,
+        saver_cases.on_two,
+        str(root),
+        ["synchronous", "fails", "keeps", "goes_back", "wrong_clock", "another_branch"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,14 @@ def folder(root: Path, two: Any) -> Path:
 
 @pytest.mark.slow
 def test_contents(folder: Path, two: Any) -> None:
-    small = {"state.json", "config.json", "passport.json", "boxes.json", "boxes_00000.json", ".metadata"}
+    small = {
+        "state.json",
+        "config.json",
+        "passport.json",
+        "boxes.json",
+        "boxes_00000.json",
+        ".metadata",
+    }
     data = {"__0_0.distcp", "__1_0.distcp"}
     assert {p.name for p in folder.iterdir()} == {"manifest.json", *small, *data}
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -51,7 +64,9 @@ def test_contents(folder: Path, two: Any) -> None:
 
 @pytest.mark.slow
 def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
-    """Recomputed from the files by xxhash itself: boxes lie end to end from the first byte to the last."""
+    """Recomputed from the files by xxhash itself: boxes lie end to end from the first byte to the
+    last.
+    """
     ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
     listed = json.loads((folder / "boxes_00000.json").read_text())
     every = [box for stored in listed.values() for box in stored["boxes"]]
@@ -72,7 +87,11 @@ BEFORE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
 def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
     first, second = (r["fails"] for r in two)
     assert first == second
-    reasons = {"full": "rank 1: OSError: [Errno 28]", "tensors": "rank 1: MemoryError", "parts": "iter_0000002"}
+    reasons = {
+        "full": "rank 1: OSError: [Errno 28]",
+        "tensors": "rank 1: MemoryError",
+        "parts": "iter_0000002",
+    }
     for name in ("full", "piece", "index", "manifest", "commit", "tensors", "parts"):
         assert "iter_0000002" in first[name] and reasons.get(name, "[Errno 122]") in first[name]
         assert first[f"{name}: there"] == BEFORE and first[f"{name}: tracker"] == "1\n"
@@ -83,10 +102,18 @@ def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
 def test_retention(two: Any) -> None:
     first, second = (r["keeps"] for r in two)
     assert first == second
-    kept = [[int(name[5:]) for name in names if name.startswith("iter")] for names in first["found"]]
+    kept = [
+        [int(name[5:]) for name in names if name.startswith("iter")] for names in first["found"]
+    ]
     # 10 is what --load-tag names; two are kept, and the multiples of 40.
     assert kept == [[10], [10, 20], [10, 20, 30], [10, 30, 40], [10, 40, 50]]
-    assert first["in the end"] == ["iter_0000010", "iter_0000040", "iter_0000050", "iter_0000060", BEFORE[1]]
+    assert first["in the end"] == [
+        "iter_0000010",
+        "iter_0000040",
+        "iter_0000050",
+        "iter_0000060",
+        BEFORE[1],
+    ]
 
 
 @pytest.mark.slow
@@ -103,7 +130,9 @@ def test_no_clock_is_believed(two: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
-    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came before that of 10."""
+    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came
+    before that of 10.
+    """
     for found in (r["another_branch"] for r in two):
         assert (found["of 5"], found["of 9"]) == ("iter_0000005", "iter_0000009")
         assert found["there"] == ["else", "iter_0000004", "iter_0000007", "iter_0000009", BEFORE[1]]
@@ -115,7 +144,9 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
 def test_a_commit_that_fails_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, exists: bool
 ) -> None:
-    """An error of the file system at each of its steps, with and without an older checkpoint of that iteration."""
+    """An error of the file system at each of its steps, with and without an older checkpoint of
+    that iteration.
+    """
     final, temporary = tmp_path / "iter_0000005", tmp_path / "iter_0000005.tmp"
     temporary.mkdir()
     (temporary / "new").touch()
@@ -150,19 +181,31 @@ def test_a_commit_that_fails_is_undone(
     assert sorted(p.name for p in tmp_path.iterdir()) == [final.name, tracker.name]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64"]
+)
 def test_any_tensor(tmp_path: Path, dtype: str) -> None:
     whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
-    views = {"rows": whole[1:3], "columns": whole[:, 2:4], "one": whole[2, 3], "turned": whole.t(), "none": whole[:0]}
+    views = {
+        "rows": whole[1:3],
+        "columns": whole[:, 2:4],
+        "one": whole[2, 3],
+        "turned": whole.t(),
+        "none": whole[:0],
+    }
     with ShardWriter(tmp_path, 3) as writer:
         for name, view in views.items():
             writer.add(name, (9,) * view.dim(), (1,) * view.dim(), view)
         stored = writer.finish()
     data = (tmp_path / "__3_0.distcp").read_bytes()
     for name, view in views.items():
-        (offset, sizes, _, start, length, _), = stored[name]["boxes"]
+        ((offset, sizes, _, start, length, _),) = stored[name]["boxes"]
         found = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
-        assert found.dtype == view.dtype and torch.equal(found, view) and found.shape == view.shape == sizes
+        assert (
+            found.dtype == view.dtype
+            and torch.equal(found, view)
+            and found.shape == view.shape == sizes
+        )
         assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
 
 
@@ -180,7 +223,9 @@ def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
     assert error.value.errno == errno.ENOSPC
 
 
-def test_no_file_without_boxes_and_large_ones_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_without_boxes_and_large_ones_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ShardWriter(tmp_path, 0) as writer:
         assert writer.finish() == {}
     assert list(tmp_path.iterdir()) == []
@@ -198,6 +243,8 @@ def test_no_file_without_boxes_and_large_ones_in_chunks(tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
 def test_memory(tmp_path: Path, background: bool, share: float) -> None:
-    """A save takes no copy of the state; one in the background takes one. A tenth for buffers, lists and the rest."""
+    """A save takes no copy of the state; one in the background takes one. A tenth for buffers,
+    lists and the rest.
+    """
     ((grown, state),) = run_processes(1, saver_cases.peak_of_a_save, str(tmp_path), 100, background)
     assert abs(grown / state - share) < 0.1

@@ -1,4 +1,5 @@
 """Memory for a copy of the state: of exactly its size, registered with the driver, given back."""
+
 from __future__ import annotations
 
 import gc
@@ -30,7 +31,10 @@ class Driver:
 
 
 def state(*sizes: int) -> dict[str, Shards]:
-    return {str(i): Shards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i}) for i, n in enumerate(sizes)}
+    return {
+        str(i): Shards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i})
+        for i, n in enumerate(sizes)
+    }
 
 
 def values(tensors: dict[str, Shards]) -> list[list[float]]:

@@ -1,4 +1,5 @@
 """How an error of a rank reads on all ranks."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -11,9 +12,13 @@ from megatron.errors import CheckpointError
 from megatron.parallel.topology import Group, Topology
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "run"), OSError(5, "Input/output error")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "run"), OSError(5, "Input/output error")]
+)
 def test_any_error_of_the_first_rank_is_told_to_all(error: Exception) -> None:
-    """The others wait for its answer: what it meets, such as a file system that fails, must not end it alone."""
+    """The others wait for its answer: what it meets, such as a file system that fails, must not end
+    it alone.
+    """
     topology = SimpleNamespace(world=Group([0], 0))
 
     def decide() -> None:

@@ -1,4 +1,7 @@
-"""The command line: what it accepts, what it says, and that it carries every configuration unchanged."""
+"""The command line: what it accepts, what it says, and that it carries every configuration
+unchanged.
+"""
+
 from __future__ import annotations
 
 import re
@@ -34,11 +37,14 @@ def test_last_of_a_repeated_flag_counts():
 
 def test_unknown_flags_get_a_suggestion():
     for argument, meant in (
-        ("--num-layer 4", "--num-layers"), ("--micro-batch-siz 4", "--micro-batch-size"),
-        ("--tensor-model 2", "--tensor-model-parallel-size"),  # a prefix that upstream would have accepted
-        ("--pipeline-lay=3", "--pipeline-layout"), ("--tensor-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--num-layer 4", "--num-layers"),
+        ("--micro-batch-siz 4", "--micro-batch-size"),
+        # a prefix that upstream would have accepted
+        ("--tensor-model 2", "--tensor-model-parallel-size"),
+        ("--pipeline-lay=3", "--pipeline-layout"),
+        ("--tensor-parallel-size 2", "--tensor-model-parallel-size"),
         ("--deepspeed-confg x", "--deepspeed_config"),
-    ):  # fmt: skip
+    ):
         text = problems(argument)
         assert meant in text.partition(re.split("[ =]", argument)[0])[2], text
         assert "1 problem:" in text  # the value of the unknown flag is no second problem
@@ -48,19 +54,30 @@ def test_unknown_flags_get_a_suggestion():
 
 def test_words_that_belong_to_no_flag():
     for text, words in (
-        (problems("stray", base=[]), ("'stray'",)), (problems("--", base=["stray", *BASE]), ("'stray'",)),
-        (problems("--seed 1 stray"), ("--seed", "got 2", "1 stray")), (problems("--swiglu 3"), ("--swiglu", "'3'")),
-        (problems("--no-swiglu 3"), ("--no-swiglu", "3")), (problems("--seed"), ("--seed", "got 0")),
+        (problems("stray", base=[]), ("'stray'",)),
+        (problems("--", base=["stray", *BASE]), ("'stray'",)),
+        (problems("--seed 1 stray"), ("--seed", "got 2", "1 stray")),
+        (problems("--swiglu 3"), ("--swiglu", "'3'")),
+        (problems("--no-swiglu 3"), ("--no-swiglu", "3")),
+        (problems("--seed"), ("--seed", "got 0")),
         (problems("--profile-ranks"), ("--profile-ranks",)),
-    ):  # fmt: skip
+    ):
         assert all(word in text for word in words), text
 
 
 def test_all_problems_are_numbered_together():
-    text = problems("--num-layers x --num-attention-heads 5 --batch-size 3 --lrr 2 --fp16 --bf16 --split no", 3)
+    text = problems(
+        "--num-layers x --num-attention-heads 5 --batch-size 3 --lrr 2 --fp16 --bf16 --split no", 3
+    )
     first, *lines = text.splitlines()
     words = [
-        "--lrr", "--num-layers", "--batch-size 3", "--num-attention-heads 5", "--global-batch-size 16", "--bf16", "no",
+        "--lrr",
+        "--num-layers",
+        "--batch-size 3",
+        "--num-attention-heads 5",
+        "--global-batch-size 16",
+        "--bf16",
+        "no",
     ]
     assert "7 problems" in first and len(lines) == 7
     for number, (line, word) in enumerate(zip(lines, words, strict=True), 1):
@@ -71,26 +88,37 @@ def test_two_flags_that_contradict_each_other():
     """Flags, and words that name the values."""
     for arguments, more in (
         ("--recompute-activations --recompute-granularity full", ""),
-        ("--zero-stage 0 --use-distributed-optimizer", ""), ("--num-query-groups 2 --num-key-value-heads 4", ""),
-        ("--swiglu --no-swiglu", ""), ("--use-rotary-position-embeddings --position-embedding-type alibi", ""),
+        ("--zero-stage 0 --use-distributed-optimizer", ""),
+        ("--num-query-groups 2 --num-key-value-heads 4", ""),
+        ("--swiglu --no-swiglu", ""),
+        ("--use-rotary-position-embeddings --position-embedding-type alibi", ""),
         ("--cross-entropy-loss-fusion --no-cross-entropy-loss-fusion", ""),
         ("--norm-implementation fused --no-persist-layer-norm", ""),
         ("--optimizer sgd --optimizer-implementation fused", "adam"),
         ("--rank-order dp-tp-pp --use-tp-pp-dp-mapping", ""),
-    ):  # fmt: skip
+    ):
         text = problems(arguments)
-        assert "1 problem:" in text and all(w in text for w in arguments.split() if w.startswith("--")) and more in text
+        assert (
+            "1 problem:" in text
+            and all(w in text for w in arguments.split() if w.startswith("--"))
+            and more in text
+        )
     for arguments, words in (
-        ("--norm-implementation quick", ("'quick'", "apex")), ("--rank-order tp-pp", ("'tp-pp'", "tp-pp-dp")),
-        ("--device-order 0,1,1", ("0,1,1", "3")), ("--device-order 1 2", ("1,2",)), ("--device-order 0,a", ("'a'",)),
-    ):  # fmt: skip
+        ("--norm-implementation quick", ("'quick'", "apex")),
+        ("--rank-order tp-pp", ("'tp-pp'", "tp-pp-dp")),
+        ("--device-order 0,1,1", ("0,1,1", "3")),
+        ("--device-order 1 2", ("1,2",)),
+        ("--device-order 0,a", ("'a'",)),
+    ):
         text = problems(arguments)
         assert all(word in text for word in (arguments.split()[0], *words)), text
 
 
 def test_rotary_without_learned_positions_in_either_order():
-    for pair in (["--use-rotary-position-embeddings", "--no-position-embedding"],
-                 ["--no-position-embedding", "--use-rotary-position-embeddings"]):
+    for pair in (
+        ["--use-rotary-position-embeddings", "--no-position-embedding"],
+        ["--no-position-embedding", "--use-rotary-position-embeddings"],
+    ):
         assert parse_args([*BASE, *pair]).model.position_embedding_type == "rope"
     assert parse_args([*BASE, "--no-position-embedding"]).model.position_embedding_type == "none"
 
@@ -106,7 +134,9 @@ def test_switches_can_be_turned_off_again():
 def test_no_pipeline_parallel():
     (notice,) = parse_command_line([*BASE, "--no-pipeline-parallel"])[1]
     assert notice.startswith("--no-pipeline-parallel ")
-    assert "--pipeline-model-parallel-size 2" in problems("--no-pipeline-parallel --pipeline-model-parallel-size 2", 2)
+    assert "--pipeline-model-parallel-size 2" in problems(
+        "--no-pipeline-parallel --pipeline-model-parallel-size 2", 2
+    )
 
 
 def test_world_size():
@@ -118,7 +148,13 @@ def test_world_size():
 
 
 def test_settings_without_effect_say_so():
-    given = [*BASE, "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--wandb-project", "p"]
+    given = [
+        *BASE,
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+        "--wandb-project",
+        "p",
+    ]
     (notice,) = parse_command_line(given)[1]
     assert notice.startswith("--wandb-project p ")
 
@@ -155,9 +191,9 @@ def test_print_config(capsys):
 
 finite = st.floats(min_value=1e-6, max_value=1, allow_nan=False)
 FLAGS = sorted({f for o in all_options().values() for f in (*o.flags, *o.off_flags)})
-names = st.text(min_size=1, max_size=12, alphabet=st.characters(min_codepoint=33, max_codepoint=0x2000)).filter(
-    lambda s: not s.startswith("-") and s.lower() != "none"
-)
+names = st.text(
+    min_size=1, max_size=12, alphabet=st.characters(min_codepoint=33, max_codepoint=0x2000)
+).filter(lambda s: not s.startswith("-") and s.lower() != "none")
 CHOSEN = st.fixed_dictionaries(
     {
         "num_layers": st.integers(4, 64).map(lambda n: 4 * n),
@@ -185,7 +221,11 @@ CHOSEN = st.fixed_dictionaries(
         "recompute_granularity": st.sampled_from(["full", "selective"]),
         "zero_stage": st.sampled_from([0, 1]),
         "data_path": st.lists(names.map(lambda s: f"p/{s}"), min_size=1, max_size=4).map(
-            lambda prefixes: (prefixes[0],) if len(prefixes) == 1 else tuple(w for p in prefixes for w in ("0.5", p))
+            lambda prefixes: (
+                (prefixes[0],)
+                if len(prefixes) == 1
+                else tuple(w for p in prefixes for w in ("0.5", p))
+            )
         ),
         "save": names,
         "no_save_optim": st.booleans(),
@@ -211,8 +251,13 @@ def test_configuration_to_command_line_and_back(chosen):
 
 def _run_needs(chosen: dict) -> list[str]:
     """What a training run must be told beyond the library's defaults."""
-    needs = {"lr": ["--lr=0.0001"], "micro_batch_size": ["--micro-batch-size=1"], "train_iters": ["--train-iters=1"],
-             "data_path": ["--mock-data"], "vocab_size": ["--tokenizer-type=HFTokenizer", "--tokenizer-model=m"]}
+    needs = {
+        "lr": ["--lr=0.0001"],
+        "micro_batch_size": ["--micro-batch-size=1"],
+        "train_iters": ["--train-iters=1"],
+        "data_path": ["--mock-data"],
+        "vocab_size": ["--tokenizer-type=HFTokenizer", "--tokenizer-model=m"],
+    }
     return [word for name, words in needs.items() if name not in chosen for word in words]
 
 
@@ -221,7 +266,9 @@ def test_any_words_give_a_configuration_or_a_config_error(words):
     if "--help" in words or "-h" in words:
         return
     try:
-        parse_args([w for w in words if "deepspeed_config" not in w and "deepspeed-config" not in w])
+        parse_args(
+            [w for w in words if "deepspeed_config" not in w and "deepspeed-config" not in w]
+        )
     except ConfigError as error:
         assert "problem" in str(error)
     except SystemExit as stop:
@@ -239,7 +286,11 @@ def test_how_ranks_are_placed(monkeypatch: pytest.MonkeyPatch):
     assert parsed("--rank-order=auto") == parsed("--rank-order", "none") == parsed()
     assert parsed("--rank-order", "tp-pp-dp", "--use-tp-pp-dp-mapping")[0] == "tp-pp-dp"
     monkeypatch.setenv("MEGATRON_CLUSTER", "frontier")
-    assert (parsed()[2], parsed("--cluster", "lumi")[2], parsed("--cluster", "none")[2]) == ("frontier", "lumi", None)
+    assert (parsed()[2], parsed("--cluster", "lumi")[2], parsed("--cluster", "none")[2]) == (
+        "frontier",
+        "lumi",
+        None,
+    )
     assert parse_args(BASE).origin("cluster") == "variable MEGATRON_CLUSTER"
     monkeypatch.setenv("MEGATRON_CLUSTER", "none")
     assert parsed()[2] is None

@@ -1,4 +1,5 @@
 """Config as an object: derived values, origins, copies, dictionaries, presets."""
+
 from __future__ import annotations
 
 import json
@@ -14,9 +15,16 @@ SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
 
 def test_derived_values():
     m = Config.create(**SIZES).model
-    assert (m.ffn_hidden_size, m.kv_channels, m.num_key_value_heads, m.max_position_embeddings) == (256, 16, 4, 32)
+    assert (m.ffn_hidden_size, m.kv_channels, m.num_key_value_heads, m.max_position_embeddings) == (
+        256,
+        16,
+        4,
+        32,
+    )
     # int(4h*2/3/64)*64, as Megatron-DeepSpeed computes it: 4096 -> 10922 -> 10880
-    assert Config.create(**{**SIZES, "hidden_size": 4096}, swiglu=True).model.ffn_hidden_size == 10880
+    assert (
+        Config.create(**{**SIZES, "hidden_size": 4096}, swiglu=True).model.ffn_hidden_size == 10880
+    )
     assert Config.create(**SIZES, swiglu=True).model.activation == "swiglu"
     assert Config.create(**SIZES, train_samples=100).optimizer.lr_decay_samples == 100
     assert Config.create(**SIZES, weight_decay=0.3).optimizer.end_weight_decay == 0.3
@@ -25,9 +33,15 @@ def test_derived_values():
     assert stable.optimizer.lr_decay_style == "WSD"
 
 
-@pytest.mark.parametrize(("true_size", "multiple", "tp", "padded"), [
-    (50257, 128, 1, 50304), (50257, 128, 8, 51200), (51200, 128, 8, 51200), (1, 4, 2, 8),
-])
+@pytest.mark.parametrize(
+    ("true_size", "multiple", "tp", "padded"),
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (51200, 128, 8, 51200),
+        (1, 4, 2, 8),
+    ],
+)
 def test_padded_vocabulary(true_size, multiple, tp, padded):
     config = Config.create(**SIZES, vocab_size=true_size, make_vocab_size_divisible_by=multiple)
     assert config.model.padded_vocab_size(tp) == padded
@@ -44,23 +58,46 @@ def test_replace_derives_anew():
         config.replace(tensor_model_parallel_size=3, ffn_hidden_size=99, world_size=3)
 
 
-@pytest.mark.parametrize("values", [
-    SIZES,
-    dict(**SIZES, ffn_hidden_size=256),
-    dict(**{**SIZES, "hidden_size": 66}, kv_channels=20, ffn_hidden_size=77, train_samples=50, lr_decay_samples=40),
-    dict(**SIZES, world_size=4, global_batch_size=8, rampup_batch_size=(4, 4, 10), data_path=["1", "a"]),
-    dict(**SIZES, tensor_model_parallel_size=2, sequence_parallel=True, profile_ranks=(1, 2), extra={"a": {"b": 1}}),
-    *({"preset": name} for name in PRESETS),
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        SIZES,
+        dict(**SIZES, ffn_hidden_size=256),
+        dict(
+            **{**SIZES, "hidden_size": 66},
+            kv_channels=20,
+            ffn_hidden_size=77,
+            train_samples=50,
+            lr_decay_samples=40,
+        ),
+        dict(
+            **SIZES,
+            world_size=4,
+            global_batch_size=8,
+            rampup_batch_size=(4, 4, 10),
+            data_path=["1", "a"],
+        ),
+        dict(
+            **SIZES,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            profile_ranks=(1, 2),
+            extra={"a": {"b": 1}},
+        ),
+        *({"preset": name} for name in PRESETS),
+    ],
+)
 def test_dictionary_and_back(values):
     config = Config.create(**values)
     stored = json.loads(json.dumps(config.to_dict()))
     assert set(stored) == set(all_options())
     again = Config.from_dict(stored)
     assert again == config
-    assert again.replace(hidden_size=128 * 96, num_attention_heads=96) == config.replace(
-        hidden_size=128 * 96, num_attention_heads=96
-    ) or "ffn_hidden_size" in values
+    assert (
+        again.replace(hidden_size=128 * 96, num_attention_heads=96)
+        == config.replace(hidden_size=128 * 96, num_attention_heads=96)
+        or "ffn_hidden_size" in values
+    )
 
 
 def test_a_dictionary_with_an_unknown_name():
@@ -68,9 +105,15 @@ def test_a_dictionary_with_an_unknown_name():
         Config.from_dict({**Config.create(**SIZES).to_dict(), "seed_value": 3})
 
 
-# Published parameter counts, which the sizes must give: 12*L*h^2 for the layers of a GPT, and the embeddings.
-BILLIONS = {"gpt-1.4b": (1.4, 0.1), "gpt-22b": (22, 0.03), "gpt-175b": (175, 0.01), "gpt-1t": (1008, 0.005),
-            "gpt2-124m": (0.124, 0.01)}  # fmt: skip
+# Published parameter counts, which the sizes must give: 12*L*h^2 for the layers of a GPT, and the
+# embeddings.
+BILLIONS = {
+    "gpt-1.4b": (1.4, 0.1),
+    "gpt-22b": (22, 0.03),
+    "gpt-175b": (175, 0.01),
+    "gpt-1t": (1008, 0.005),
+    "gpt2-124m": (0.124, 0.01),
+}
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -85,18 +128,31 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
     elif model == "llama-8b":  # 8,030,261,248 parameters, as the published weights have
         head = m.hidden_size // m.num_attention_heads
         attention = m.hidden_size * head * (2 * m.num_attention_heads + 2 * m.num_key_value_heads)
-        layers = m.num_layers * (attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size)
+        layers = m.num_layers * (
+            attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
+        )
         assert layers + 2 * m.vocab_size * m.hidden_size + m.hidden_size == 8_030_261_248
     else:
         assert model == "tiny"
     if name != model:
         paper = Config.create(model)
-        assert (m, config.optimizer, config.precision) == (paper.model, paper.optimizer, paper.precision)
+        assert (m, config.optimizer, config.precision) == (
+            paper.model,
+            paper.optimizer,
+            paper.precision,
+        )
     with pytest.raises(SystemExit):
         parse_args(["--print-config", f"--preset={name}"])
     assert f"(preset {name})" in capsys.readouterr().out
     # Flags win over a preset on either side.
-    change = ["--num-layers", "16", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    change = [
+        "--num-layers",
+        "16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "2",
+    ]
     run = ["--mock-data", "--train-iters", "3"]
     before = parse_args([*change, "--preset", name, *run])
     assert before == parse_args(["--preset", name, *change, *run])

@@ -1,4 +1,5 @@
 """The DeepSpeed JSON: taken over, "auto", contradictions, unknown entries, broken files."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +14,8 @@ from megatron.config.json_lines import key_lines
 from megatron.errors import ConfigError
 
 BASE = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 9 --vocab-size 9 --mock-data"
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 9 "
+    "--vocab-size 9 --mock-data"
 ).split()
 RUN = [*BASE, "--lr", "0.001", "--micro-batch-size", "2"]
 
@@ -39,21 +41,45 @@ def refused(merge, content, *arguments, **more) -> str:
 
 
 FULL = {
-    "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2}},
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2},
+    },
     "zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8, "allgather_bucket_size": 1000},
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
-             "min_loss_scale": 2},
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    },
     "gradient_clipping": 0.5,
-}  # fmt: skip
+}
 
 
 def test_what_only_the_file_has_is_taken_over(merge):
     config, notices = merge(FULL, base=BASE)
     expected = dict(
-        micro_batch_size=3, global_batch_size=24, lr=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6,
-        weight_decay=0.2, zero_stage=0, zero_reduce_bucket_size=500_000_000, zero_allgather_bucket_size=1000, fp16=True,
-        loss_scale=None, initial_loss_scale=4096.0, loss_scale_window=500, hysteresis=3, min_loss_scale=2.0,
+        micro_batch_size=3,
+        global_batch_size=24,
+        lr=3e-4,
+        adam_beta1=0.8,
+        adam_beta2=0.95,
+        adam_eps=1e-6,
+        weight_decay=0.2,
+        zero_stage=0,
+        zero_reduce_bucket_size=500_000_000,
+        zero_allgather_bucket_size=1000,
+        fp16=True,
+        loss_scale=None,
+        initial_loss_scale=4096.0,
+        loss_scale_window=500,
+        hysteresis=3,
+        min_loss_scale=2.0,
         clip_grad=0.5,
     )
     assert {name: config.get(name) for name in expected} == expected
@@ -65,12 +91,23 @@ def test_what_only_the_file_has_is_taken_over(merge):
 
 def test_auto_leaves_it_to_the_command_line(merge):
     auto = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"},
+        },
+        "zero_optimization": {"stage": "auto"},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
     }
     config, notices = merge(auto, "--bf16", "--clip-grad", "0.3")
-    assert config.precision.bf16 and config.optimizer.clip_grad == 0.3 and config.batch.micro_batch_size == 2
+    assert (
+        config.precision.bf16
+        and config.optimizer.clip_grad == 0.3
+        and config.batch.micro_batch_size == 2
+    )
     assert notices == []
 
 
@@ -78,21 +115,49 @@ CONTRADICTIONS = [
     ({"train_micro_batch_size_per_gpu": 4}, "", ["--micro-batch-size", "2", "4"]),
     ({"train_batch_size": 16}, "--global-batch-size 8", ["--global-batch-size", "8", "16"]),
     ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["--zero-stage", "0", "1"]),
-    ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", ["--zero-stage", "1", "0"]),
+    (
+        {"zero_optimization": {"stage": 0}},
+        "--use-distributed-optimizer",
+        ["--zero-stage", "1", "0"],
+    ),
     ({"fp16": {"enabled": False}}, "--fp16", ["--fp16", "fp16.enabled"]),
     ({"bf16": {"enabled": False}}, "--bf16", ["--bf16", "bf16.enabled"]),
     ({"fp16": {"enabled": True}}, "--bf16", ["bf16", "fp16.enabled"]),
-    ({"gradient_clipping": 0.5}, "--clip-grad 1.0", ["--clip-grad", "1.0", "gradient_clipping", "0.5"]),
-    ({"optimizer": {"params": {"lr": 0.002}}}, "", ["--lr", "0.001", "optimizer.params.lr", "0.002"]),
-    ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "--adam-beta2 0.99", ["--adam-beta2", "0.99", "0.95"]),
-    ({"optimizer": {"params": {"weight_decay": 0.1}}}, "--weight-decay 0.2", ["--weight-decay", "0.2", "0.1"]),
+    (
+        {"gradient_clipping": 0.5},
+        "--clip-grad 1.0",
+        ["--clip-grad", "1.0", "gradient_clipping", "0.5"],
+    ),
+    (
+        {"optimizer": {"params": {"lr": 0.002}}},
+        "",
+        ["--lr", "0.001", "optimizer.params.lr", "0.002"],
+    ),
+    (
+        {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+        "--adam-beta2 0.99",
+        ["--adam-beta2", "0.99", "0.95"],
+    ),
+    (
+        {"optimizer": {"params": {"weight_decay": 0.1}}},
+        "--weight-decay 0.2",
+        ["--weight-decay", "0.2", "0.1"],
+    ),
     ({"optimizer": {"params": {"eps": 1e-7}}}, "--adam-eps 1e-8", ["--adam-eps", "1e-07"]),
     ({"optimizer": {"type": "SGD"}}, "--optimizer adam", ["--optimizer", "adam", "sgd"]),
     ({"fp16": {"loss_scale": 128}}, "--fp16 --loss-scale 64", ["--loss-scale", "64.0", "128.0"]),
-    ({"fp16": {"initial_scale_power": 10}}, "--fp16 --initial-loss-scale 2048", ["2048.0", "1024.0"]),
+    (
+        {"fp16": {"initial_scale_power": 10}},
+        "--fp16 --initial-loss-scale 2048",
+        ["2048.0", "1024.0"],
+    ),
     ({"fp16": {"hysteresis": 1}}, "--fp16 --hysteresis 2", ["--hysteresis", "2", "1"]),
-    ({"gradient_accumulation_steps": 3}, "--global-batch-size 8", ["gradient_accumulation_steps", "3", "2"]),
-]  # fmt: skip
+    (
+        {"gradient_accumulation_steps": 3},
+        "--global-batch-size 8",
+        ["gradient_accumulation_steps", "3", "2"],
+    ),
+]
 
 
 def test_contradictions_name_both_values_and_places(merge):
@@ -102,41 +167,61 @@ def test_contradictions_name_both_values_and_places(merge):
 
 
 def test_a_loss_scale_beside_a_dynamic_one_says_nothing(merge):
-    """DeepSpeed reads its own file, so that the run was dynamic; in fp32 and bf16 nothing is said at all."""
+    """DeepSpeed reads its own file, so that the run was dynamic; in fp32 and bf16 nothing is said
+    at all.
+    """
     content = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
     config, notices = merge(content, "--loss-scale", "12")
     assert config.precision.loss_scale is None and config.precision.initial_loss_scale == 4096
     (notice,) = notices
     assert all(word in notice for word in ("--loss-scale 12", "fp16.loss_scale", "ds.json:1"))
     assert merge(content)[1] == [] and merge(content, "--loss-scale", "0")[1] == []
-    assert merge({"fp16": {"enabled": True, "loss_scale": 64}}, "--loss-scale", "64")[0].precision.loss_scale == 64
+    assert (
+        merge({"fp16": {"enabled": True, "loss_scale": 64}}, "--loss-scale", "64")[
+            0
+        ].precision.loss_scale
+        == 64
+    )
 
 
 def test_an_optimizer_that_is_handed_over_keeps_its_weight_decay(merge):
-    content = {"optimizer": {"type": "Adam", "params": {"torch_adam": False, "adam_w_mode": False, "lr": "auto"}}}
+    content = {
+        "optimizer": {
+            "type": "Adam",
+            "params": {"torch_adam": False, "adam_w_mode": False, "lr": "auto"},
+        }
+    }
     config, notices = merge(content)
     assert config.optimizer.optimizer == "adam" and config.engine.extra == {}
     assert [n.split(": ")[1].split()[0] for n in notices] == [
-        "optimizer.params.adam_w_mode", "optimizer.params.torch_adam",
+        "optimizer.params.adam_w_mode",
+        "optimizer.params.torch_adam",
     ]
 
 
 def test_all_contradictions_together(merge):
     text = refused(merge, FULL, "--clip-grad", "1", "--bf16")
-    assert "5 problems:" in text  # micro-batch, lr, clipping, precision, and accumulation, which follows
+    # micro-batch, lr, clipping, precision, and accumulation, which follows
+    assert "5 problems:" in text
 
 
 def test_loss_scale_entries_of_a_switched_off_fp16_say_nothing(merge):
-    content = {"fp16": {"enabled": False, "loss_scale": 99, "initial_scale_power": 3}, "bf16": {"enabled": True}}
+    content = {
+        "fp16": {"enabled": False, "loss_scale": 99, "initial_scale_power": 3},
+        "bf16": {"enabled": True},
+    }
     config, _ = merge(content, "--initial-loss-scale", "64")
     assert config.precision.dtype_name == "bfloat16" and config.precision.initial_loss_scale == 64
 
 
-@pytest.mark.parametrize(("content", "base", "micro", "total"), [
-    ({"gradient_accumulation_steps": 4}, RUN, 2, 16),
-    ({"gradient_accumulation_steps": 4, "train_batch_size": 24}, [*BASE, "--lr", "1"], 3, 24),
-    ({"train_batch_size": 24}, RUN, 2, 24),
-])
+@pytest.mark.parametrize(
+    ("content", "base", "micro", "total"),
+    [
+        ({"gradient_accumulation_steps": 4}, RUN, 2, 16),
+        ({"gradient_accumulation_steps": 4, "train_batch_size": 24}, [*BASE, "--lr", "1"], 3, 24),
+        ({"train_batch_size": 24}, RUN, 2, 24),
+    ],
+)
 def test_batch_sizes_follow_from_each_other(merge, content, base, micro, total):
     """total = micro-batch x steps x 2 replicas."""
     config, _ = merge(content, base=base)
@@ -145,23 +230,34 @@ def test_batch_sizes_follow_from_each_other(merge, content, base, micro, total):
 
 def test_entries_of_the_engine_are_reported(merge):
     content = {
-        "steps_per_print": 10, "wall_clock_breakdown": True, "prescale_gradients": False,
+        "steps_per_print": 10,
+        "wall_clock_breakdown": True,
+        "prescale_gradients": False,
         "flops_profiler": {"enabled": True},
         "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
-        "activation_checkpointing": {"partition_activations": True}, "data_types": {"grad_accum_dtype": "bf16"},
+        "activation_checkpointing": {"partition_activations": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
     }
     config, notices = merge(content, "--bf16")
     assert config.precision.main_grads_dtype == "bf16"
     assert {n.split(": ")[1].split()[0] for n in notices} == {
-        "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "flops_profiler",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "prescale_gradients",
+        "flops_profiler",
         "zero_optimization.overlap_comm",
-        "zero_optimization.contiguous_gradients", "activation_checkpointing",
+        "zero_optimization.contiguous_gradients",
+        "activation_checkpointing",
     }
     assert config.engine.extra == {}
 
 
 def test_unknown_entries_are_passed_on_with_a_notice(merge):
-    content = {"comms_logger": {"enabled": True}, "gradient_cliping": 1.0, "zero_optimization": {"new_knob": 3}}
+    content = {
+        "comms_logger": {"enabled": True},
+        "gradient_cliping": 1.0,
+        "zero_optimization": {"new_knob": 3},
+    }
     config, notices = merge(content)
     assert config.engine.extra == content
     assert any("gradient_cliping" in n and "gradient_clipping" in n for n in notices)
@@ -171,12 +267,18 @@ def test_unknown_entries_are_passed_on_with_a_notice(merge):
 
 IMPOSSIBLE = [
     ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "3", "--zero-stage 1"]),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device", "remove"]),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        ["offload_optimizer.device", "remove"],
+    ),
     ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'"]),
     ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),
     ({"optimizer": {"params": {"betas": 0.9}}}, ["optimizer.params.betas"]),
     ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "--lr-decay-style"]),
-    ({"data_types": {"grad_accum_dtype": "fp16"}}, ["data_types.grad_accum_dtype", "'fp16'", "bf16"]),
+    (
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        ["data_types.grad_accum_dtype", "'fp16'", "bf16"],
+    ),
     ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "false"]),
     ({"amp": {"enabled": True}}, ["amp", "--bf16"]),
     ({"train_batch_size": "many"}, ["train_batch_size", "'many'"]),
@@ -185,7 +287,7 @@ IMPOSSIBLE = [
     ({"fp16": True}, ["fp16", "true"]),
     ({"fp16": {"enabled": "yes"}}, ["fp16.enabled", "'yes'"]),
     ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, ["initial_scale_power", "'x'"]),
-]  # fmt: skip
+]
 
 
 def test_entries_that_cannot_be_had(merge):
@@ -196,11 +298,14 @@ def test_entries_that_cannot_be_had(merge):
 
 def test_broken_files(merge):
     for text, words in (
-        ('{"a": 1,\n  oops}', ["line 2"]), ("", ["line 1"]), ("[1]", ["list"]),
+        ('{"a": 1,\n  oops}', ["line 2"]),
+        ("", ["line 1"]),
+        ("[1]", ["list"]),
         ('{"fp16": {}, "fp16": {}}', ['"fp16"']),
         ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), ["JSON"]),
-        (f'{{"a": {"[" * 5000}{"]" * 5000}}}', ["JSON"]), (f'{{"train_batch_size": {"9" * 5000}}}', ["5000"]),
-    ):  # fmt: skip
+        (f'{{"a": {"[" * 5000}{"]" * 5000}}}', ["JSON"]),
+        (f'{{"train_batch_size": {"9" * 5000}}}', ["5000"]),
+    ):
         message = refused(merge, text, "--num-attention-heads", "5")
         assert "2 problems:" in message, "the other problems are found too"
         assert all(word in message for word in words), message
@@ -209,12 +314,18 @@ def test_broken_files(merge):
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
     os.mkfifo(tmp_path / "fifo")  # on which a reader would wait
-    for path in (tmp_path / "none.json", tmp_path, tmp_path / "binary.json", tmp_path / "fifo", "/dev/zero"):
+    for path in (
+        tmp_path / "none.json",
+        tmp_path,
+        tmp_path / "binary.json",
+        tmp_path / "fifo",
+        "/dev/zero",
+    ):
         with pytest.raises(ConfigError, match=str(path)):
             parse_command_line([*RUN, "--deepspeed_config", str(path)], 1)
 
 
-# -- which line to change ----------------------------------------------------------------------------------------------
+# -- which line to change --------------------------------------------------------------------------
 
 LINED = """{
   "train_micro_batch_size_per_gpu": 4,
@@ -236,34 +347,56 @@ def test_a_contradiction_says_which_line_to_change(tmp_path):
     file.write_text(LINED)
     for arguments, line, words in (
         ("--bf16", 5, ("bf16", "fp16.enabled", "false", "--fp16")),
-        ("--micro-batch-size 1", 2, ("train_micro_batch_size_per_gpu", '"auto"', "--micro-batch-size 4")),
+        (
+            "--micro-batch-size 1",
+            2,
+            ("train_micro_batch_size_per_gpu", '"auto"', "--micro-batch-size 4"),
+        ),
         ("--zero-stage 0", 7, ("zero_optimization.stage", '"auto"', "--zero-stage 1")),
         ("--clip-grad 1", 10, ("gradient_clipping", '"auto"', "--clip-grad 0.5")),
-        ("--micro-batch-size 4 --global-batch-size 8", 3, ("gradient_accumulation_steps", "8", "4", "2")),
-    ):  # fmt: skip
+        (
+            "--micro-batch-size 4 --global-batch-size 8",
+            3,
+            ("gradient_accumulation_steps", "8", "4", "2"),
+        ),
+    ):
         with pytest.raises(ConfigError) as raised:
-            parse_command_line([*BASE, "--lr", "1", *arguments.split(), "--deepspeed_config", str(file)], 2)
+            parse_command_line(
+                [*BASE, "--lr", "1", *arguments.split(), "--deepspeed_config", str(file)], 2
+            )
         text = str(raised.value)
-        assert "1 problem:" in text and f"line {line} of {file}" in text and all(word in text for word in words), text
+        assert (
+            "1 problem:" in text
+            and f"line {line} of {file}" in text
+            and all(word in text for word in words)
+        ), text
 
 
 def test_a_contradiction_within_the_file(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text('{"fp16": {"enabled": true},\n"bf16": {"enabled": true}, "train_batch_size": 4}')
+    file.write_text(
+        '{"fp16": {"enabled": true},\n"bf16": {"enabled": true}, "train_batch_size": 4}'
+    )
     with pytest.raises(ConfigError) as raised:
         parse_command_line([*RUN, "--deepspeed_config", str(file)], 2)
-    assert all(word in str(raised.value) for word in ("fp16.enabled", "line 1", "bf16.enabled", "line 2"))
+    assert all(
+        word in str(raised.value) for word in ("fp16.enabled", "line 1", "bf16.enabled", "line 2")
+    )
 
 
 keys = st.text(min_size=1, max_size=6).filter(lambda key: "." not in key)
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8))
 trees = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=20
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=20,
 )
 
 
 def reference(tree: object, path: str, line: int, found: dict[str, int], within_list: bool) -> int:
-    """Lines of keys as json.dumps(indent=1) lays them out, one item to a line; returns the last line of `tree`."""
+    """Lines of keys as json.dumps(indent=1) lays them out, one item to a line; returns the last
+    line of `tree`.
+    """
     items: list[tuple[str | None, object]] = []
     if isinstance(tree, dict):
         items = list(tree.items())

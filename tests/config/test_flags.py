@@ -1,4 +1,7 @@
-"""Every flag that existing GPT launch scripts use is a setting, accepted with a notice, or refused with a reason."""
+"""Every flag that existing GPT launch scripts use is a setting, accepted with a notice, or refused
+with a reason.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -7,13 +10,23 @@ from megatron.config import parse_command_line
 from megatron.errors import ConfigError
 
 BASE = {
-    "--num-layers": "8", "--hidden-size": "64", "--num-attention-heads": "4", "--seq-length": "64",
-    "--micro-batch-size": "1", "--global-batch-size": "16", "--train-iters": "100", "--lr": "0.001",
-    "--vocab-size": "100", "--mock-data": "", "--save": "out", "--load": "in",
-}  # fmt: skip
+    "--num-layers": "8",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "64",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "16",
+    "--train-iters": "100",
+    "--lr": "0.001",
+    "--vocab-size": "100",
+    "--mock-data": "",
+    "--save": "out",
+    "--load": "in",
+}
 WORLD_SIZE = 4
 
-# A flag, its words and what it sets: the setting of the same name to the same value, unless `=> name value` says more.
+# A flag, its words and what it sets: the setting of the same name to the same value, unless
+# `=> name value` says more.
 SETTINGS = """
 --num-layers 4
 --hidden-size 128
@@ -563,7 +576,9 @@ def rows(text: str) -> list[tuple[str, list[str], str]]:
 
 
 def command(flag: str, words: list[str]) -> list[str]:
-    beside = {k: v for k, v in {**BASE, **BESIDE.get(flag, {})}.items() if v is not None and k != flag}
+    beside = {
+        k: v for k, v in {**BASE, **BESIDE.get(flag, {})}.items() if v is not None and k != flag
+    }
     return [w for k, v in beside.items() for w in (k, *v.split())] + [flag, *words]
 
 
@@ -579,7 +594,9 @@ def test_settings():
             found = f"({','.join(map(str, value))}{',' if len(value) == 1 else ''})"
         assert found == expected, (flag, words)
         assert config.origin(name) == "command line"
-        assert not [n for n in notices if flag in n and "no effect" not in n and flag != "--deepspeed"]
+        assert not [
+            n for n in notices if flag in n and "no effect" not in n and flag != "--deepspeed"
+        ]
 
 
 def test_accepted_with_one_line_that_says_why():
@@ -602,5 +619,7 @@ def test_refused_with_what_to_use_instead():
 def test_every_documented_flag_is_tested_above():
     documented = DOCUMENTED.split()
     assert len(documented) == len(set(documented)) == 215
-    tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)} | {"--deepspeed_config"}
+    tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)} | {
+        "--deepspeed_config"
+    }
     assert {f"--{name}" for name in (*documented, *OTHER_NAMES.split())} - tested == set()

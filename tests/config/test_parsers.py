@@ -1,4 +1,7 @@
-"""Every flag of the argument parsers of other GPT training programs is a setting, means some, or has a reason."""
+"""Every flag of the argument parsers of other GPT training programs is a setting, means some, or
+has a reason.
+"""
+
 from __future__ import annotations
 
 import re
@@ -14,8 +17,10 @@ from megatron.errors import ConfigError
 
 PARSERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
 RUN = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --vocab-size 100 "
-    "--global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 --init-method-std 0.02 --mock-data"
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
+    "--vocab-size 100 "
+    "--global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 --init-method-std 0.02 "
+    "--mock-data"
 ).split()
 FOREIGN = {spelling: flag for spelling in spellings() if (flag := find(spelling)) is not None}
 
@@ -24,7 +29,11 @@ def test_every_flag_of_every_parser_is_known():
     """None is without a meaning, and none that is a setting is also in the list of what is none."""
     flags = {f"--{name}" for names in PARSERS.values() for name in names.split()}
     assert len(flags) > 1500 and {name.split(",")[0] for name in PARSERS} >= {
-        "Megatron-LM", "Megatron-LM for ROCm", "Megatron-DeepSpeed", "BigScience Megatron-DeepSpeed", "Primus",
+        "Megatron-LM",
+        "Megatron-LM for ROCm",
+        "Megatron-DeepSpeed",
+        "BigScience Megatron-DeepSpeed",
+        "Primus",
     }
     assert [flag for flag in sorted(flags) if flag not in flag_table()] == []
     assert [flag for flag in FOREIGN if flag in settings_flags()] == []
@@ -33,10 +42,14 @@ def test_every_flag_of_every_parser_is_known():
 
 def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
     reasons = [family.reason for family in families()]
-    assert len(set(reasons)) == len(reasons) and all(reason and "\n" not in reason for reason in reasons)
+    assert len(set(reasons)) == len(reasons) and all(
+        reason and "\n" not in reason for reason in reasons
+    )
     for family in families():
         assert not family.refused or re.search(r"\b(use|remove)\b", family.reason), family.name
-        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", family.reason)) <= set(settings_flags()), family.reason
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", family.reason)) <= set(
+            settings_flags()
+        ), family.reason
 
 
 def notices_of(words: list[str]) -> list[str]:
@@ -63,7 +76,9 @@ def test_flags_without_effect_are_accepted_and_change_nothing():
 
 
 def test_refused_flags_are_accepted_where_their_value_leaves_the_feature_off():
-    """Its framework's own default, mostly: of every family that has such values, each value of each flag."""
+    """Its framework's own default, mostly: of every family that has such values, each value of each
+    flag.
+    """
     settings = dict(zip(RUN[::2], RUN[1::2], strict=False))
     counted = 0
     for spelling, flag in FOREIGN.items():
@@ -81,7 +96,12 @@ def test_refused_flags_are_accepted_where_their_value_leaves_the_feature_off():
 
 
 def test_what_takes_no_value_takes_none():
-    for words in (["--moe-grouped-gemm", "3"], ["--topk"], ["--topk", "1", "2"], ["--use_turbo_attention", "maybe"]):
+    for words in (
+        ["--moe-grouped-gemm", "3"],
+        ["--topk"],
+        ["--topk", "1", "2"],
+        ["--use_turbo_attention", "maybe"],
+    ):
         assert words[0] in problem_of(words)
 
 

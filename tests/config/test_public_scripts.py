@@ -1,4 +1,7 @@
-"""Command lines of public GPT launch scripts resolve as they are, or are refused for the reasons listed beside them."""
+"""Command lines of public GPT launch scripts resolve as they are, or are refused for the reasons
+listed beside them.
+"""
+
 from __future__ import annotations
 
 import re
@@ -13,7 +16,9 @@ from megatron.errors import ConfigError
 
 
 def scripts(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name(name).read_text())["script"]
+    found: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name(name).read_text())[
+        "script"
+    ]
     return found
 
 
@@ -45,11 +50,21 @@ def problems_of(script: dict[str, Any]) -> list[str]:
 
 def test_public_lines_resolve():
     """Sizes by hand, and every value that the line has a flag for is the configuration's."""
-    assert len(SCRIPTS) >= 25 and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS) and len(RESOLVED) >= 15
+    assert (
+        len(SCRIPTS) >= 25
+        and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS)
+        and len(RESOLVED) >= 15
+    )
     for script in RESOLVED:
         config, _ = resolve(script)
-        sizes = (config.parallel.data_parallel_size, config.num_micro_batches(), config.batch.global_batch_size)
-        assert sizes == tuple(script[n] for n in ("replicas", "micro_batches", "global_batch")), script["follows"]
+        sizes = (
+            config.parallel.data_parallel_size,
+            config.num_micro_batches(),
+            config.batch.global_batch_size,
+        )
+        assert sizes == tuple(script[n] for n in ("replicas", "micro_batches", "global_batch")), (
+            script["follows"]
+        )
         assert config.tokenizer.tokenizer_type is not None
         check_values(script, config)
 
@@ -62,11 +77,17 @@ def check_values(script: dict[str, Any], config: Config) -> None:
         if words and setting in config.given:
             found = config.given[setting]
             values = found if isinstance(found, tuple) else (found,)
-            assert len(values) == len(words) and all(map(_same, values, words)), (script["follows"], flag, found)
+            assert len(values) == len(words) and all(map(_same, values, words)), (
+                script["follows"],
+                flag,
+                found,
+            )
 
 
 def test_scripts_of_every_family():
-    """Four in five of those that need nothing that is not here resolve; what is refused says what to do instead."""
+    """Four in five of those that need nothing that is not here resolve; what is refused says what
+    to do instead.
+    """
     assert len(BY_FAMILY) >= 60 and len({s["family"] for s in BY_FAMILY}) >= 20
     assert not {s["follows"] for s in BY_FAMILY} & {s["follows"] for s in SCRIPTS}
     resolved, refused = [], []
@@ -86,7 +107,9 @@ def test_scripts_of_every_family():
         words = script["line"].replace("_", "-").split()
         layout = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
         model = [int(words[words.index(flag) + 1]) if flag in words else 1 for flag in layout]
-        assert config.parallel.data_parallel_size * model[0] * model[1] == script["processes"], script["follows"]
+        assert config.parallel.data_parallel_size * model[0] * model[1] == script["processes"], (
+            script["follows"]
+        )
     assert len(resolved) >= 0.8 * (len(resolved) + sum("needs" not in s for s in refused))
 
 
@@ -101,9 +124,13 @@ def test_public_lines_are_refused_for_the_right_reasons():
     for script in REFUSED:
         found = problems_of(script)
         for names in script["problems"]:
-            assert any(has(problem, names) for problem in found), f"{names}\nis not in\n" + "\n".join(found)
+            assert any(has(problem, names) for problem in found), (
+                f"{names}\nis not in\n" + "\n".join(found)
+            )
         for problem in found:
-            assert any(has(problem, names) for names in script["problems"]), f"not listed: {problem}"
+            assert any(has(problem, names) for names in script["problems"]), (
+                f"not listed: {problem}"
+            )
 
 
 def has(problem: str, names: str) -> bool:
@@ -119,5 +146,9 @@ def test_the_lines_to_change_are_the_right_ones():
             value, number = found[1], int(found[2])
             lines[number - 1] = re.sub(r": [^,]*", f": {value}", lines[number - 1])
     config, _ = resolve({**script, "json": "\n".join(lines)})
-    assert config.precision.fp16 and config.batch.micro_batch_size == 1 and config.engine.zero_stage == 0
+    assert (
+        config.precision.fp16
+        and config.batch.micro_batch_size == 1
+        and config.engine.zero_stage == 0
+    )
     assert config.num_micro_batches() == 320  # 640 samples, two replicas

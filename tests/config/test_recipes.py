@@ -1,4 +1,7 @@
-"""The recipes for Frontier: they resolve on as many nodes as their scripts ask for, and their ranks fit together."""
+"""The recipes for Frontier: they resolve on as many nodes as their scripts ask for, and their ranks
+fit together.
+"""
+
 from __future__ import annotations
 
 import re
@@ -20,12 +23,20 @@ from tools.show_recipe import RECIPES, Recipe
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/frontier.md"
 GIB = 2**30
-# By hand, from the table of facts and the presets: GCDs of a replica, and its micro-batches on the script's nodes.
+# By hand, from the table of facts and the presets: GCDs of a replica, and its micro-batches on the
+# script's nodes.
 BY_HAND = {
-    "1.4B paper": (1, 8), "1.4B frontier": (1, 2), "22B paper": (8, 40), "22B frontier": (8, 40),
-    "175B paper": (64, 40), "175B frontier": (64, 40), "1T paper": (512, 320), "1T frontier": (256, 160),
-}  # fmt: skip
-# Sequences of a step in the paper's experiments, by model: weak scaling per replica of its layout, strong in all.
+    "1.4B paper": (1, 8),
+    "1.4B frontier": (1, 2),
+    "22B paper": (8, 40),
+    "22B frontier": (8, 40),
+    "175B paper": (64, 40),
+    "175B frontier": (64, 40),
+    "1T paper": (512, 320),
+    "1T frontier": (256, 160),
+}
+# Sequences of a step in the paper's experiments, by model: weak scaling per replica of its layout,
+# strong in all.
 WEAK, STRONG = {"175B": 640, "1T": 1600}, {"175B": 8000, "1T": 8016}
 
 
@@ -51,22 +62,31 @@ def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
         assert config.num_micro_batches() == micro_batches
     cluster = load_cluster("frontier")
     fullest = max(rank.total for rank in memory_of_ranks(config))
-    assert fullest < 0.8 * cluster.memory_gib * GIB, "an eighth and more is left for what is not counted"
+    assert fullest < 0.8 * cluster.memory_gib * GIB, (
+        "an eighth and more is left for what is not counted"
+    )
     assert recipe.nodes <= cluster.nodes and recipe.nodes * 8 == config.parallel.world_size
 
 
-# -- batches that replicas can share -----------------------------------------------------------------------------------
+# -- batches that replicas can share ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "nodes"), [("175B", (8, 16, 32, 64, 128)), ("1T", (64, 128, 192, 256, 320, 384))])
+@pytest.mark.parametrize(
+    ("model", "nodes"), [("175B", (8, 16, 32, 64, 128)), ("1T", (64, 128, 192, 256, 320, 384))]
+)
 @pytest.mark.parametrize("kind", ["", "-frontier"])
 def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
-    """Weak: so many per 64 (512) GCDs. Strong: one total where it divides into the replicas, and an error where not."""
+    """Weak: so many per 64 (512) GCDs. Strong: one total where it divides into the replicas, and an
+    error where not.
+    """
     preset = f"gpt-{model.lower()}{kind}"
     for n in nodes:
         per = n * 8 // (64 if model == "175B" else 512)
         weak = plan(preset, n, "--global-batch-size", str(WEAK[model] * per))
-        assert weak.batch.global_batch_size == weak.num_micro_batches() * weak.parallel.data_parallel_size
+        assert (
+            weak.batch.global_batch_size
+            == weak.num_micro_batches() * weak.parallel.data_parallel_size
+        )
         replicas = weak.parallel.data_parallel_size
         strong = ["--global-batch-size", str(STRONG[model])]
         if STRONG[model] % replicas == 0:
@@ -76,7 +96,7 @@ def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
                 plan(preset, n, *strong)
 
 
-# -- every rank --------------------------------------------------------------------------------------------------------
+# -- every rank ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if "scaling" not in r.note], ids=name_of)
@@ -85,28 +105,42 @@ def test_every_rank_of_a_recipe(recipe):
     config, cluster = parse_plan(recipe.argv()), load_cluster("frontier")
     rows = list(rank_rows(config, choose_placement(config, cluster)))
     assert [row.rank for row in rows] == list(range(recipe.nodes * 8))
-    assert len({(row.node, row.device) for row in rows}) == len({(row.tp, row.dp, row.pp) for row in rows}) == len(rows)
+    assert (
+        len({(row.node, row.device) for row in rows})
+        == len({(row.tp, row.dp, row.pp) for row in rows})
+        == len(rows)
+    )
     parallel = config.parallel
-    tp, pp, v = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks
+    tp, pp, v = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+    )
     each = config.model.num_layers // (pp * v)
     held: dict[tuple[int, int], list[int]] = defaultdict(list)
     tensor_groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for row in rows:
         assert 0 <= row.tp < tp and 0 <= row.pp < pp and 0 <= row.dp < parallel.data_parallel_size
         assert row.node == row.rank // 8
-        assert row.nic == ("hsn0", "hsn0", "hsn1", "hsn1", "hsn2", "hsn2", "hsn3", "hsn3")[row.device]
+        assert (
+            row.nic == ("hsn0", "hsn0", "hsn1", "hsn1", "hsn2", "hsn2", "hsn3", "hsn3")[row.device]
+        )
         # Chunk c of stage p begins (c pp + p) chunks into the model.
-        assert [layers.start for layers in row.chunks] == [(c * pp + row.pp) * each for c in range(v)]
+        assert [layers.start for layers in row.chunks] == [
+            (c * pp + row.pp) * each for c in range(v)
+        ]
         held[row.dp, row.tp] += [layer for layers in row.chunks for layer in layers]
         tensor_groups[row.dp, row.pp].append((row.node, row.device))
     assert all(sorted(layers) == list(range(config.model.num_layers)) for layers in held.values())
     for group in tensor_groups.values():
         assert len({node for node, _ in group}) == 1, "a tensor-parallel group stays in its node"
         if tp == 2:
-            assert {d for _, d in group} in ({0, 1}, {2, 3}, {4, 5}, {6, 7}), "the pairs with 200 GB/s between them"
+            assert {d for _, d in group} in ({0, 1}, {2, 3}, {4, 5}, {6, 7}), (
+                "the pairs with 200 GB/s between them"
+            )
 
 
-# -- the scripts and the document --------------------------------------------------------------------------------------
+# -- the scripts and the document ------------------------------------------------------------------
 
 
 def printed(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:

@@ -1,4 +1,5 @@
 """Flags of other frameworks that mean settings here, with the values they mean, by hand."""
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +14,8 @@ from megatron.config.translate import DIRECT, LATE
 from megatron.errors import ConfigError
 
 BASE = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 0.001 --vocab-size 100 "
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 0.001 "
+    "--vocab-size 100 "
     "--train-iters 100"
 ).split()
 
@@ -38,29 +40,63 @@ STAGES = [
     # 42 over 8 stages: 5 each, and the two that are left over go just before the last.
     (40, 8, "--pp-partition-method type:embedding|transformer", "4,5,5,5,5,6,6,4"),
     # An output layer of its own is no embedding: 71 + 1 = 72.
-    (71, 12, "--pp-partition-method TYPE:transformer|embedding --untie-embeddings-and-output-weights",
-     "5,6,6,6,6,6,6,6,6,6,6,6"),
-    (30, 4, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "7,8,8,7"),
+    (
+        71,
+        12,
+        "--pp-partition-method TYPE:transformer|embedding --untie-embeddings-and-output-weights",
+        "5,6,6,6,6,6,6,6,6,6,6,6",
+    ),
+    (
+        30,
+        4,
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "7,8,8,7",
+    ),
     (31, 4, "--account-for-embedding-in-pipeline-split", "7,8,8,8"),
-    (31, 4, "--account-for-loss-in-pipeline-split true --account-for-embedding-in-pipeline-split false", "8,8,8,7"),
+    (
+        31,
+        4,
+        "--account-for-loss-in-pipeline-split true --account-for-embedding-in-pipeline-split false",
+        "8,8,8,7",
+    ),
     # 32 over two chunks on each of 4 ranks.
-    (30, 4, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-     "--num-virtual-stages-per-pipeline-rank 2", "3,4,4,4,4,4,4,3"),
-    (30, 4, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-     "--num-layers-per-virtual-pipeline-stage 4", "3,4,4,4,4,4,4,3"),
-    (30, 4, "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 8", "6,8,8,8"),
+    (
+        30,
+        4,
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "3,4,4,4,4,4,4,3",
+    ),
+    (
+        30,
+        4,
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--num-layers-per-virtual-pipeline-stage 4",
+        "3,4,4,4,4,4,4,3",
+    ),
+    (
+        30,
+        4,
+        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 8",
+        "6,8,8,8",
+    ),
     (30, 4, "--decoder-first-pipeline-num-layers 6", "6,8,8,8"),
     (30, 4, "--decoder-last-pipeline-num-layers=6", "8,8,8,6"),
     (7, 2, "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", "3,4"),
     # Each rank's layers are divided over its chunks.
-    (30, 4, "--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2", "3,4,4,4,3,4,4,4"),
+    (
+        30,
+        4,
+        "--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2",
+        "3,4,4,4,3,4,4,4",
+    ),
     (6, 4, "--pipeline-model-parallel-layout Et|tt|tt|tL", "1,2,2,1"),
     (14, 4, "--pipeline-model-parallel-layout E,t*3|(t*4|)*2,t*3,L", "3,4,4,3"),
     (14, 4, "--pipeline-model-parallel-layout Ettt|(tttt|)*2tttL", "3,4,4,3"),
     (6, 2, "--pipeline-model-parallel-layout Et|tt|tt|tL", "1,2,2,1"),
     # The layout may be said a second time, in our words.
     (30, 4, "--decoder-first-pipeline-num-layers 6 --pipeline-layout 6,8,8,8", "6,8,8,8"),
-]  # fmt: skip
+]
 
 
 def test_stages():
@@ -70,12 +106,17 @@ def test_stages():
         counts = [int(count) for count in layout.split(",")]
         assert sum(counts) == layers and config.parallel.pipeline_layout == layout, flags
         assert config.parallel.num_chunks == len(counts) // ranks
-        assert any(layout in notice and flags.split()[0].partition("=")[0] in notice for notice in notices), notices
+        assert any(
+            layout in notice and flags.split()[0].partition("=")[0] in notice for notice in notices
+        ), notices
 
 
 def test_chunks():
     sizes = "--num-layers 8 --pipeline-model-parallel-size 2 --mock-data"
-    for flag in ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"):
+    for flag in (
+        "--num-virtual-stages-per-pipeline-rank",
+        "--virtual-pipeline-model-parallel-size",
+    ):
         parallel = resolve(f"{sizes} {flag} 2", world_size=2)[0].parallel
         assert (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_chunks) == (2, 2)
         assert resolve(f"{sizes} {flag} 1", world_size=2)[0].parallel.num_chunks == 1
@@ -85,9 +126,12 @@ def test_chunks():
 
 
 WITHOUT_EFFECT = [
-    (1, "--pp-partition-method type:transformer|embedding"), (1, "--decoder-first-pipeline-num-layers 2"),
-    (1, "--account-for-loss-in-pipeline-split"), (1, "--pipeline-model-parallel-layout E|t|L"),
-    (2, "--pp-partition-method type:transformer"), (2, "--decoder-last-pipeline-num-layers none"),
+    (1, "--pp-partition-method type:transformer|embedding"),
+    (1, "--decoder-first-pipeline-num-layers 2"),
+    (1, "--account-for-loss-in-pipeline-split"),
+    (1, "--pipeline-model-parallel-layout E|t|L"),
+    (2, "--pp-partition-method type:transformer"),
+    (2, "--decoder-last-pipeline-num-layers none"),
     (2, "--account-for-loss-in-pipeline-split false"),
 ]
 
@@ -95,31 +139,62 @@ WITHOUT_EFFECT = [
 def test_stages_that_stay_as_they_are():
     for ranks, flags in WITHOUT_EFFECT:
         sizes = f"--num-layers 8 --pipeline-model-parallel-size {ranks} --mock-data"
-        assert resolve(f"{sizes} {flags}", world_size=ranks)[0] == resolve(sizes, world_size=ranks)[0], flags
+        assert (
+            resolve(f"{sizes} {flags}", world_size=ranks)[0] == resolve(sizes, world_size=ranks)[0]
+        ), flags
 
 
 IMPOSSIBLE = [
-    (70, 72, "--pp-partition-method type:transformer|embedding", ["72", "without layers"], 2),  # and 70 < 72
+    # and 70 < 72
+    (70, 72, "--pp-partition-method type:transformer|embedding", ["72", "without layers"], 2),
     (8, 2, "--pp-partition-method parameters", ["parameters", "--pipeline-layout"], 1),
     (8, 2, "--pp-partition-method uniform", ["uniform", "--pipeline-layout"], 1),
     (8, 2, "--account-for-loss-in-pipeline-split", ["8 layers and 1", "--pipeline-layout"], 1),
     (1, 2, "--account-for-loss-in-pipeline-split", ["without layers"], 2),
     (30, 4, "--decoder-first-pipeline-num-layers 7", ["7", "23 of 30", "--pipeline-layout"], 1),
     (30, 4, "--decoder-first-pipeline-num-layers 31", ["31", "--pipeline-layout"], 1),
-    (30, 4, "--decoder-first-pipeline-num-layers x", ["--decoder-first-pipeline-num-layers", "'x'"], 1),
-    (30, 4, "--decoder-first-pipeline-num-layers 6 --pp-partition-method type:transformer|embedding",
-     ["--decoder-first-pipeline-num-layers 6", "--pp-partition-method"], 1),
-    (30, 4, "--decoder-first-pipeline-num-layers 6 --pipeline-layout 8,8,8,6", ["6,8,8,8", "8,8,8,6"], 1),
-    (30, 4, "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 3",
-     ["--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 3"], 2),
+    (
+        30,
+        4,
+        "--decoder-first-pipeline-num-layers x",
+        ["--decoder-first-pipeline-num-layers", "'x'"],
+        1,
+    ),
+    (
+        30,
+        4,
+        "--decoder-first-pipeline-num-layers 6 --pp-partition-method type:transformer|embedding",
+        ["--decoder-first-pipeline-num-layers 6", "--pp-partition-method"],
+        1,
+    ),
+    (
+        30,
+        4,
+        "--decoder-first-pipeline-num-layers 6 --pipeline-layout 8,8,8,6",
+        ["6,8,8,8", "8,8,8,6"],
+        1,
+    ),
+    (
+        30,
+        4,
+        "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 3",
+        ["--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 3"],
+        2,
+    ),
     (4, 2, "--pipeline-model-parallel-layout E|tt|tt|L", ["E|tt|tt|L", "--pipeline-layout"], 1),
     (4, 2, "--pipeline-model-parallel-layout Ett|ttm|L", ["Ett|ttm|L"], 1),
     (4, 3, "--pipeline-model-parallel-layout Ett|ttL", ["multiple of 3"], 1),
     (4, 2, "--pipeline-model-parallel-layout Ett|t*999999|L", ["letters"], 1),
     (4, 2, "--pipeline-model-parallel-layout Ett|t*99999999999|L", ["t*9999999"], 1),
     (5, 2, "--pipeline-model-parallel-layout Ett|ttL", ["2,2", "4 layers", "--num-layers is 5"], 1),
-    (8, 2, "--no-pipeline-parallel", ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"], 1),
-]  # fmt: skip
+    (
+        8,
+        2,
+        "--no-pipeline-parallel",
+        ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
+        1,
+    ),
+]
 
 
 def test_stages_that_cannot_be_had():
@@ -128,7 +203,9 @@ def test_stages_that_cannot_be_had():
             sizes = f"--num-layers {layers} --pipeline-model-parallel-size {ranks} --mock-data"
             resolve(f"{sizes} {flags}", world_size=ranks)
         text = str(raised.value)
-        assert text.count("\n") + (number == 1) == number and all(word in text for word in words), text
+        assert text.count("\n") + (number == 1) == number and all(word in text for word in words), (
+            text
+        )
 
 
 def test_a_layout_takes_the_place_of_a_presets():
@@ -141,7 +218,10 @@ def test_a_layout_takes_the_place_of_a_presets():
         ("--num-virtual-stages-per-pipeline-rank 2", None, 6, 2),
     ):
         parallel = parse_plan(["--preset", "gpt-22b-frontier", *flags.split()]).parallel
-        assert (parallel.pipeline_layout, parallel.num_layers_per_virtual_pipeline_stage) == (layout, per_chunk), flags
+        assert (parallel.pipeline_layout, parallel.num_layers_per_virtual_pipeline_stage) == (
+            layout,
+            per_chunk,
+        ), flags
         assert parallel.num_chunks == chunks
 
 
@@ -149,11 +229,19 @@ def test_a_layout_takes_the_place_of_a_presets():
 
 
 def test_weighted_paths(tmp_path):
-    groups = {"train": "t: 0.6 0:1 a, 0.4 0.0:1.0 b", "valid": "v: 1 0:1 c", "test": "x: 2 0:1 d,1 0:1 e"}
+    groups = {
+        "train": "t: 0.6 0:1 a, 0.4 0.0:1.0 b",
+        "valid": "v: 1 0:1 c",
+        "test": "x: 2 0:1 d,1 0:1 e",
+    }
     expected = {"train": ("0.6", "a", "0.4", "b"), "valid": ("c",), "test": ("2", "d", "1", "e")}
-    given = [word for split, text in groups.items() for word in (f"--{split}-weighted-split-paths", text)]
+    given = [
+        word for split, text in groups.items() for word in (f"--{split}-weighted-split-paths", text)
+    ]
     data = resolve(["--num-layers", "2", *given])[0].data
-    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == tuple(expected.values())
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == tuple(
+        expected.values()
+    )
     files = []
     for split, text in groups.items():
         (tmp_path / split).write_text(f'"{text}"\n')
@@ -168,14 +256,17 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
     empty.write_text("a b\n")
     train, valid = "--train-weighted-split-paths", "--valid-weighted-split-paths"
     for words, named in (
-        ([train, "t: 1 0:0.95 a"], ["0:0.95", "a", "--split"]), ([train, "t: 1 a"], ["1 a", "WEIGHT"]),
-        ([train, "t: 1 0:1 a,"], ["WEIGHT"]), ([train], ["--train-data-path"]),
+        ([train, "t: 1 0:0.95 a"], ["0:0.95", "a", "--split"]),
+        ([train, "t: 1 a"], ["1 a", "WEIGHT"]),
+        ([train, "t: 1 0:1 a,"], ["WEIGHT"]),
+        ([train], ["--train-data-path"]),
         ([valid, "en: 1 0:1 a", "fr: 1 0:1 b"], ["2 data sets", "--valid-data-path"]),
         ([f"{valid}-path", str(two)], ["2 data sets", "--valid-data-path"]),
-        ([f"{train}-path", str(empty)], [str(empty)]), ([f"{train}-path", str(tmp_path)], [str(tmp_path)]),
+        ([f"{train}-path", str(empty)], [str(empty)]),
+        ([f"{train}-path", str(tmp_path)], [str(tmp_path)]),
         ([train, "t: 1 0:1 a", "--train-data-path", "b"], ["--train-data-path b", "t: 1 0:1 a"]),
         ([train, "t: x 0:1 a, 1 0:1 b"], ["--train-data-path x a 1 b"]),
-    ):  # fmt: skip
+    ):
         text = problem(["--num-layers", "2", *words])
         assert words[0] in text or "--train-data-path" in text
         assert all(word in text for word in named), text
@@ -185,12 +276,23 @@ def test_files_that_list_data(tmp_path):
     words, splits = tmp_path / "words.txt", tmp_path / "splits.json"
     words.write_text("0.3 a\n0.7 b\n")
     splits.write_text(json.dumps({"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": None}))
-    assert resolve(["--num-layers", "2", "--data-args-path", str(words)])[0].data.data_path == ("0.3", "a", "0.7", "b")
+    assert resolve(["--num-layers", "2", "--data-args-path", str(words)])[0].data.data_path == (
+        "0.3",
+        "a",
+        "0.7",
+        "b",
+    )
     data = resolve(["--num-layers", "2", "--per-split-data-args-path", str(splits)])[0].data
-    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (("0.3", "a", "0.7", "b"), ("c",), None)
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ("0.3", "a", "0.7", "b"),
+        ("c",),
+        None,
+    )
     for content in ('{"train": 3}', "[1]", "{"):
         splits.write_text(content)
-        assert str(splits) in problem(["--num-layers", "2", "--per-split-data-args-path", str(splits)])
+        assert str(splits) in problem(
+            ["--num-layers", "2", "--per-split-data-args-path", str(splits)]
+        )
 
 
 # ---- all other
@@ -206,40 +308,82 @@ def test_single_values():
         "--distributed-timeout 1800": ("distributed_timeout_minutes", 30.0),
         "--eval-iters -1": ("eval_iters", 0),
         "--activations-checkpoint-method uniform": ("recompute_granularity", "full"),
-        "--activations-checkpoint-method block --checkpoint-activations": ("recompute_method", "block"),
-        "--checkpoint-activations --activations-checkpoint-num-layers 2": ("recompute_num_layers", 2),
+        "--activations-checkpoint-method block --checkpoint-activations": (
+            "recompute_method",
+            "block",
+        ),
+        "--checkpoint-activations --activations-checkpoint-num-layers 2": (
+            "recompute_num_layers",
+            2,
+        ),
     }
     for flags, (name, value) in run.items():
         config, notices = resolve(f"--num-layers 4 --mock-data {flags}")
         assert config.get(name) == value, flags
         # What reads differently here is told.
-        assert any(flags.split()[0] in notice for notice in notices) == ("checkpoint" not in flags), notices
+        assert any(flags.split()[0] in notice for notice in notices) == (
+            "checkpoint" not in flags
+        ), notices
     for flags, words in (
-        ("--attention-head-type multiquery --num-query-groups 2", ["multiquery", "--num-query-groups 2"]),
-        ("--glu-activation geglu", ["geglu", "swiglu"]), ("--profile_steps 2", ["FIRST,LAST"]),
-        ("--activations-checkpoint-method uniform --recompute-granularity selective", ["uniform", "selective"]),
-        ("--eval-iters -2", ["-2"]), ("--distributed-timeout soon", ["soon"]),
-    ):  # fmt: skip
+        (
+            "--attention-head-type multiquery --num-query-groups 2",
+            ["multiquery", "--num-query-groups 2"],
+        ),
+        ("--glu-activation geglu", ["geglu", "swiglu"]),
+        ("--profile_steps 2", ["FIRST,LAST"]),
+        (
+            "--activations-checkpoint-method uniform --recompute-granularity selective",
+            ["uniform", "selective"],
+        ),
+        ("--eval-iters -2", ["-2"]),
+        ("--distributed-timeout soon", ["soon"]),
+    ):
         text = problem(f"--num-layers 4 --mock-data {flags}")
         assert all(word in text for word in words), text
 
 
 HOSTILE = [
-    "", " ", "0", "-1", "1e308", "nan", "9" * 5000, "true", "/dev/zero", "/proc/self/mem", "\0", "a: 1 0:1e9 b",
-    "a:" * 9999, "a: 1 0:1 b," * 999, "(" * 9999, "E" + "(t|)*999999" * 99 + "L", "Et*999999" * 99, "((t*9)*9)*9",
-    "t*0|L", "\u00b2,\u00b2", "1,2,3", "type:", "type:" + "|" * 9999,
-]  # fmt: skip
+    "",
+    " ",
+    "0",
+    "-1",
+    "1e308",
+    "nan",
+    "9" * 5000,
+    "true",
+    "/dev/zero",
+    "/proc/self/mem",
+    "\0",
+    "a: 1 0:1e9 b",
+    "a:" * 9999,
+    "a: 1 0:1 b," * 999,
+    "(" * 9999,
+    "E" + "(t|)*999999" * 99 + "L",
+    "Et*999999" * 99,
+    "((t*9)*9)*9",
+    "t*0|L",
+    "\u00b2,\u00b2",
+    "1,2,3",
+    "type:",
+    "type:" + "|" * 9999,
+]
 
 
 def test_any_words_give_a_configuration_or_a_config_error():
     for flag in (*DIRECT, *LATE):
         for words in ([], *([word] for word in HOSTILE), ["1", "2"]):
             with contextlib.suppress(ConfigError):
-                resolve(["--num-layers", "4", "--pipeline-model-parallel-size", "2", flag, *words], world_size=2)
+                resolve(
+                    ["--num-layers", "4", "--pipeline-model-parallel-size", "2", flag, *words],
+                    world_size=2,
+                )
 
 
 def test_the_tokenizer_of_llama_3():
-    flags = "--num-layers 4 --mock-data --tokenizer-type Llama3Tokenizer --tokenizer-model tokenizer.model"
+    flags = (
+        "--num-layers 4 --mock-data --tokenizer-type Llama3Tokenizer --tokenizer-model "
+        "tokenizer.model"
+    )
     tokenizer = resolve(flags)[0].tokenizer
     assert (tokenizer.tokenizer_type, tokenizer.tiktoken_pattern) == ("TikTokenizer", "llama3")
     assert resolve(f"{flags} --tiktoken-pattern v2")[0].tokenizer.tiktoken_pattern == "v2"
@@ -248,11 +392,17 @@ def test_the_tokenizer_of_llama_3():
 def test_values_that_have_to_be_those_of_a_setting():
     """A second learning rate and a second deviation, where they are none."""
     for same, other in (
-        ("--decoupled-lr 1e-3", "--decoupled-lr 1e-4"), ("--decoupled-min-lr 0", "--decoupled-min-lr 1e-5"),
+        ("--decoupled-lr 1e-3", "--decoupled-lr 1e-4"),
+        ("--decoupled-min-lr 0", "--decoupled-min-lr 1e-5"),
         ("--word-embedding-init-std 0.02", "--word-embedding-init-std 0.01"),
-        ("--embedding-init-method-std 0.006 --init-method-std 6e-3", "--embedding-init-method-std 0.006"),
+        (
+            "--embedding-init-method-std 0.006 --init-method-std 6e-3",
+            "--embedding-init-method-std 0.006",
+        ),
         ("--decoder-seq-length 64", "--decoder-seq-length 32"),
-    ):  # fmt: skip
-        assert any(same.split()[0] in notice for notice in resolve(f"--num-layers 4 --mock-data {same}")[1])
+    ):
+        assert any(
+            same.split()[0] in notice for notice in resolve(f"--num-layers 4 --mock-data {same}")[1]
+        )
         flag, value = other.split()
         assert f"{flag} {value}" in problem(f"--num-layers 4 --mock-data {other}")

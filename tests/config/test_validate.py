@@ -1,4 +1,7 @@
-"""Each impossible configuration is refused, with the values and a way out that is itself accepted."""
+"""Each impossible configuration is refused, with the values and a way out that is itself
+accepted.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -28,105 +31,280 @@ def problem(**values) -> str:
 
 # (settings, words of the message, settings that mend it)
 CASES = [
-    (dict(tensor_model_parallel_size=3, ffn_hidden_size=66), ["--num-attention-heads 8", "size 3", "6 or 9"],
-     dict(num_attention_heads=9, hidden_size=72)),
-    (dict(tensor_model_parallel_size=4, num_key_value_heads=2), ["--num-key-value-heads 2", "4"],
-     dict(num_key_value_heads=4)),
-    (dict(num_key_value_heads=3), ["--num-attention-heads 8", "--num-key-value-heads 3"], dict(num_key_value_heads=4)),
+    (
+        dict(tensor_model_parallel_size=3, ffn_hidden_size=66),
+        ["--num-attention-heads 8", "size 3", "6 or 9"],
+        dict(num_attention_heads=9, hidden_size=72),
+    ),
+    (
+        dict(tensor_model_parallel_size=4, num_key_value_heads=2),
+        ["--num-key-value-heads 2", "4"],
+        dict(num_key_value_heads=4),
+    ),
+    (
+        dict(num_key_value_heads=3),
+        ["--num-attention-heads 8", "--num-key-value-heads 3"],
+        dict(num_key_value_heads=4),
+    ),
     (dict(hidden_size=66), ["--hidden-size 66", "64 or 72", "--kv-channels"], dict(kv_channels=10)),
-    (dict(tensor_model_parallel_size=4, ffn_hidden_size=130), ["--ffn-hidden-size 130", "128 or 132"],
-     dict(ffn_hidden_size=132)),
-    (dict(tensor_model_parallel_size=4, sequence_parallel=True, seq_length=62),
-     ["--seq-length 62", "--sequence-parallel", "60 or 64"], dict(seq_length=64)),
-    (dict(pipeline_model_parallel_size=9), ["--num-layers 8", "9"], dict(pipeline_model_parallel_size=8)),
-    (dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3),
-     ["--num-layers-per-virtual-pipeline-stage 3", "1 or 2"], dict(num_layers_per_virtual_pipeline_stage=2)),
-    (dict(pipeline_model_parallel_size=3, num_layers_per_virtual_pipeline_stage=1), ["6 or 12"],
-     dict(pipeline_layout="1,1,1,1,2,2", num_layers_per_virtual_pipeline_stage=None)),
-    (dict(num_layers_per_virtual_pipeline_stage=2), ["--pipeline-model-parallel-size"],
-     dict(pipeline_model_parallel_size=2)),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="3,4"), ["3,4", "7", "8"], dict(pipeline_layout="3,5")),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="3,3,2"), ["3 stages", "2"], dict(pipeline_layout="4,4")),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="8,0"), ["8,0"], dict(pipeline_layout="7,1")),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="a"), ["'a'"], dict(pipeline_layout="1, 7")),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="4,4", num_layers_per_virtual_pipeline_stage=2),
-     ["--num-layers-per-virtual-pipeline-stage"], dict(pipeline_layout="2,2,2,2")),
-    (dict(pipeline_model_parallel_size=2, pipeline_layout="2,2,2,2", enable_zbh1_pipeline=True),
-     ["--enable-zbh1-pipeline"], dict(enable_zbh1_pipeline=False)),
-    (dict(world_size=6, tensor_model_parallel_size=4), ["6 processes", "4 or 8"], dict(world_size=8)),
-    (dict(world_size=2, tensor_model_parallel_size=4), ["2 processes", "start 4"], dict(world_size=4)),
-    (dict(world_size=2, micro_batch_size=2, global_batch_size=14), ["--global-batch-size 14", "12 or 16"],
-     dict(global_batch_size=16)),
+    (
+        dict(tensor_model_parallel_size=4, ffn_hidden_size=130),
+        ["--ffn-hidden-size 130", "128 or 132"],
+        dict(ffn_hidden_size=132),
+    ),
+    (
+        dict(tensor_model_parallel_size=4, sequence_parallel=True, seq_length=62),
+        ["--seq-length 62", "--sequence-parallel", "60 or 64"],
+        dict(seq_length=64),
+    ),
+    (
+        dict(pipeline_model_parallel_size=9),
+        ["--num-layers 8", "9"],
+        dict(pipeline_model_parallel_size=8),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3),
+        ["--num-layers-per-virtual-pipeline-stage 3", "1 or 2"],
+        dict(num_layers_per_virtual_pipeline_stage=2),
+    ),
+    (
+        dict(pipeline_model_parallel_size=3, num_layers_per_virtual_pipeline_stage=1),
+        ["6 or 12"],
+        dict(pipeline_layout="1,1,1,1,2,2", num_layers_per_virtual_pipeline_stage=None),
+    ),
+    (
+        dict(num_layers_per_virtual_pipeline_stage=2),
+        ["--pipeline-model-parallel-size"],
+        dict(pipeline_model_parallel_size=2),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, pipeline_layout="3,4"),
+        ["3,4", "7", "8"],
+        dict(pipeline_layout="3,5"),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, pipeline_layout="3,3,2"),
+        ["3 stages", "2"],
+        dict(pipeline_layout="4,4"),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, pipeline_layout="8,0"),
+        ["8,0"],
+        dict(pipeline_layout="7,1"),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, pipeline_layout="a"),
+        ["'a'"],
+        dict(pipeline_layout="1, 7"),
+    ),
+    (
+        dict(
+            pipeline_model_parallel_size=2,
+            pipeline_layout="4,4",
+            num_layers_per_virtual_pipeline_stage=2,
+        ),
+        ["--num-layers-per-virtual-pipeline-stage"],
+        dict(pipeline_layout="2,2,2,2"),
+    ),
+    (
+        dict(pipeline_model_parallel_size=2, pipeline_layout="2,2,2,2", enable_zbh1_pipeline=True),
+        ["--enable-zbh1-pipeline"],
+        dict(enable_zbh1_pipeline=False),
+    ),
+    (
+        dict(world_size=6, tensor_model_parallel_size=4),
+        ["6 processes", "4 or 8"],
+        dict(world_size=8),
+    ),
+    (
+        dict(world_size=2, tensor_model_parallel_size=4),
+        ["2 processes", "start 4"],
+        dict(world_size=4),
+    ),
+    (
+        dict(world_size=2, micro_batch_size=2, global_batch_size=14),
+        ["--global-batch-size 14", "12 or 16"],
+        dict(global_batch_size=16),
+    ),
     (dict(world_size=8, global_batch_size=4), ["8", "4"], dict(world_size=4)),
-    (dict(world_size=4, global_batch_size=16, rampup_batch_size=(4, 6, 100)), ["increment 6", "4 or 8"],
-     dict(rampup_batch_size=(4, 4, 100))),
-    (dict(global_batch_size=16, rampup_batch_size=(4, 5, 100)), ["4 5", "16", "10 or 15"],
-     dict(rampup_batch_size=(4, 4, 100))),
-    (dict(global_batch_size=16, rampup_batch_size=(16, 4, 100)), ["16"], dict(global_batch_size=20)),
-    (dict(global_batch_size=16, rampup_batch_size=(4, 4)), ["--rampup-batch-size"],
-     dict(rampup_batch_size=(4, 4, 1))),
-    (dict(max_position_embeddings=32), ["--seq-length 64", "--max-position-embeddings 32"],
-     dict(position_embedding_type="rope")),
-    (dict(position_embedding_type="rope", rotary_percent=0.4), ["--rotary-percent 0.4", "3"],
-     dict(rotary_percent=0.5)),
+    (
+        dict(world_size=4, global_batch_size=16, rampup_batch_size=(4, 6, 100)),
+        ["increment 6", "4 or 8"],
+        dict(rampup_batch_size=(4, 4, 100)),
+    ),
+    (
+        dict(global_batch_size=16, rampup_batch_size=(4, 5, 100)),
+        ["4 5", "16", "10 or 15"],
+        dict(rampup_batch_size=(4, 4, 100)),
+    ),
+    (
+        dict(global_batch_size=16, rampup_batch_size=(16, 4, 100)),
+        ["16"],
+        dict(global_batch_size=20),
+    ),
+    (
+        dict(global_batch_size=16, rampup_batch_size=(4, 4)),
+        ["--rampup-batch-size"],
+        dict(rampup_batch_size=(4, 4, 1)),
+    ),
+    (
+        dict(max_position_embeddings=32),
+        ["--seq-length 64", "--max-position-embeddings 32"],
+        dict(position_embedding_type="rope"),
+    ),
+    (
+        dict(position_embedding_type="rope", rotary_percent=0.4),
+        ["--rotary-percent 0.4", "3"],
+        dict(rotary_percent=0.5),
+    ),
     (dict(swiglu=True, squared_relu=True), ["--swiglu", "--squared-relu"], dict(swiglu=False)),
     (dict(fp16=True, bf16=True), ["--fp16", "--bf16"], dict(bf16=False)),
-    (dict(min_loss_scale=2.0, initial_loss_scale=1.0), ["--min-loss-scale 2"], dict(min_loss_scale=1.0)),
+    (
+        dict(min_loss_scale=2.0, initial_loss_scale=1.0),
+        ["--min-loss-scale 2"],
+        dict(min_loss_scale=1.0),
+    ),
     (dict(main_grads_dtype="bf16"), ["--main-grads-dtype bf16", "--bf16"], dict(bf16=True)),
     (dict(attention_dropout=1.0), ["--attention-dropout", "1.0"], dict(attention_dropout=0.99)),
     (dict(hidden_dropout=-0.1), ["--hidden-dropout", "-0.1"], dict(hidden_dropout=0.0)),
     (dict(lr=1e-4, min_lr=1e-3), ["--min-lr 0.001", "--lr 0.0001"], dict(min_lr=1e-4)),
     (dict(lr=0.0), ["--lr"], dict(lr=1e-9)),
-    (dict(train_iters=10, train_samples=100), ["--train-iters 10", "--train-samples 100"], dict(train_iters=None)),
-    (dict(train_iters=10, lr_decay_samples=100), ["--lr-decay-samples", "--lr-decay-iters"],
-     dict(lr_decay_samples=None)),
-    (dict(train_samples=10, lr_warmup_iters=1), ["--lr-warmup-iters", "--lr-warmup-samples"],
-     dict(lr_warmup_iters=0)),
-    (dict(train_iters=10, lr_decay_iters=5, lr_decay_tokens=100), ["--lr-decay-iters", "--lr-decay-tokens"],
-     dict(lr_decay_tokens=None)),
-    (dict(train_iters=10, lr_warmup_iters=2, lr_warmup_fraction=0.1), ["--lr-warmup-fraction"],
-     dict(lr_warmup_iters=0)),
+    (
+        dict(train_iters=10, train_samples=100),
+        ["--train-iters 10", "--train-samples 100"],
+        dict(train_iters=None),
+    ),
+    (
+        dict(train_iters=10, lr_decay_samples=100),
+        ["--lr-decay-samples", "--lr-decay-iters"],
+        dict(lr_decay_samples=None),
+    ),
+    (
+        dict(train_samples=10, lr_warmup_iters=1),
+        ["--lr-warmup-iters", "--lr-warmup-samples"],
+        dict(lr_warmup_iters=0),
+    ),
+    (
+        dict(train_iters=10, lr_decay_iters=5, lr_decay_tokens=100),
+        ["--lr-decay-iters", "--lr-decay-tokens"],
+        dict(lr_decay_tokens=None),
+    ),
+    (
+        dict(train_iters=10, lr_warmup_iters=2, lr_warmup_fraction=0.1),
+        ["--lr-warmup-fraction"],
+        dict(lr_warmup_iters=0),
+    ),
     (dict(train_iters=10, lr_warmup_iters=10), ["--lr-warmup-iters 10"], dict(lr_warmup_iters=9)),
-    (dict(train_iters=10, lr_decay_style="WSD"), ["--lr-wsd-decay-iters"], dict(lr_wsd_decay_iters=5)),
-    (dict(train_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=8, lr_warmup_iters=3), ["8", "10"],
-     dict(lr_warmup_iters=2)),
-    (dict(start_weight_decay=0.0, end_weight_decay=0.1), ["--weight-decay-incr-style"],
-     dict(weight_decay_incr_style="cosine")),
-    (dict(start_weight_decay=0.2, end_weight_decay=0.1, weight_decay_incr_style="linear"), ["0.2", "0.1"],
-     dict(end_weight_decay=0.2)),
-    (dict(recompute_modules=("mlp_act",)), ["--recompute-granularity selective"],
-     dict(recompute_granularity="selective")),
-    (dict(recompute_method="block"), ["--recompute-granularity full"], dict(recompute_granularity="full")),
-    (dict(recompute_method="uniform", recompute_granularity="selective"), ["selective"],
-     dict(recompute_granularity="full")),
-    (dict(recompute_granularity="full", recompute_num_layers=9), ["9", "--num-layers 8"],
-     dict(recompute_num_layers=8)),
-    (dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=5,
-          pipeline_model_parallel_size=2), ["5", "4"], dict(recompute_num_layers=4)),
+    (
+        dict(train_iters=10, lr_decay_style="WSD"),
+        ["--lr-wsd-decay-iters"],
+        dict(lr_wsd_decay_iters=5),
+    ),
+    (
+        dict(train_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=8, lr_warmup_iters=3),
+        ["8", "10"],
+        dict(lr_warmup_iters=2),
+    ),
+    (
+        dict(start_weight_decay=0.0, end_weight_decay=0.1),
+        ["--weight-decay-incr-style"],
+        dict(weight_decay_incr_style="cosine"),
+    ),
+    (
+        dict(start_weight_decay=0.2, end_weight_decay=0.1, weight_decay_incr_style="linear"),
+        ["0.2", "0.1"],
+        dict(end_weight_decay=0.2),
+    ),
+    (
+        dict(recompute_modules=("mlp_act",)),
+        ["--recompute-granularity selective"],
+        dict(recompute_granularity="selective"),
+    ),
+    (
+        dict(recompute_method="block"),
+        ["--recompute-granularity full"],
+        dict(recompute_granularity="full"),
+    ),
+    (
+        dict(recompute_method="uniform", recompute_granularity="selective"),
+        ["selective"],
+        dict(recompute_granularity="full"),
+    ),
+    (
+        dict(recompute_granularity="full", recompute_num_layers=9),
+        ["9", "--num-layers 8"],
+        dict(recompute_num_layers=8),
+    ),
+    (
+        dict(
+            recompute_granularity="full",
+            recompute_method="block",
+            recompute_num_layers=5,
+            pipeline_model_parallel_size=2,
+        ),
+        ["5", "4"],
+        dict(recompute_num_layers=4),
+    ),
     (dict(split="1,2,3,4"), ["--split '1,2,3,4'"], dict(split="1,2,3")),
     (dict(split="9,nan,1"), ["--split"], dict(split="9, 0, 1")),
-    (dict(data_path=("a",), train_data_path=("b",)), ["--data-path", "--train-data-path"], dict(data_path=None)),
+    (
+        dict(data_path=("a",), train_data_path=("b",)),
+        ["--data-path", "--train-data-path"],
+        dict(data_path=None),
+    ),
     (dict(data_path=("a",), mock_data=True), ["--mock-data"], dict(mock_data=False)),
     (dict(data_path=("0.5", "a", "b")), ["--data-path"], dict(data_path=("0.5", "a", "0.5", "b"))),
     (dict(data_path=("-1", "a", "1", "b")), ["--data-path"], dict(data_path=("0", "a", "1", "b"))),
-    (dict(data_packing="best-fit", reset_attention_mask=False), ["--no-reset-attention-mask", "best-fit"],
-     dict(reset_attention_mask=True)),
-    (dict(data_packing="best-fit", train_data_exact_num_epochs=2), ["--train-data-exact-num-epochs", "best-fit"],
-     dict(data_packing="concat")),
-    (dict(train_data_exact_num_epochs=0), ["--train-data-exact-num-epochs"],
-     dict(train_data_exact_num_epochs=1)),
-    (dict(data_packing="first-fit"), ["--data-packing", "concat, best-fit"], dict(data_packing="best-fit")),
+    (
+        dict(data_packing="best-fit", reset_attention_mask=False),
+        ["--no-reset-attention-mask", "best-fit"],
+        dict(reset_attention_mask=True),
+    ),
+    (
+        dict(data_packing="best-fit", train_data_exact_num_epochs=2),
+        ["--train-data-exact-num-epochs", "best-fit"],
+        dict(data_packing="concat"),
+    ),
+    (
+        dict(train_data_exact_num_epochs=0),
+        ["--train-data-exact-num-epochs"],
+        dict(train_data_exact_num_epochs=1),
+    ),
+    (
+        dict(data_packing="first-fit"),
+        ["--data-packing", "concat, best-fit"],
+        dict(data_packing="best-fit"),
+    ),
     (dict(finetune=True), ["--load FOLDER"], dict(load="in")),
     (dict(reset_iteration=True), ["--reset-iteration", "--load FOLDER"], dict(load="in")),
     (dict(walltime="soon"), ["--walltime soon", "HH:MM:SS"], dict(walltime="1:00:00")),
     (dict(walltime="0:00"), ["--walltime 0:00"], dict(walltime="none")),
     (dict(finetune=True, load="in", save="in"), ["--finetune", "another FOLDER"], dict(save="out")),
-    (dict(reset_iteration=True, load="in", save="in"), ["--reset-iteration", "another FOLDER"], dict(save="out")),
-    (dict(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True), ["--override-opt"],
-     dict(override_opt_param_scheduler=False)),
-    (dict(profile="pt", profile_step_start=12), ["--profile-step-end 12"], dict(profile_step_end=13)),
-    (dict(tokenizer_type="HFTokenizer"), ["HFTokenizer", "--tokenizer-model"], dict(tokenizer_model="m")),
-    (dict(tokenizer_type="GPT2BPETokenizer", vocab_file="v"), ["--merge-file"], dict(merge_file="m")),
+    (
+        dict(reset_iteration=True, load="in", save="in"),
+        ["--reset-iteration", "another FOLDER"],
+        dict(save="out"),
+    ),
+    (
+        dict(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True),
+        ["--override-opt"],
+        dict(override_opt_param_scheduler=False),
+    ),
+    (
+        dict(profile="pt", profile_step_start=12),
+        ["--profile-step-end 12"],
+        dict(profile_step_end=13),
+    ),
+    (
+        dict(tokenizer_type="HFTokenizer"),
+        ["HFTokenizer", "--tokenizer-model"],
+        dict(tokenizer_model="m"),
+    ),
+    (
+        dict(tokenizer_type="GPT2BPETokenizer", vocab_file="v"),
+        ["--merge-file"],
+        dict(merge_file="m"),
+    ),
     (dict(tokenizer_type="NullTokenizer"), ["--vocab-size"], dict(vocab_size=10)),
     (dict(tiktoken_pattern="p50k"), ["gpt2", "o200k"], dict(tiktoken_pattern="gpt2")),
     (dict(zero_stage=3), ["'3'", "--zero-stage 1"], dict(zero_stage=1)),
@@ -149,15 +327,30 @@ def test_refused_with_values_and_a_way_out():
 
 
 EXTREMES = [
-    "0", "-1", "nan", "inf", "-inf", "1e308", "-1e308", "5e-324", "1e-400", str(2**31), str(2**63), str(2**64),
+    "0",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "-1e308",
+    "5e-324",
+    "1e-400",
+    str(2**31),
+    str(2**63),
+    str(2**64),
     "9" * 5000,
-]  # fmt: skip
+]
 
 
 def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
-    """What is accepted of the ends of number formats makes a configuration or is refused with others, and nothing else
-    happens: no traceback, no long arithmetic."""
-    numbers = [option for option in all_options().values() if option.kind in (int, float) and not option.internal]
+    """What is accepted of the ends of number formats makes a configuration or is refused with
+    others, and nothing else happens: no traceback, no long arithmetic."""
+    numbers = [
+        option
+        for option in all_options().values()
+        if option.kind in (int, float) and not option.internal
+    ]
     assert len(numbers) > 60
     for option in numbers:
         for value in (*EXTREMES, 10**5000, -(10**5000), math.nan, 1e308, 2.0**64):
@@ -175,11 +368,21 @@ def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
                 Config.create(**{**SIZES, option.name: found})
 
 
-@pytest.mark.parametrize(("flags", "limit"), [
-    ("--seed 18446744073709551616", 2**32 - 1), ("--train-iters 1e308", 10**9), ("--loss-scale 1e308 --fp16", 2.0**60),
-    ("--num-workers 100000", 512), ("--hidden-size 1e308", 2**20), ("--num-layers 1e9", 2**16), ("--lr 1e308", 1000),
-    ("--eval-iters 1e9", 10**6), ("--global-batch-size 2147483648", 2**20), ("--adam-eps 1e308", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ("--seed 18446744073709551616", 2**32 - 1),
+        ("--train-iters 1e308", 10**9),
+        ("--loss-scale 1e308 --fp16", 2.0**60),
+        ("--num-workers 100000", 512),
+        ("--hidden-size 1e308", 2**20),
+        ("--num-layers 1e9", 2**16),
+        ("--lr 1e308", 1000),
+        ("--eval-iters 1e9", 10**6),
+        ("--global-batch-size 2147483648", 2**20),
+        ("--adam-eps 1e308", 1),
+    ],
+)
 def test_a_number_beyond_its_range_is_refused_with_both(flags: str, limit: float) -> None:
     with pytest.raises(ConfigError) as raised:
         raise_problems(read_settings(flags.split()).problems)
@@ -189,8 +392,13 @@ def test_a_number_beyond_its_range_is_refused_with_both(flags: str, limit: float
 
 
 def test_numbers_within_other_values_have_as_few_digits() -> None:
-    for name, value in (("walltime", "9" * 5000), ("walltime", f"1-{'9' * 5000}"), ("pipeline_layout", "9" * 5000),
-                        ("pipeline_layout", "\u00b2,1"), ("split", "9" * 5000)):  # fmt: skip
+    for name, value in (
+        ("walltime", "9" * 5000),
+        ("walltime", f"1-{'9' * 5000}"),
+        ("pipeline_layout", "9" * 5000),
+        ("pipeline_layout", "\u00b2,1"),
+        ("split", "9" * 5000),
+    ):
         problem(**{name: value})
 
 
@@ -203,11 +411,15 @@ def test_packed_documents_are_kept_apart():
 
 
 def test_settings_that_have_no_effect_are_turned_off_with_a_notice():
-    config = Config.create(**SIZES, sequence_parallel=True, tp_comm_overlap=True, enable_zbh1_pipeline=True)
+    config = Config.create(
+        **SIZES, sequence_parallel=True, tp_comm_overlap=True, enable_zbh1_pipeline=True
+    )
     assert not config.parallel.sequence_parallel and not config.parallel.tp_comm_overlap
     assert config.parallel.schedule == "1f1b"
     assert [n.split()[0] for n in config.notices] == [
-        "--sequence-parallel", "--tp-comm-overlap", "--enable-zbh1-pipeline",
+        "--sequence-parallel",
+        "--tp-comm-overlap",
+        "--enable-zbh1-pipeline",
     ]
     wider = config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert wider.parallel.sequence_parallel and wider.parallel.tp_comm_overlap
@@ -220,12 +432,27 @@ def test_settings_that_have_no_effect_are_turned_off_with_a_notice():
     ("values", "chunks", "schedule"),
     [
         (dict(pipeline_model_parallel_size=3), 1, "1f1b"),  # uneven stages are fine
-        (dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1), 4, "interleaved"),
-        (dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2), 2, "interleaved"),
+        (
+            dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
+            4,
+            "interleaved",
+        ),
+        (
+            dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2),
+            2,
+            "interleaved",
+        ),
         (dict(pipeline_model_parallel_size=2, pipeline_layout="1,3,3,1"), 2, "interleaved"),
         (dict(pipeline_model_parallel_size=4, pipeline_layout="1,3,3,1"), 1, "1f1b"),
-        (dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, global_batch_size=3), 2,
-         "interleaved"),  # micro-batches that are no multiple of the stages
+        (
+            dict(
+                pipeline_model_parallel_size=2,
+                num_layers_per_virtual_pipeline_stage=2,
+                global_batch_size=3,
+            ),
+            2,
+            "interleaved",
+        ),  # micro-batches that are no multiple of the stages
         (dict(pipeline_model_parallel_size=3, enable_zbh1_pipeline=True), 1, "zb-h1"),
     ],
 )
@@ -237,21 +464,43 @@ def test_pipeline(values, chunks, schedule):
 
 
 @given(
-    layers=st.integers(1, 40), tensor=st.sampled_from([1, 2, 3, 4]), pipeline=st.integers(1, 6),
+    layers=st.integers(1, 40),
+    tensor=st.sampled_from([1, 2, 3, 4]),
+    pipeline=st.integers(1, 6),
     world=st.integers(1, 24),
-    micro=st.integers(1, 4), total=st.integers(1, 64), per_chunk=st.none() | st.integers(1, 5),
+    micro=st.integers(1, 4),
+    total=st.integers(1, 64),
+    per_chunk=st.none() | st.integers(1, 5),
 )
-def test_what_is_accepted_is_exactly_what_can_run(layers, tensor, pipeline, world, micro, total, per_chunk):
+def test_what_is_accepted_is_exactly_what_can_run(
+    layers, tensor, pipeline, world, micro, total, per_chunk
+):
     """The rules, written down a second time as one condition."""
     replicas, rest = divmod(world, tensor * pipeline)
-    can_run = rest == 0 and 12 % tensor == 0 and 192 % tensor == 0 and total % (micro * max(1, replicas)) == 0
+    can_run = (
+        rest == 0
+        and 12 % tensor == 0
+        and 192 % tensor == 0
+        and total % (micro * max(1, replicas)) == 0
+    )
     if per_chunk is None:
         can_run = can_run and layers >= pipeline
     else:
-        can_run = can_run and pipeline > 1 and any(layers == pipeline * per_chunk * n for n in range(2, 41))
+        can_run = (
+            can_run
+            and pipeline > 1
+            and any(layers == pipeline * per_chunk * n for n in range(2, 41))
+        )
     values = dict(
-        num_layers=layers, hidden_size=48, num_attention_heads=12, seq_length=8, tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline, world_size=world, micro_batch_size=micro, global_batch_size=total,
+        num_layers=layers,
+        hidden_size=48,
+        num_attention_heads=12,
+        seq_length=8,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        world_size=world,
+        micro_batch_size=micro,
+        global_batch_size=total,
         num_layers_per_virtual_pipeline_stage=per_chunk,
     )
     if can_run:

@@ -1,9 +1,11 @@
-"""megatron-core's document, sample, shuffle and blend indices, in a process of its own: its package has our name.
+"""megatron-core's document, sample, shuffle and blend indices, in a process of its own: its package
+has our name.
 
     python core_index_peer.py FOLDER CASES OUT.npz
 
-CASES is JSON: {"orders": [{"sizes", "start", "stop", "num_samples", "seq_length", "seed"}], "blends": [{"weights",
-"size"}]}. Order i gives the arrays "doc_i", "sample_i" and "shuffle_i", blend i "which_i" and "number_i".
+CASES is JSON: {"orders": [{"sizes", "start", "stop", "num_samples", "seq_length", "seed"}],
+"blends": [{"weights", "size"}]}. Order i gives the arrays "doc_i", "sample_i" and "shuffle_i",
+blend i "which_i" and "number_i".
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ from core_peer import import_core
 
 
 class Split:
-    """What megatron-core's data set of one split would be, as far as its index building looks at it."""
+    """What megatron-core's data set of one split would be, as far as its index building looks at
+    it.
+    """
 
     def __init__(self, gpt_dataset: Any, case: dict[str, Any]) -> None:
         self.config = gpt_dataset.GPTDatasetConfig.__new__(gpt_dataset.GPTDatasetConfig)
         settings = dict(
-            sequence_length=case["seq_length"], random_seed=case["seed"], add_extra_token_to_sequence=True,
-            drop_last_partial_validation_sequence=True, defer_npy_index_mmap=False, path_to_cache=None, mock=True,
-        )  # fmt: skip
+            sequence_length=case["seq_length"],
+            random_seed=case["seed"],
+            add_extra_token_to_sequence=True,
+            drop_last_partial_validation_sequence=True,
+            defer_npy_index_mmap=False,
+            path_to_cache=None,
+            mock=True,
+        )
         for name, value in settings.items():
             setattr(self.config, name, value)
         self.dataset = self
@@ -55,9 +64,14 @@ def main() -> None:
         wanted = json.load(file)
     arrays = {}
     for i, case in enumerate(wanted["orders"]):
-        arrays[f"doc_{i}"], arrays[f"sample_{i}"], arrays[f"shuffle_{i}"] = Split(gpt_dataset, case).build()
+        arrays[f"doc_{i}"], arrays[f"sample_{i}"], arrays[f"shuffle_{i}"] = Split(
+            gpt_dataset, case
+        ).build()
     for i, case in enumerate(wanted["blends"]):
-        which, number = numpy.zeros(case["size"], numpy.int16), numpy.zeros(case["size"], numpy.int64)
+        which, number = (
+            numpy.zeros(case["size"], numpy.int16),
+            numpy.zeros(case["size"], numpy.int64),
+        )
         weights = numpy.array(case["weights"])
         helpers.build_blending_indices(which, number, weights, len(weights), case["size"], False)
         arrays[f"which_{i}"], arrays[f"number_{i}"] = which, number

@@ -2,9 +2,9 @@
 
     python core_peer.py FOLDER < jobs.json > results.json
 
-FOLDER is where megatron-core was installed with `pip install --no-deps --target FOLDER`. A job is one of
-{"write": prefix, "dtype", "documents", "modes"}, {"merge": prefix, "dtype", "inputs", "multimodal"} and
-{"read": prefix, "mmap", "multimodal"}; a result is null, or what was read.
+FOLDER is where megatron-core was installed with `pip install --no-deps --target FOLDER`. A job is
+one of {"write": prefix, "dtype", "documents", "modes"}, {"merge": prefix, "dtype", "inputs",
+"multimodal"} and {"read": prefix, "mmap", "multimodal"}; a result is null, or what was read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 
 def import_core(folder: str) -> Any:
-    """The module, without the packages' own imports: they take seconds and have no part in the format."""
+    """The module, without the packages' own imports: they take seconds and have no part in the
+    format.
+    """
     for name in ("megatron", "megatron.core"):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(folder, *name.split(".")))]
@@ -25,7 +27,8 @@ def import_core(folder: str) -> Any:
     import megatron.core.parallel_state  # first: utils and parallel_state import each other  # noqa: F401
     from megatron.core.datasets import indexed_dataset
 
-    # Its collections before and after each step are for indices of gigabytes; here they were most of the time.
+    # Its collections before and after each step are for indices of gigabytes; here they were most
+    # of the time.
     indexed_dataset.gc.collect = lambda: 0
     return indexed_dataset
 
@@ -36,7 +39,9 @@ def write(core: Any, job: dict[str, Any]) -> None:
     import torch
 
     dtype = getattr(numpy, job["dtype"])
-    builder = core.IndexedDatasetBuilder(job["write"] + ".bin", dtype=dtype, multimodal=job["modes"] is not None)
+    builder = core.IndexedDatasetBuilder(
+        job["write"] + ".bin", dtype=dtype, multimodal=job["modes"] is not None
+    )
     modes = iter(job["modes"] or [])
     for number, document in enumerate(job["documents"]):
         sequence_modes = [next(modes) for _ in document] if job["modes"] is not None else None
@@ -45,7 +50,9 @@ def write(core: Any, job: dict[str, Any]) -> None:
             builder.add_document(joined, [len(sequence) for sequence in document], sequence_modes)
             continue
         for i, sequence in enumerate(document):
-            builder.add_item(torch.tensor(sequence), *(sequence_modes[i : i + 1] if sequence_modes else []))
+            builder.add_item(
+                torch.tensor(sequence), *(sequence_modes[i : i + 1] if sequence_modes else [])
+            )
         builder.end_document()
     builder.finalize(job["write"] + ".idx")
 
@@ -54,7 +61,9 @@ def merge(core: Any, job: dict[str, Any]) -> None:
     import numpy
 
     dtype = getattr(numpy, job["dtype"])
-    builder = core.IndexedDatasetBuilder(job["merge"] + ".bin", dtype=dtype, multimodal=job["multimodal"])
+    builder = core.IndexedDatasetBuilder(
+        job["merge"] + ".bin", dtype=dtype, multimodal=job["multimodal"]
+    )
     for prefix in job["inputs"]:
         builder.add_index(prefix)
     builder.finalize(job["merge"] + ".idx")
@@ -76,7 +85,9 @@ def main() -> None:
     core = import_core(sys.argv[1])
     results = []
     for job in json.load(sys.stdin):
-        action = next(a for name, a in (("write", write), ("merge", merge), ("read", read)) if name in job)
+        action = next(
+            a for name, a in (("write", write), ("merge", merge), ("read", read)) if name in job
+        )
         results.append(action(core, job))
     json.dump(results, sys.stdout)
 

@@ -1,4 +1,5 @@
 """Forked processes: several at once, and one that is killed at every moment that matters."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,11 +20,17 @@ context = multiprocessing.get_context("fork")  # for semaphores and barriers of 
 Run = Callable[[Path], object]  # is given a new folder, and works there
 # Before each renaming and removal; in the campaign before each operation on a file.
 MOMENTS = pytest.mark.parametrize(
-    "every", [pytest.param(False, id="names"), pytest.param(True, id="all", marks=pytest.mark.campaign("kills"))]
+    "every",
+    [
+        pytest.param(False, id="names"),
+        pytest.param(True, id="all", marks=pytest.mark.campaign("kills")),
+    ],
 )
 
 
-def killed_at_each(folder: Path, run: Run, every: bool, prepare: Run = lambda _: None) -> Iterator[Path]:
+def killed_at_each(
+    folder: Path, run: Run, every: bool, prepare: Run = lambda _: None
+) -> Iterator[Path]:
     """The folders that `run` leaves where it is killed, of each moment one."""
     whole, log = folder / "whole", folder / "moments"
     whole.mkdir()
@@ -40,7 +47,9 @@ def killed_at_each(folder: Path, run: Run, every: bool, prepare: Run = lambda _:
 
 
 def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
-    """What `fn` gives in each of several processes, which all are there before the first calls it."""
+    """What `fn` gives in each of several processes, which all are there before the first calls
+    it.
+    """
     barrier, readers, pids = context.Barrier(number), [], []
     try:
         for rank in range(number):

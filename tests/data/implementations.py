@@ -1,4 +1,5 @@
 """The two implementations of the index loops, C++ and numpy, for tests of what both must give."""
+
 from __future__ import annotations
 
 from types import ModuleType
@@ -13,8 +14,9 @@ NEEDS_COMPILED = pytest.mark.skipif(
     index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
 )
 IMPLEMENTATIONS = [
-    pytest.param(numpy_loops, id="numpy"), pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
-]  # fmt: skip
+    pytest.param(numpy_loops, id="numpy"),
+    pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
+]
 
 
 def call(module: ModuleType, function: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What csrc/*.cpp does, in numpy and Python: the same calls as megatron.data._index_helpers, for comparison."""
+"""What csrc/*.cpp does, in numpy and Python: the same calls as megatron.data._index_helpers, for
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatron.data.index_helpers import TOKEN_TYPES
 _BLOCK = 1 << 20  # so many entries are taken at once, which keeps memory flat
 
 
-def shuffle(array: npt.NDArray[Any], state: npt.NDArray[Any], position: int) -> tuple[npt.NDArray[Any], int]:
+def shuffle(
+    array: npt.NDArray[Any], state: npt.NDArray[Any], position: int
+) -> tuple[npt.NDArray[Any], int]:
     random = np.random.RandomState()
     random.set_state(("MT19937", state, position))
     random.shuffle(array)
@@ -28,7 +32,8 @@ def _sample_index(
     dtype: npt.DTypeLike,
 ) -> npt.NDArray[Any]:
     """In closed form: look up token i * seq_length in the running sum of the sizes."""
-    rows = np.zeros((num_samples + 1, 2), dtype)  # row 0 is (0, 0) even when the first document is empty
+    # row 0 is (0, 0) even when the first document is empty
+    rows = np.zeros((num_samples + 1, 2), dtype)
     sample, before = 1, 0  # the next row; tokens of the documents before the block
     for position in range(0, len(document_index), _BLOCK):
         if sample > num_samples:
@@ -48,11 +53,15 @@ def _sample_index(
     return rows
 
 
-def build_sample_index_int32(sizes: Any, documents: Any, seq_length: int, num_samples: int) -> npt.NDArray[Any]:
+def build_sample_index_int32(
+    sizes: Any, documents: Any, seq_length: int, num_samples: int
+) -> npt.NDArray[Any]:
     return _sample_index(sizes.view(np.int32), documents, seq_length, num_samples, np.int32)
 
 
-def build_sample_index_int64(sizes: Any, documents: Any, seq_length: int, num_samples: int) -> npt.NDArray[Any]:
+def build_sample_index_int64(
+    sizes: Any, documents: Any, seq_length: int, num_samples: int
+) -> npt.NDArray[Any]:
     return _sample_index(sizes.view(np.int32), documents, seq_length, num_samples, np.int64)
 
 
@@ -70,12 +79,16 @@ def _blend_index(
     return which, sample
 
 
-def build_blend_index_uint8(weights: Any, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def build_blend_index_uint8(
+    weights: Any, size: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     which, sample = _blend_index(weights, size)
     return which.astype(np.uint8), sample
 
 
-def build_blend_index_int32(weights: Any, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def build_blend_index_int32(
+    weights: Any, size: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     which, sample = _blend_index(weights, size)
     return which.astype(np.int32), sample
 
@@ -104,7 +117,9 @@ def gather_tokens(
     return -1
 
 
-def best_fit_pack_int64(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[np.int64], int]:
+def best_fit_pack_int64(
+    lengths: npt.NDArray[np.int32], capacity: int
+) -> tuple[npt.NDArray[np.int64], int]:
     """One step of Python per piece."""
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), np.int64)
@@ -126,12 +141,16 @@ def best_fit_pack_int64(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[
     return bins, num_bins
 
 
-def best_fit_pack_int32(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[np.int32], int]:
+def best_fit_pack_int32(
+    lengths: npt.NDArray[np.int32], capacity: int
+) -> tuple[npt.NDArray[np.int32], int]:
     bins, num_bins = best_fit_pack_int64(lengths, capacity)
     return bins.astype(np.int32), num_bins
 
 
-def group_by_bin(bins: npt.NDArray[Any], num_bins: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+def group_by_bin(
+    bins: npt.NDArray[Any], num_bins: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
     if len(bins) and not 0 <= bins.min() <= bins.max() < num_bins:
         raise ValueError("a bin is not below num_bins")
     starts = np.zeros(num_bins + 1, np.int64)

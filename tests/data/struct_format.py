@@ -1,4 +1,6 @@
-"""The .bin/.idx format by struct alone, as the tests' own word on it: bytes from documents and documents from bytes."""
+"""The .bin/.idx format by struct alone, as the tests' own word on it: bytes from documents and
+documents from bytes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def unpacked(prefix: Path | str) -> tuple[str, Documents, list[int]]:
     pointers = struct.unpack_from(f"<{count}q", index, at + 4 * count)
     starts = struct.unpack_from(f"<{boundaries}q", index, at + 12 * count)
     modes = struct.unpack(
-        f"<{len(index) - at - 12 * count - 8 * boundaries}b", index[at + 12 * count + 8 * boundaries :]
+        f"<{len(index) - at - 12 * count - 8 * boundaries}b",
+        index[at + 12 * count + 8 * boundaries :],
     )
     sequences = [
         list(struct.unpack_from(f"<{size}{LETTERS[code]}", data, pointer))

@@ -31,7 +31,9 @@ def check_documents(batch: MicroBatch, bounds: list[int] | None) -> None:
 
 
 @given(
-    tokens=hnp.arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(2, 12)), elements=st.integers(0, 3)),
+    tokens=hnp.arrays(
+        np.int64, st.tuples(st.integers(1, 3), st.integers(2, 12)), elements=st.integers(0, 3)
+    ),
     reset_position_ids=st.booleans(),
     reset_attention_mask=st.booleans(),
     eod_mask_loss=st.booleans(),
@@ -65,7 +67,11 @@ def test_against_loop(
     check_documents(batch, [*bounds, samples * length] if reset_attention_mask else None)
     assert batch.first_sample == 17
     for tensor in (batch.tokens, batch.labels, batch.position_ids):
-        assert tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.shape == (samples, length)
+        assert (
+            tensor.dtype == torch.int64
+            and tensor.is_contiguous()
+            and tensor.shape == (samples, length)
+        )
     assert batch.loss_mask.dtype == torch.float32
 
 
@@ -82,14 +88,17 @@ def packed(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 
 @given(case=packed(), eod_mask_loss=st.booleans(), seed=st.integers(0, 9))
-def test_pieces_against_loop(case: tuple[int, list[list[int]]], eod_mask_loss: bool, seed: int) -> None:
+def test_pieces_against_loop(
+    case: tuple[int, list[list[int]]], eod_mask_loss: bool, seed: int
+) -> None:
     length, samples = case
     tokens = np.random.RandomState(seed).randint(0, 5, (len(samples), length + 1))
     segments = [np.array(lengths, np.int64) for lengths in samples]
     batch = make_micro_batch(tokens, segments=segments, eod=EOD, eod_mask_loss=eod_mask_loss)
     bounds = []
     for b, lengths in enumerate(samples):
-        # Which piece each of the s + 1 tokens is in and its place there; padding is in none and counts from its start.
+        # Which piece each of the s + 1 tokens is in and its place there; padding is in none and
+        # counts from its start.
         owner = [(piece, k) for piece, n in enumerate(lengths) for k in range(n)]
         owner += [(-1, k) for k in range(length + 1 - len(owner))]
         for j in range(length):

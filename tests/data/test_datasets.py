@@ -47,8 +47,17 @@ def tokens_in(dataset: TokenDataset | None) -> set[int]:
 def test_split_of_one(tmp_path: Path, mmap: bool) -> None:
     prefix = write(tmp_path, "a", 10)
     built = build_datasets(config(data_path=(prefix,), mmap_bin_files=mmap), 40, 7, 3)
-    assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (set(range(8)), {8}, {9})
-    assert built.train is not None and built.valid is not None and len(built.train) >= 40 and len(built.valid) >= 7
+    assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (
+        set(range(8)),
+        {8},
+        {9},
+    )
+    assert (
+        built.train is not None
+        and built.valid is not None
+        and len(built.train) >= 40
+        and len(built.valid) >= 7
+    )
 
 
 def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
@@ -62,7 +71,9 @@ def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
 
 def test_blend(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", 10), write(tmp_path, "b", 10, 100)
-    built = build_datasets(config(data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache")), 100, 8, 0)
+    built = build_datasets(
+        config(data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache")), 100, 8, 0
+    )
     assert built.train is not None and len(built.train) == 100
     from_b = sum(int(built.train[i][0]) >= 100 for i in range(100))
     assert from_b == 25  # the greedy order keeps every share within one sample of its weight
@@ -74,7 +85,11 @@ def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
     """Its share goes to the others, who have samples for it."""
     a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
     built = build_datasets(config(data_path=("1", b, "1", a)), 10, 10, 0)
-    assert tokens_in(built.valid) == {8} and 100 in tokens_in(built.train) and len(built.valid or ()) >= 10
+    assert (
+        tokens_in(built.valid) == {8}
+        and 100 in tokens_in(built.train)
+        and len(built.valid or ()) >= 10
+    )
     three = build_datasets(config(data_path=("2", b, "1", a, "1", c)), 10, 20, 0).valid
     assert isinstance(three, BlendedDataset) and tokens_in(three) == {8, 208}
     assert sum(int(three[i][0]) == 8 for i in range(20)) == 10
@@ -82,10 +97,22 @@ def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
 
 def test_paths_of_their_own(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
-    # An index of the split of `a` with the same counts must not be mistaken for the index of all of `a`.
+    # An index of the split of `a` with the same counts must not be mistaken for the index of all of
+    # `a`.
     build_datasets(config(data_path=(a,), split="1,1"), 4, 4, 0)
-    built = build_datasets(config(train_data_path=(a,), valid_data_path=("1", b, "1", a), split="1,1"), 4, 40, 4)
-    assert tokens_in(built.train) == {0, 1, 2, 3} and tokens_in(built.valid) == {0, 1, 2, 3, 100, 101, 102, 103}
+    built = build_datasets(
+        config(train_data_path=(a,), valid_data_path=("1", b, "1", a), split="1,1"), 4, 40, 4
+    )
+    assert tokens_in(built.train) == {0, 1, 2, 3} and tokens_in(built.valid) == {
+        0,
+        1,
+        2,
+        3,
+        100,
+        101,
+        102,
+        103,
+    }
     assert built.test is None
     with pytest.raises(DataError, match="--train-data-path"):
         build_datasets(config(valid_data_path=(b,)), 4, 4, 0)
@@ -109,12 +136,16 @@ def test_refuses(tmp_path: Path) -> None:
 def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
     assert data_prefixes(config(mock_data=True)) == []
     assert data_prefixes(config(data_path=("1", "b", "2", "a"))) == ["b", "a"]
-    per_split = config(train_data_path=("t",), valid_data_path=("1", "v", "1", "t"), test_data_path=("x",))
+    per_split = config(
+        train_data_path=("t",), valid_data_path=("1", "v", "1", "t"), test_data_path=("x",)
+    )
     assert data_prefixes(per_split) == ["t", "v", "x"]
 
 
 def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
-    """The copy differs, so that it shows which was read; the index is that of the data's own name and place."""
+    """The copy differs, so that it shows which was read; the index is that of the data's own name
+    and place.
+    """
     (tmp_path / "node").mkdir()
     prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
     built = build_datasets(config(data_path=(prefix,)), 40, 7, 0, locations={prefix: copy})
@@ -123,21 +154,27 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
 
 
 def test_exact_epochs(tmp_path: Path) -> None:
-    """80 tokens a training epoch: three make 239 // 8 = 29 samples, whatever the run takes of them."""
+    """80 tokens a training epoch: three make 239 // 8 = 29 samples, whatever the run takes of
+    them.
+    """
     prefix = write(tmp_path, "a", 10)
 
     def build(samples: int, epochs: int | None, **data: Any) -> Datasets:
         one = ("1", prefix, "1", prefix) if data.pop("blend", False) else (prefix,)
         split = data.pop("split", "4,6,0")
         return build_datasets(
-            config(data_path=one, split=split, train_data_exact_num_epochs=epochs, **data), samples, 5, 0
+            config(data_path=one, split=split, train_data_exact_num_epochs=epochs, **data),
+            samples,
+            5,
+            0,
         )
 
     short, full = build(1, 3).train, build(29, 3).train
     assert short is not None and full is not None and len(short) == len(full) == 29
     assert [short[i].tolist() for i in range(29)] == [full[i].tolist() for i in range(29)]
     taken = np.concatenate([full[i][:-1] for i in range(29)])
-    assert len(taken) == 232 and (np.bincount(taken, minlength=4) >= 52).all()  # 8 tokens fewer than 60 of each
+    # 8 tokens fewer than 60 of each
+    assert len(taken) == 232 and (np.bincount(taken, minlength=4) >= 52).all()
     # The same order as that of a run which needs just these samples: its cache is used.
     plain = build(29, None).train
     assert plain is not None and plain.description == full.description
@@ -149,13 +186,27 @@ def test_exact_epochs(tmp_path: Path) -> None:
 
 
 def test_packing(tmp_path: Path) -> None:
-    """Documents of 20 equal tokens in samples of 9: pieces of 9, 9 and 4, of which two and a padding fill a sample."""
+    """Documents of 20 equal tokens in samples of 9: pieces of 9, 9 and 4, of which two and a
+    padding fill a sample.
+    """
     prefix = write(tmp_path, "a", 10, first_token=1)
-    built = build_datasets(config(data_path=(prefix,), data_packing="best-fit", split="1"), 40, 0, 0, pad_id=49)
+    built = build_datasets(
+        config(data_path=(prefix,), data_packing="best-fit", split="1"), 40, 0, 0, pad_id=49
+    )
     train = built.train
     assert train is not None and len(train) >= 40
-    lengths = [tuple(pieces.tolist()) for i in range(len(train)) if (pieces := train.segments(i)) is not None]
-    assert set(lengths) == {(9,), (4, 4)} and len(lengths) == len(train) and 49 in train[lengths.index((4, 4))]
+    lengths = [
+        tuple(pieces.tolist())
+        for i in range(len(train))
+        if (pieces := train.segments(i)) is not None
+    ]
+    assert (
+        set(lengths) == {(9,), (4, 4)}
+        and len(lengths) == len(train)
+        and 49 in train[lengths.index((4, 4))]
+    )
     other = write(tmp_path, "b", 10, 20)
-    both = build_datasets(config(data_path=("1", prefix, "1", other), data_packing="best-fit"), 9, 3, 1)
+    both = build_datasets(
+        config(data_path=("1", prefix, "1", other), data_packing="best-fit"), 9, 3, 1
+    )
     assert isinstance(both.train, BlendedDataset) and both.train.segments(0) is not None

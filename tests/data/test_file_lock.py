@@ -1,4 +1,7 @@
-"""Who has a lock, that it ends with its holder, and what is so where the file system has no flock."""
+"""Who has a lock, that it ends with its holder, and what is so where the file system has no
+flock.
+"""
+
 from __future__ import annotations
 
 import errno
@@ -26,7 +29,9 @@ def without_flock(*_: object) -> None:
 
 @pytest.fixture(params=["flock", "lease"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file system with flock, and one without as Lustre mounted with neither `flock` nor `localflock`."""
+    """A file system with flock, and one without as Lustre mounted with neither `flock` nor
+    `localflock`.
+    """
     if request.param == "lease":
         monkeypatch.setattr(fcntl, "flock", without_flock)
     return str(request.param)
@@ -51,7 +56,12 @@ def test_one_has_it_at_a_time(tmp_path: Path, kind: str) -> None:
     first, second = FileLock(tmp_path / "x.lock"), FileLock(tmp_path / "x.lock")
     assert first.acquire() and not second.acquire()
     owner = second.owner()
-    assert owner is not None and owner.pid == os.getpid() and owner.is_here and str(os.getpid()) in second.describe()
+    assert (
+        owner is not None
+        and owner.pid == os.getpid()
+        and owner.is_here
+        and str(os.getpid()) in second.describe()
+    )
     second.release()  # which it does not have
     assert not second.acquire()
     first.release()
@@ -123,7 +133,8 @@ def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path) ->
 
 def test_what_a_lock_file_holds_is_never_trusted(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    for content in (b"", b"\xff" * 5000, b"host pid", b'{"host": "n", "pid": 3}'):  # the last as earlier versions
+    # the last as earlier versions
+    for content in (b"", b"\xff" * 5000, b"host pid", b'{"host": "n", "pid": 3}'):
         path.write_bytes(content)
         lock = FileLock(path)
         assert lock.owner() is None and lock.describe()

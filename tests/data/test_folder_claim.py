@@ -1,4 +1,5 @@
 """Two programs on one folder: the second is refused, and a dead first one is no obstacle."""
+
 from __future__ import annotations
 
 import os

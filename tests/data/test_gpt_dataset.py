@@ -40,9 +40,12 @@ def epochs_by_trial(tokens: int, num_samples: int, seq_length: int) -> int:
     return epochs
 
 
-def expected_samples(documents: list[list[int]], num_samples: int, seq_length: int, seed: int) -> list[list[int]]:
-    """The draw order in words: one generator; documents of all epochs shuffled together, or the last epoch apart when
-    it gives under 80% of an epoch's samples; then the samples, in the same two groups."""
+def expected_samples(
+    documents: list[list[int]], num_samples: int, seq_length: int, seed: int
+) -> list[list[int]]:
+    """The draw order in words: one generator; documents of all epochs shuffled together, or the
+    last epoch apart when it gives under 80% of an epoch's samples; then the samples, in the same
+    two groups."""
     tokens = sum(map(len, documents))
     epochs = epochs_by_trial(tokens, num_samples, seq_length)
     before_last = ((epochs - 1) * tokens - 1) // seq_length
@@ -81,7 +84,12 @@ def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> GPTDa
     mmap=st.booleans(),
 )
 def test_samples(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_samples: int, seq_length: int, seed: int, mmap: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    mmap: bool,
 ) -> None:
     prefix = tmp_path_factory.mktemp("gpt") / "x"
     documents = write(prefix, sizes)
@@ -99,17 +107,22 @@ def test_samples(
 def test_cache_names(tmp_path: Path) -> None:
     request = IndexRequest("data/c_text_document", "train", "969, 30, 1", 0, 9, 100, 20, 10, 1234)
     text = (
-        "GPT Dataset\n\nData prefix data/c_text_document\nDataset name train\nNumber of samples 20\n"
+        "GPT Dataset\n\nData prefix data/c_text_document\nDataset name train\nNumber of samples "
+        "20\n"
         "Number of epochs 3\nSequence length 10\nRandom seed 1234\nSplit 969, 30, 1\n"
     )
     assert request.description == text
-    assert CacheEntry(tmp_path, text, ()).key == "080d8f8952a5415a447540cfde4092e1"  # by coreutils' md5sum
+    # by coreutils' md5sum
+    assert CacheEntry(tmp_path, text, ()).key == "080d8f8952a5415a447540cfde4092e1"
     write(tmp_path / "c", [30, 30])
     built = dataset(tmp_path / "c", 5, 10)
     key = hashlib.md5(built.description.encode()).hexdigest()
     cache = tmp_path / "index-cache"
     parts = {"doc_idx": np.int32, "sample_idx": np.int32, "shuffle_idx": np.uint32}
-    assert sorted(p.name for p in cache.iterdir()) == [f"{key}.dsc", *(f"{key}_{part}.npy" for part in parts)]
+    assert sorted(p.name for p in cache.iterdir()) == [
+        f"{key}.dsc",
+        *(f"{key}_{part}.npy" for part in parts),
+    ]
     assert (cache / f"{key}.dsc").read_text().startswith(built.description)
     assert {part: np.load(cache / f"{key}_{part}.npy").dtype for part in parts} == parts
 
@@ -127,14 +140,22 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
     options = {"pad_id": 0} if packed_samples else {}
     with pytest.raises(DataError, match=rf"a\.idx.* {at}\b.* {size}\b"):
         (PackedDataset if packed_samples else GPTDataset)(
-            IndexedDataset(tmp_path / "a"), name="train", split="1", bounds=(0, 4), num_samples=3, seq_length=5, seed=1,
+            IndexedDataset(tmp_path / "a"),
+            name="train",
+            split="1",
+            bounds=(0, 4),
+            num_samples=3,
+            seq_length=5,
+            seed=1,
             **options,
         )
 
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
-    """Documents of several sequences; the byte that `where` names holds the token, and the document holds the byte."""
+    """Documents of several sequences; the byte that `where` names holds the token, and the document
+    holds the byte.
+    """
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for first in range(0, 90, 10):
             for sequence in (range(first, first + 3), range(0), range(first + 3, first + 10)):
@@ -144,9 +165,15 @@ def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
     raw = np.fromfile(tmp_path / "x.bin", np.uint16)
     for index in range(len(built)):
         for position, token in enumerate(built[index].tolist()):
-            where = re.fullmatch(r"(\S+)\.bin, document (\d+), byte (\d+)", built.where(index, position))
+            where = re.fullmatch(
+                r"(\S+)\.bin, document (\d+), byte (\d+)", built.where(index, position)
+            )
             assert where is not None and where[1] == str(tmp_path / "x")
-            assert int(where[2]) == token // 10 and raw[int(where[3]) // 2] == token and int(where[3]) % 2 == 0
+            assert (
+                int(where[2]) == token // 10
+                and raw[int(where[3]) // 2] == token
+                and int(where[3]) % 2 == 0
+            )
     assert built.segments(0) is None
 
 
@@ -197,9 +224,13 @@ def test_blend(tmp_path: Path) -> None:
     for path in (None, cache, cache):  # in memory, written, read
         blend = BlendedDataset(parts, [2, 1], 12, data_cache_path=path)
         a, b = iter(expected_samples(first, 9, 8, 7)), iter(expected_samples(second, 5, 8, 7))
-        # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a again
-        assert [blend[i].tolist() for i in range(12)] == [next(b if i % 3 == 1 else a) for i in range(12)]
-    assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12  # _index and _sample_index
+        # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a
+        # again
+        assert [blend[i].tolist() for i in range(12)] == [
+            next(b if i % 3 == 1 else a) for i in range(12)
+        ]
+    # _index and _sample_index
+    assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12
     assert blend.where(1, 3) == parts[1].where(0, 3) != blend.where(0, 3) == parts[0].where(0, 3)
     which, sample = blend.locate(np.array([4, 0, 5]))
     assert which.tolist() == [1, 0, 0] and sample.tolist() == [1, 0, 3]
@@ -211,9 +242,19 @@ def test_blend(tmp_path: Path) -> None:
 def test_mock() -> None:
     data = MockDataset("train", 20, 63, 50, seed=1)
     samples = np.stack([data[i] for i in range(20)])
-    assert samples.shape == (20, 64) and samples.dtype == np.int64 and samples.min() >= 0 and samples.max() == 49
-    assert (samples == np.stack([MockDataset("train", 99, 63, 50, seed=1)[i] for i in range(20)])).all()
+    assert (
+        samples.shape == (20, 64)
+        and samples.dtype == np.int64
+        and samples.min() >= 0
+        and samples.max() == 49
+    )
+    assert (
+        samples == np.stack([MockDataset("train", 99, 63, 50, seed=1)[i] for i in range(20)])
+    ).all()
     others = (MockDataset("train", 20, 63, 50, seed=2), MockDataset("valid", 20, 63, 50, seed=1))
-    assert len({other[0].tobytes() for other in others} | {sample.tobytes() for sample in samples}) == 22
+    assert (
+        len({other[0].tobytes() for other in others} | {sample.tobytes() for sample in samples})
+        == 22
+    )
     with pytest.raises(DataError, match="--vocab-size"):
         MockDataset("train", 1, 4, 1, 0)

@@ -1,8 +1,10 @@
 """Document, sample and shuffle index: limits of their types, and blocks.
 
-The order itself is compared with megatron-core's in test_megatron_core.py, the samples with a plain reading of the
-format in test_gpt_dataset.py, and the loops with their definitions in test_index_helpers.py.
+The order itself is compared with megatron-core's in test_megatron_core.py, the samples with a plain
+reading of the format in test_gpt_dataset.py, and the loops with their definitions in
+test_index_helpers.py.
 """
+
 from __future__ import annotations
 
 from types import ModuleType
@@ -18,7 +20,9 @@ from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS
 
 
-def build(module: ModuleType, sizes: list[int], request: IndexRequest, **options: int) -> dict[str, Any]:
+def build(
+    module: ModuleType, sizes: list[int], request: IndexRequest, **options: int
+) -> dict[str, Any]:
     raw = np.zeros(4 * len(sizes) + 2, np.uint8)
     unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as an .idx file has them
     unaligned[:] = sizes
@@ -30,7 +34,9 @@ def build(module: ModuleType, sizes: list[int], request: IndexRequest, **options
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
-    """Numbers that need 64 bits from a limit on, which is 2^32 - 2 in Megatron, and the same order."""
+    """Numbers that need 64 bits from a limit on, which is 2^32 - 2 in Megatron, and the same
+    order.
+    """
     request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3)
     narrow = build(module, [4000, 5000, 1], request, uint32_limit=9001)
     wide = build(module, [4000, 5000, 1], request, uint32_limit=9000)
@@ -45,4 +51,6 @@ def test_blocks_of_the_counting_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build(numpy_loops, [2] * 1000, request)
     monkeypatch.setattr(gpt_dataset, "_BLOCK", 7)
     cut = build(numpy_loops, [2] * 1000, request)
-    assert request.num_epochs == 2 and all(cut[part].tobytes() == whole[part].tobytes() for part in PARTS)
+    assert request.num_epochs == 2 and all(
+        cut[part].tobytes() == whole[part].tobytes() for part in PARTS
+    )

@@ -1,4 +1,7 @@
-"""One process builds, the others wait; whoever dies or is suspended, nobody waits for ever and nobody reads wrong."""
+"""One process builds, the others wait; whoever dies or is suspended, nobody waits for ever and
+nobody reads wrong.
+"""
+
 from __future__ import annotations
 
 import os
@@ -41,7 +44,9 @@ def names(directory: Path) -> list[str]:
 
 
 def same(arrays: Arrays, wanted: Arrays) -> bool:
-    return arrays.keys() == wanted.keys() and all(np.array_equal(arrays[part], wanted[part]) for part in wanted)
+    return arrays.keys() == wanted.keys() and all(
+        np.array_equal(arrays[part], wanted[part]) for part in wanted
+    )
 
 
 def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
@@ -52,7 +57,9 @@ def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: bool) -> None:
-    """The first builds until all others wait for it; where it fails, each of them fails by itself."""
+    """The first builds until all others wait for it; where it fails, each of them fails by
+    itself.
+    """
     waits = context.Semaphore(0)
 
     def run(_: int) -> str:
@@ -78,7 +85,9 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: b
 
 @pytest.mark.slow
 def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
-    """Its lock ended with it; its unfinished files, and a lock file of an earlier version, are removed."""
+    """Its lock ended with it; its unfinished files, and a lock file of an earlier version, are
+    removed.
+    """
 
     def build() -> Arrays:
         (tmp_path / f".{KEY}_a.npy.0.tmp").write_bytes(b"half")
@@ -93,7 +102,10 @@ def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
 def test_waiting_ends_with_the_name_of_the_lock(tmp_path: Path) -> None:
     lock, waits = FileLock(tmp_path / f"{KEY}.lock"), list[int]()
     assert lock.acquire()
-    with waiting(lambda: waits.append(1)), pytest.raises(DataError, match=rf"{lock.path}.* {os.getpid()}\b"):
+    with (
+        waiting(lambda: waits.append(1)),
+        pytest.raises(DataError, match=rf"{lock.path}.* {os.getpid()}\b"),
+    ):
         load(tmp_path, never, wait_s=0.1)
     lock.release()
     assert waits == [1] and same(load(tmp_path, lambda: VALUE), VALUE)
@@ -112,7 +124,8 @@ def test_directories_in_order(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_built_again(tmp_path: Path) -> None:
     load(tmp_path, lambda: OLD)
     assert same(load(tmp_path, lambda: VALUE, fits=lambda found: found["a"][0] == 0), VALUE)
-    with pytest.raises(DataError, match=str(tmp_path)):  # what was just written is not what is there
+    # what was just written is not what is there
+    with pytest.raises(DataError, match=str(tmp_path)):
         load(tmp_path, lambda: OLD, fits=lambda found: found["a"][0] == 2)
     assert names(tmp_path) == FILES
 
@@ -123,7 +136,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut in the header": lambda path: os.truncate(path, 60),
     "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 8),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "header of rubbish": lambda path: path.write_bytes(path.read_bytes().replace(b"{'descr'", b"{'de\xff(]'")),
+    "header of rubbish": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"{'descr'", b"{'de\xff(]'")
+    ),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     "an archive": lambda path: path.write_bytes(b"PK\x03\x04" + path.read_bytes()[4:]),
 }
@@ -144,7 +159,9 @@ def test_damaged_caches_are_built_again(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
-    """A permutation of what was stored fits as well as that; one process of a job reads all of it and tells."""
+    """A permutation of what was stored fits as well as that; one process of a job reads all of it
+    and tells.
+    """
     load(tmp_path, lambda: VALUE)
     assert same(load(tmp_path, never, verify=True), VALUE)
     np.save(tmp_path / f"{KEY}_b.npy", VALUE["b"][::-1])
@@ -162,10 +179,14 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
 def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """So that caches which Megatron-DeepSpeed wrote are found, and it finds ours."""
     array = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    assert same(load_or_build(ENTRY, ["a"], [tmp_path / "ours"], lambda: {"a": array}), {"a": array})
+    assert same(
+        load_or_build(ENTRY, ["a"], [tmp_path / "ours"], lambda: {"a": array}), {"a": array}
+    )
     np.save(tmp_path / f"{KEY}_a.npy", array, allow_pickle=True)
     assert same(load_or_build(ENTRY, ["a"], [tmp_path], never), {"a": array})
-    assert (tmp_path / f"{KEY}_a.npy").read_bytes() == (tmp_path / "ours" / f"{KEY}_a.npy").read_bytes()
+    assert (tmp_path / f"{KEY}_a.npy").read_bytes() == (
+        tmp_path / "ours" / f"{KEY}_a.npy"
+    ).read_bytes()
 
 
 @pytest.fixture
@@ -227,7 +248,9 @@ def test_killed_while_it_replaces_what_did_not_fit(tmp_path: Path, every: bool) 
 
 
 def build_or_die(rank: int, directory: str, deaths: dict[int, int]) -> bool:
-    """One of several processes; `deaths` says at which of their file operations some of them are killed."""
+    """One of several processes; `deaths` says at which of their file operations some of them are
+    killed.
+    """
     cache = Path(directory, "cache")
 
     def build() -> Arrays:

@@ -28,7 +28,9 @@ def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warmed_up(seed: int, draws: int) -> np.random.RandomState:
-    """A generator in the middle of its words, with half of a pair of normal numbers kept for the next call."""
+    """A generator in the middle of its words, with half of a pair of normal numbers kept for the
+    next call.
+    """
     random = np.random.RandomState(seed)
     random.randint(2**32, size=draws, dtype=np.uint32)
     random.normal()
@@ -44,7 +46,8 @@ def same_state(one: np.random.RandomState, other: np.random.RandomState) -> bool
 @pytest.mark.slow
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(
-    count=st.integers(0, 12).flatmap(lambda k: st.integers(max(0, 2**k - 2), 2**k + 2)) | st.integers(0, 9000),
+    count=st.integers(0, 12).flatmap(lambda k: st.integers(max(0, 2**k - 2), 2**k + 2))
+    | st.integers(0, 9000),
     dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64, np.int16, np.float32]),
     seed=st.integers(0, 2**32 - 1),
     draws=st.integers(0, 700),
@@ -60,14 +63,22 @@ def test_shuffle(module: ModuleType, count: int, dtype: type, seed: int, draws: 
 
 
 @NEEDS_COMPILED
-@pytest.mark.parametrize("last", [2**33 - 1, 2**33, 2**32 + 150, 2**32, 2**32 - 1, 2**31 + 3, 2**40 + 77])
+@pytest.mark.parametrize(
+    "last", [2**33 - 1, 2**33, 2**32 + 150, 2**32, 2**32 - 1, 2**31 + 3, 2**40 + 77]
+)
 def test_shuffle_draws_for_huge_arrays(last: int) -> None:
-    """From element 2^32 on a draw takes two words. randint of one number draws like shuffle for that place."""
+    """From element 2^32 on a draw takes two words. randint of one number draws like shuffle for
+    that place.
+    """
     assert index_helpers.compiled is not None
     random = np.random.RandomState(5)
     before: Any = random.get_state()
-    expected = [random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)]
-    partners, (state, position) = index_helpers.compiled.shuffle_partners(last, 300, before[1], before[2])
+    expected = [
+        random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)
+    ]
+    partners, (state, position) = index_helpers.compiled.shuffle_partners(
+        last, 300, before[1], before[2]
+    )
     after: Any = random.get_state()
     assert partners.tolist() == expected and (state == after[1]).all() and position == after[2]
 
@@ -75,17 +86,30 @@ def test_shuffle_draws_for_huge_arrays(last: int) -> None:
 # sample index
 
 
-def walk(sizes: list[int], document_index: list[int], seq_length: int, num_samples: int) -> list[tuple[int, int]]:
+def walk(
+    sizes: list[int], document_index: list[int], seq_length: int, num_samples: int
+) -> list[tuple[int, int]]:
     """Where token i * seq_length lies, found by listing the place of every token."""
-    places = [(p, offset) for p, document in enumerate(document_index) for offset in range(sizes[document])]
+    places = [
+        (p, offset)
+        for p, document in enumerate(document_index)
+        for offset in range(sizes[document])
+    ]
     return [(0, 0)] + [places[i * seq_length] for i in range(1, num_samples + 1)]
 
 
 def build_samples(
-    module: ModuleType, sizes: list[int], documents: list[int], seq_length: int, num_samples: int, **options: int
+    module: ModuleType,
+    sizes: list[int],
+    documents: list[int],
+    seq_length: int,
+    num_samples: int,
+    **options: int,
 ) -> npt.NDArray[Any]:
     arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
-    result: npt.NDArray[Any] = call(module, "build_sample_index", *arrays, seq_length, num_samples, **options)
+    result: npt.NDArray[Any] = call(
+        module, "build_sample_index", *arrays, seq_length, num_samples, **options
+    )
     return result
 
 
@@ -98,7 +122,8 @@ def test_sample_index(module: ModuleType, data: st.DataObject, block: int) -> No
     tokens = sum(sizes[d] for d in documents)
     num_samples = data.draw(st.integers(0, max(0, (tokens - 1) // seq_length)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numpy_loops, "_BLOCK", block)  # of the numpy loop, which would otherwise take all at once
+        # of the numpy loop, which would otherwise take all at once
+        patch.setattr(numpy_loops, "_BLOCK", block)
         rows = build_samples(module, sizes, documents, seq_length, num_samples)
     assert rows.dtype == np.int32 and rows.shape == (num_samples + 1, 2)
     assert [tuple(row) for row in rows.tolist()] == walk(sizes, documents, seq_length, num_samples)
@@ -116,7 +141,9 @@ def test_sample_index_of_more_documents_than_int32(module: ModuleType) -> None:
 # blend
 
 
-def build_blend(module: ModuleType, weights: list[float], size: int) -> tuple[npt.NDArray, npt.NDArray]:
+def build_blend(
+    module: ModuleType, weights: list[float], size: int
+) -> tuple[npt.NDArray, npt.NDArray]:
     which, sample = call(module, "build_blend_index", np.array(weights) / np.sum(weights), size)
     return which, sample
 
@@ -141,13 +168,23 @@ def test_blend_index(module: ModuleType, weights: list[float], size: int) -> Non
 @NEEDS_COMPILED
 @pytest.mark.parametrize("count", [1, 7, 8, 15, 16, 17, 24, 25, 31, 255, 256, 400])
 def test_blend_of_many(count: int) -> None:
-    """Equal weights and random ones: all the ways in which the compiled loop is cut into vectors."""
-    for weights in ([1.0] * count, np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist()):
+    """Equal weights and random ones: all the ways in which the compiled loop is cut into
+    vectors.
+    """
+    for weights in (
+        [1.0] * count,
+        np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist(),
+    ):
         which, sample = build_blend(index_helpers.compiled, weights, 3 * count)
         expected_which, expected_sample = build_blend(numpy_loops, weights, 3 * count)
         assert which.dtype == expected_which.dtype == (np.uint8 if count <= 255 else np.int32)
-        assert which.tobytes() == expected_which.tobytes() and sample.tobytes() == expected_sample.tobytes()
-    assert sorted(build_blend(index_helpers.compiled, [1.0] * count, count)[0].tolist()) == list(range(count))
+        assert (
+            which.tobytes() == expected_which.tobytes()
+            and sample.tobytes() == expected_sample.tobytes()
+        )
+    assert sorted(build_blend(index_helpers.compiled, [1.0] * count, count)[0].tolist()) == list(
+        range(count)
+    )
 
 
 # gather
@@ -155,11 +192,13 @@ def test_blend_of_many(count: int) -> None:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(
-    code=st.sampled_from(sorted(index_helpers.TOKEN_TYPES)), seed=st.integers(0, 99),
+    code=st.sampled_from(sorted(index_helpers.TOKEN_TYPES)),
+    seed=st.integers(0, 99),
     runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9),
 )
 def test_gather(module: ModuleType, code: int, runs: list[tuple[int, int]], seed: int) -> None:
-    kind = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]  # the letters of Python's struct
+    # the letters of Python's struct
+    kind = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]
     data = np.frombuffer(np.random.RandomState(seed).bytes(90 + 12 * 8), np.uint8)
     expected: list[int] = []
     for start, length in runs:
@@ -176,11 +215,22 @@ def test_gather(module: ModuleType, code: int, runs: list[tuple[int, int]], seed
 @pytest.mark.parametrize(
     ("run", "fits"),
     [
-        ((16, 1), True), ((17, 1), False), ((20, 0), True), ((21, 0), False), ((-1, 0), False), ((0, 6), False),
-        ((0, 5), True), ((0, -1), False), ((2**62, 2**62), False), ((4, 2**62), False), ((-(2**63), 1), False),
+        ((16, 1), True),
+        ((17, 1), False),
+        ((20, 0), True),
+        ((21, 0), False),
+        ((-1, 0), False),
+        ((0, 6), False),
+        ((0, 5), True),
+        ((0, -1), False),
+        ((2**62, 2**62), False),
+        ((4, 2**62), False),
+        ((-(2**63), 1), False),
     ],
-)  # fmt: skip
-def test_gather_stays_within_the_bytes(module: ModuleType, run: tuple[int, int], fits: bool) -> None:
+)
+def test_gather_stays_within_the_bytes(
+    module: ModuleType, run: tuple[int, int], fits: bool
+) -> None:
     data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
     arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
     if fits:
@@ -215,7 +265,11 @@ def pack_by_the_rule(lengths: list[int], capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-@given(data=st.data(), capacity=st.sampled_from([1, 2, 3, 10, 63, 64, 65, 300, 5000]), wide=st.booleans())
+@given(
+    data=st.data(),
+    capacity=st.sampled_from([1, 2, 3, 10, 63, 64, 65, 300, 5000]),
+    wide=st.booleans(),
+)
 def test_best_fit(module: ModuleType, data: st.DataObject, capacity: int, wide: bool) -> None:
     length = st.integers(1, capacity) | st.integers(1, max(1, capacity // 4))
     lengths = data.draw(st.lists(length, max_size=120))
@@ -229,7 +283,9 @@ def test_best_fit(module: ModuleType, data: st.DataObject, capacity: int, wide: 
     starts, order = call(module, "group_by_bin", bins, num_bins)
     assert starts.dtype == np.int64 and order.dtype == bins.dtype and starts[-1] == len(lengths)
     for b in range(num_bins):
-        assert order[starts[b] : starts[b + 1]].tolist() == [p for p in range(len(lengths)) if bins[p] == b]
+        assert order[starts[b] : starts[b + 1]].tolist() == [
+            p for p in range(len(lengths)) if bins[p] == b
+        ]
 
 
 @NEEDS_COMPILED
@@ -252,16 +308,28 @@ def test_refuses(module: ModuleType) -> None:
     """What would lead outside of the arrays."""
     data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
     wrong: list[tuple[str, tuple[Any, ...]]] = [
-        ("gather_tokens", (data, 1, one, np.array([3]), out)), ("gather_tokens", (data, 1, one, np.array([1, 1]), out)),
+        ("gather_tokens", (data, 1, one, np.array([3]), out)),
+        ("gather_tokens", (data, 1, one, np.array([1, 1]), out)),
         ("gather_tokens", (data, 6, one, np.array([2]), out)),
-        *(("best_fit_pack", (np.array(lengths), capacity)) for lengths, capacity in (([3, 0], 5), ([6], 5), ([1], 0))),
+        *(
+            ("best_fit_pack", (np.array(lengths), capacity))
+            for lengths, capacity in (([3, 0], 5), ([6], 5), ([1], 0))
+        ),
         *(("group_by_bin", (np.array(bins, np.int32), 2)) for bins in ([0, 2], [-1, 0])),
-        *(("build_sample_index", (np.array([5], np.int32), np.array(documents, np.int32), seq_length, 1))
-          for documents, seq_length in (([0], 5), ([], 1))),
-    ]  # fmt: skip
+        *(
+            (
+                "build_sample_index",
+                (np.array([5], np.int32), np.array(documents, np.int32), seq_length, 1),
+            )
+            for documents, seq_length in (([0], 5), ([], 1))
+        ),
+    ]
     if module is not numpy_loops:
         wrong += [
-            ("build_sample_index", (np.array([3, 4], np.int32), np.array([0, document], np.int32), 2, 3))
+            (
+                "build_sample_index",
+                (np.array([3, 4], np.int32), np.array([0, document], np.int32), 2, 3),
+            )
             for document in (2, -1)
         ]
     for function, arguments in wrong:

@@ -36,10 +36,20 @@ def test_reads_packed_bytes(tmp_path: Path, dtype: str, mmap: bool) -> None:
     (tmp_path / "a.bin").write_bytes(data)
     (tmp_path / "a.idx").write_bytes(index)
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
-    assert [indexed[i].tolist() for i in range(len(indexed))] == [[5, 6, 7], [8], [65535], [], [1, 2]]
+    assert [indexed[i].tolist() for i in range(len(indexed))] == [
+        [5, 6, 7],
+        [8],
+        [65535],
+        [],
+        [1, 2],
+    ]
     assert indexed.read(0, 1).tolist() == [6, 7] and indexed.read(0, 1, 1).tolist() == [6]
     assert indexed.document_indices.tolist() == [0, 2, 3, 5] and indexed.num_documents == 3
-    assert indexed.num_tokens == 7 and indexed.tokens_between(1, 3) == 2 and indexed.tokens_between(3, 3) == 0
+    assert (
+        indexed.num_tokens == 7
+        and indexed.tokens_between(1, 3) == 2
+        and indexed.tokens_between(3, 3) == 0
+    )
     assert indexed.modes is None
     for sequence, offset, length in ((5, 0, None), (-1, 0, None), (0, 1, 3), (0, -1, 1)):
         with pytest.raises(IndexError):
@@ -78,7 +88,9 @@ def test_damaged_files(tmp_path: Path, damage, message: str) -> None:
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_bin_truncated_while_open(tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bin_truncated_while_open(
+    tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(indexed_dataset, "_CHECK_INTERVAL_S", 0.0)
     write(tmp_path / "a", [[[1, 2, 3, 4]]], "<u2")
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
@@ -113,13 +125,17 @@ def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]
     mmap=st.booleans(),
     gap=st.sampled_from([0, 3, 1 << 16]),
 )
-def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool, gap: int) -> None:
+def test_gather(
+    tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool, gap: int
+) -> None:
     """Against slices of lists, for any order of pieces, overlapping ones included."""
     sequences, chosen = case
     prefix = tmp_path_factory.mktemp("gather") / "x"
     write(prefix, [sequences], dtype)
     indexed = IndexedDataset(prefix, mmap=mmap)
-    expected = [token for s, offset, length in chosen for token in sequences[s][offset : offset + length]]
+    expected = [
+        token for s, offset, length in chosen for token in sequences[s][offset : offset + length]
+    ]
     out = np.full(len(expected), -1, np.int64)
     columns = np.array(chosen, np.int64).reshape(-1, 3).T
     with pytest.MonkeyPatch.context() as patch:
@@ -130,13 +146,18 @@ def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(
-    ("sequence", "offset", "length"), [(4, 0, 0), (-1, 0, 1), (0, 2, 2), (0, -1, 1), (0, 0, -1), (0, 1, 2**62)]
+    ("sequence", "offset", "length"),
+    [(4, 0, 0), (-1, 0, 1), (0, 2, 2), (0, -1, 1), (0, 0, -1), (0, 1, 2**62)],
 )
-def test_gather_outside(tmp_path: Path, mmap: bool, sequence: int, offset: int, length: int) -> None:
+def test_gather_outside(
+    tmp_path: Path, mmap: bool, sequence: int, offset: int, length: int
+) -> None:
     write(tmp_path / "a", [[[1, 2, 3]], [[4]], [[5]], [[6]]], "<i4")
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
     with pytest.raises(IndexError, match=f"{sequence}"):
-        indexed.gather([1, sequence], [0, offset], [1, length], np.empty(max(1 + length, 0) % 8, np.int64))
+        indexed.gather(
+            [1, sequence], [0, offset], [1, length], np.empty(max(1 + length, 0) % 8, np.int64)
+        )
 
 
 def test_gather_refuses_floats(tmp_path: Path) -> None:
@@ -160,8 +181,12 @@ SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
         (POINTERS_AT + 16, struct.pack("<q", -(2**63)), {1, 2}),
     ],
 )
-def test_damaged_entries(tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool) -> None:
-    """What opening cannot see is found where it is read, and names file and byte; what is not damaged is read."""
+def test_damaged_entries(
+    tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool
+) -> None:
+    """What opening cannot see is found where it is read, and names file and byte; what is not
+    damaged is read.
+    """
     sequences = [[1, 2, 3], [4, 5], [6], [7]]
     data, index = packed([sequences], "<u2")
     (tmp_path / "a.bin").write_bytes(data)
@@ -170,7 +195,10 @@ def test_damaged_entries(tmp_path: Path, at: int, value: bytes, damaged: set[int
     for sequence, tokens in enumerate(sequences):
         out = np.zeros(len(tokens), np.int64)
         if sequence in damaged:
-            message = rf"a\.idx\b.* {SIZES_AT + 4 * sequence}\b.* {sequence}\b.* {POINTERS_AT + 8 * sequence}\b"
+            message = (
+                rf"a\.idx\b.* {SIZES_AT + 4 * sequence}\b.* {sequence}\b.* "
+                rf"{POINTERS_AT + 8 * sequence}\b"
+            )
             with pytest.raises(DataError, match=message):
                 indexed.read(sequence)
             with pytest.raises(DataError, match=message):
@@ -182,17 +210,25 @@ def test_damaged_entries(tmp_path: Path, at: int, value: bytes, damaged: set[int
 
 
 @given(
-    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), min_size=1, max_size=5),
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), min_size=1, max_size=5
+    ),
     place=st.floats(0, 1, exclude_max=True),
     new=st.integers(0, 255),
     cut=st.booleans(),
     mmap=st.booleans(),
 )
 def test_damage_is_seen_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, mmap: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    documents,
+    place: float,
+    new: int,
+    cut: bool,
+    mmap: bool,
 ) -> None:
-    """Any byte of the index changed or everything after it cut off: DataError, or the tokens as they were. The type has
-    no second record in the files, and neither has where documents start; the type is left alone here."""
+    """Any byte of the index changed or everything after it cut off: DataError, or the tokens as
+    they were. The type has no second record in the files, and neither has where documents start;
+    the type is left alone here."""
     data, index = packed(documents, "<u2")
     at = int(place * len(index))
     if at == 17 and not cut:
@@ -223,7 +259,12 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) * 2)]).tolist()
     assert starts[1] > 2**31 and starts[4] > 2**32
     with open(tmp_path / "a.bin", "wb") as file:
-        for start, tokens in ((0, [1]), (starts[1] - 4, [2, 3]), (starts[2], [4, 5, 6]), (starts[4], [7, 8])):
+        for start, tokens in (
+            (0, [1]),
+            (starts[1] - 4, [2, 3]),
+            (starts[2], [4, 5, 6]),
+            (starts[4], [7, 8]),
+        ):
             file.seek(start)
             file.write(struct.pack(f"<{len(tokens)}H", *tokens))
     (tmp_path / "a.idx").write_bytes(
@@ -238,10 +279,14 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     assert out.tolist() == [7, 8, 2, 3, 5, 6, 1]
 
 
-@pytest.mark.parametrize("count", [10_000_000, pytest.param(110_000_000, marks=pytest.mark.campaign("large"))])
+@pytest.mark.parametrize(
+    "count", [10_000_000, pytest.param(110_000_000, marks=pytest.mark.campaign("large"))]
+)
 @pytest.mark.parametrize("mmap", [True, False])
 def test_opening_reads_no_more_of_a_large_index(tmp_path: Path, mmap: bool, count: int) -> None:
-    """Empty documents, 20 bytes of a hole for each with its ends written: few of its pages are touched."""
+    """Empty documents, 20 bytes of a hole for each with its ends written: few of its pages are
+    touched.
+    """
     with open(tmp_path / "a.idx", "wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, count + 1))
         file.seek(34 + 12 * count + 8 * count)

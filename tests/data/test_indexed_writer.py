@@ -45,9 +45,17 @@ def contents(prefix: Path) -> tuple[bytes, bytes]:
 
 
 @examples(10)
-@given(documents=LISTS, cuts=st.lists(st.integers(0, 6), max_size=3), dtype=st.sampled_from(["<u2", "<i4", "<i8"]))
-def test_batches(tmp_path_factory: pytest.TempPathFactory, documents: Documents, cuts: list[int], dtype: str) -> None:
-    """Any way of cutting documents into batches gives the bytes of struct, and so does one sequence at a time."""
+@given(
+    documents=LISTS,
+    cuts=st.lists(st.integers(0, 6), max_size=3),
+    dtype=st.sampled_from(["<u2", "<i4", "<i8"]),
+)
+def test_batches(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, cuts: list[int], dtype: str
+) -> None:
+    """Any way of cutting documents into batches gives the bytes of struct, and so does one sequence
+    at a time.
+    """
     folder = tmp_path_factory.mktemp("batches")
     expected = packed(documents, dtype)
     places = [0, *sorted(cuts), len(documents)]
@@ -69,8 +77,12 @@ def test_batches(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
 
 @examples(10)
 @given(before=LISTS, lost=LISTS, after=LISTS)
-def test_continue_from_a_position(tmp_path_factory: pytest.TempPathFactory, before, lost, after) -> None:
-    """What was added after the position is cut off, and the rest is as if it had been written in one go."""
+def test_continue_from_a_position(
+    tmp_path_factory: pytest.TempPathFactory, before, lost, after
+) -> None:
+    """What was added after the position is cut off, and the rest is as if it had been written in
+    one go.
+    """
     folder = tmp_path_factory.mktemp("continue")
     parts = folder / "corpus_partial"
     writer = IndexedDatasetWriter(folder / "corpus", "<u2", directory=parts)
@@ -79,7 +91,9 @@ def test_continue_from_a_position(tmp_path_factory: pytest.TempPathFactory, befo
     add(writer, lost)
     writer.leave()
     assert files(folder) == ["corpus_partial"]
-    again = IndexedDatasetWriter(folder / "corpus", "<u2", directory=parts, resume=WriterPosition(**kept))
+    again = IndexedDatasetWriter(
+        folder / "corpus", "<u2", directory=parts, resume=WriterPosition(**kept)
+    )
     assert again.num_documents == len(before)
     add(again, after)
     again.close()
@@ -189,7 +203,10 @@ def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
 def test_failed_write_leaves_old_files(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
         add(writer, OLD)
-    with pytest.raises(DataError, match="65536.*uint16"), IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
+    with (
+        pytest.raises(DataError, match="65536.*uint16"),
+        IndexedDatasetWriter(tmp_path / "a", "<u2") as writer,
+    ):
         writer.add_document([2])
         writer.add_document([65536])
     assert files(tmp_path) == ["a.bin", "a.idx"] and unpacked(tmp_path / "a")[1] == OLD
@@ -197,7 +214,14 @@ def test_failed_write_leaves_old_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
-    [("<u2", [-1]), ("u1", [256]), ("i1", [-129]), ("<i4", [2**31]), ("<u2", [0.5]), ("<f4", [2**24 + 1])],
+    [
+        ("<u2", [-1]),
+        ("u1", [256]),
+        ("i1", [-129]),
+        ("<i4", [2**31]),
+        ("<u2", [0.5]),
+        ("<f4", [2**24 + 1]),
+    ],
 )
 def test_ids_that_do_not_fit(tmp_path: Path, dtype: str, tokens: list[float]) -> None:
     writer = IndexedDatasetWriter(tmp_path / "a", dtype)
@@ -209,12 +233,17 @@ def test_ids_that_do_not_fit(tmp_path: Path, dtype: str, tokens: list[float]) ->
 
 @pytest.mark.slow
 def test_disk_full(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: the error says what could not be written, parts go."""
+    """A limit on the size of files stands for a full disk: the error says what could not be
+    written, parts go.
+    """
 
     def child() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, 1 << 12))
-        with pytest.raises(DataError, match=rf"{tmp_path}/a"), IndexedDatasetWriter(tmp_path / "a", "<i8") as writer:
+        with (
+            pytest.raises(DataError, match=rf"{tmp_path}/a"),
+            IndexedDatasetWriter(tmp_path / "a", "<i8") as writer,
+        ):
             for _ in range(8):
                 writer.add_batch(np.zeros(1 << 17, np.int64), [1 << 17], [1])
 

@@ -29,16 +29,23 @@ def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -
         for _ in range(tokens // 10):
             writer.add_document([token] * 10)
     return GPTDataset(
-        IndexedDataset(prefix), name="train", split="1", bounds=(0, tokens // 10), num_samples=num_samples,
-        seq_length=SEQ_LENGTH, seed=1,
-    )  # fmt: skip
+        IndexedDataset(prefix),
+        name="train",
+        split="1",
+        bounds=(0, tokens // 10),
+        num_samples=num_samples,
+        seq_length=SEQ_LENGTH,
+        seed=1,
+    )
 
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendedDataset:
     """60 samples: a third of 'a' with 100 tokens, two thirds of 'b' with 300."""
     folder = tmp_path_factory.mktemp("ledger")
-    return BlendedDataset([source(folder, "a", 100, 1, 21), source(folder, "b", 300, 2, 41)], [1, 2], 60)
+    return BlendedDataset(
+        [source(folder, "a", 100, 1, 21), source(folder, "b", 300, 2, 41)], [1, 2], 60
+    )
 
 
 def by_hand(blend: BlendedDataset, order: SampleOrder, consumed: int) -> dict[int, int]:
@@ -60,7 +67,9 @@ def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]])
     taken = by_hand(blend, order, consumed)
     for part, token, size in ((blend.datasets[0], 1, 100), (blend.datasets[1], 2, 300)):
         tokens = taken[token] * SEQ_LENGTH
-        assert counted.counts[part.name] == Consumed(taken[token], tokens, pytest.approx(tokens / size))
+        assert counted.counts[part.name] == Consumed(
+            taken[token], tokens, pytest.approx(tokens / size)
+        )
 
 
 def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDataset) -> None:
@@ -74,7 +83,8 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
         token = int(blend[index][0])
         before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
         size = {1: 100, 2: 300}[token]
-        # Token number n, from 0, is in epoch n // size + 1: that of the last token before, and of the last one now.
+        # Token number n, from 0, is in epoch n // size + 1: that of the last token before, and of
+        # the last one now.
         epoch_before, epoch = (before - 1) // size + 1, (tokens[token] - 1) // size + 1
         if epoch > max(epoch_before, 1):
             expected["ab"[token - 1], epoch] = consumed
@@ -86,12 +96,18 @@ def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.Monke
     monkeypatch.setattr(ledger, "_BLOCK", 7)
     assert Ledger(blend, CyclicOrder(60), 100).record() == whole.record()
     assert whole.record() != Ledger(blend, CyclicOrder(60), 93).record()
-    # A checkpoint without a record, of a run that had more data than this one: what is there is counted.
-    assert sum(count.samples for count in Ledger(blend, SequentialOrder(60), 100).counts.values()) == 60
+    # A checkpoint without a record, of a run that had more data than this one: what is there is
+    # counted.
+    assert (
+        sum(count.samples for count in Ledger(blend, SequentialOrder(60), 100).counts.values())
+        == 60
+    )
 
 
 def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> None:
-    """'a' stays, 'b' goes, 'c' comes with more tokens to an epoch: nothing is lost or counted twice."""
+    """'a' stays, 'b' goes, 'c' comes with more tokens to an epoch: nothing is lost or counted
+    twice.
+    """
     before = Ledger(blend, SequentialOrder(60), 30).record()
     a, b = (part.name for part in blend.datasets)
     new = BlendedDataset([blend.datasets[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
@@ -107,28 +123,44 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
 def test_a_source_that_is_listed_twice_is_one(tmp_path: Path) -> None:
     part = source(tmp_path, "x", 100, 1, 12)
     twice = BlendedDataset([part, part], [1, 3], 10)
-    assert Ledger(twice, SequentialOrder(10), 10).counts == {part.name: Consumed(10, 80, pytest.approx(0.8))}
+    assert Ledger(twice, SequentialOrder(10), 10).counts == {
+        part.name: Consumed(10, 80, pytest.approx(0.8))
+    }
 
 
 def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
-    """Each token but the first of a piece is predicted once; padding never. An epoch is every sample once."""
+    """Each token but the first of a piece is predicted once; padding never. An epoch is every
+    sample once.
+    """
     random = np.random.RandomState(5)
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for size in random.randint(1, 30, 40).tolist():
             writer.add_document([7] * size)
     packed = PackedDataset(
-        IndexedDataset(tmp_path / "x"), name="train", split="1", bounds=(0, 40), num_samples=100,
-        seq_length=SEQ_LENGTH, seed=1, pad_id=0,
-    )  # fmt: skip
+        IndexedDataset(tmp_path / "x"),
+        name="train",
+        split="1",
+        bounds=(0, 40),
+        num_samples=100,
+        seq_length=SEQ_LENGTH,
+        seed=1,
+        pad_id=0,
+    )
     counted, by_hand, epochs = Ledger(packed, SequentialOrder(len(packed))), 0, []
     for i in range(len(packed)):
         epochs += [(i, epoch) for _, epoch in counted.advance(i + 1)]
         by_hand += int((packed[i] == 7).sum()) - len(packed.segments(i))
         assert counted.counts[packed.name].tokens == by_hand
-    assert epochs == [(packed.num_bins * k, k + 1) for k in range(1, len(packed) // packed.num_bins)]
+    assert epochs == [
+        (packed.num_bins * k, k + 1) for k in range(1, len(packed) // packed.num_bins)
+    ]
     assert counted.counts[packed.name].epochs == pytest.approx(len(packed) / packed.num_bins)
 
 
 def test_lines(blend: BlendedDataset) -> None:
     line = Ledger(blend, SequentialOrder(60), 30).line()
-    assert re.findall(r"[0-9.]+", line) == ["240", "0.800", "0.533"] and "a 0.8" in line and "b 0.5" in line
+    assert (
+        re.findall(r"[0-9.]+", line) == ["240", "0.800", "0.533"]
+        and "a 0.8" in line
+        and "b 0.5" in line
+    )

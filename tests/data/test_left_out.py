@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, MockDataset
 from megatron.data.ledger import Consumed, Ledger, is_consumed
-from megatron.data.sampler import MicroBatchStream, are_ranges, around, merged, permute, sample_order
+from megatron.data.sampler import (
+    MicroBatchStream,
+    are_ranges,
+    around,
+    merged,
+    permute,
+    sample_order,
+)
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
-RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=6)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=6
+)
 
 
 def left(ranges: list[tuple[int, int]]) -> set[int]:
@@ -31,13 +40,19 @@ def test_merged_ranges_hold_the_same_positions_apart(ranges: list[tuple[int, int
 
 
 @given(ranges=RANGES, positions=st.lists(st.integers(0, 80), max_size=10))
-def test_positions_are_counted_around_them(ranges: list[tuple[int, int]], positions: list[int]) -> None:
+def test_positions_are_counted_around_them(
+    ranges: list[tuple[int, int]], positions: list[int]
+) -> None:
     by_hand = list(islice((n for n in count() if n not in left(ranges)), 81))
-    assert around(np.array(positions, np.int64), merged(ranges)).tolist() == [by_hand[p] for p in positions]
+    assert around(np.array(positions, np.int64), merged(ranges)).tolist() == [
+        by_hand[p] for p in positions
+    ]
 
 
 def by_hand(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -> list[int]:
-    """The first samples of the order, one by one. After a single pass of `total`, what would be first comes again."""
+    """The first samples of the order, one by one. After a single pass of `total`, what would be
+    first comes again.
+    """
     kept = list(islice((n for n in count() if n not in left(ranges)), 2 * total))
 
     def sample(n: int) -> int:
@@ -51,13 +66,18 @@ def by_hand(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -
 @pytest.mark.slow
 @examples(15)
 @given(
-    kind=st.sampled_from(["single", "cyclic"]), total=st.integers(61, 70), ranges=RANGES, dp=st.integers(1, 3),
+    kind=st.sampled_from(["single", "cyclic"]),
+    total=st.integers(61, 70),
+    ranges=RANGES,
+    dp=st.integers(1, 3),
     mbs=st.integers(1, 3),
 )
 def test_every_layout_goes_around_the_same_samples(
     kind: str, total: int, ranges: list[tuple[int, int]], dp: int, mbs: int
 ) -> None:
-    """Also at the end of a single pass, which is as long as before: the first samples stand in for those left out."""
+    """Also at the end of a single pass, which is as long as before: the first samples stand in for
+    those left out.
+    """
     if len(left(ranges)) >= total:
         return
     steps = total // (dp * mbs)
@@ -66,10 +86,15 @@ def test_every_layout_goes_around_the_same_samples(
     order.check(total)
     assert order.indices(np.arange(len(expected))).tolist() == expected
     data = Numbered(total)
-    streams = [MicroBatchStream(data, mbs, r, dp, dataloader_type=kind, left_out=ranges) for r in range(dp)]
+    streams = [
+        MicroBatchStream(data, mbs, r, dp, dataloader_type=kind, left_out=ranges) for r in range(dp)
+    ]
     taken = [stream.take(steps) for stream in streams]
-    assert [int(t) for i in range(steps) for rank in taken for t in rank[i].tokens[:, 0]] == expected
-    assert [b.first_sample for b in taken[0]] == [i * dp * mbs for i in range(steps)]  # counted as consumed
+    assert [
+        int(t) for i in range(steps) for rank in taken for t in rank[i].tokens[:, 0]
+    ] == expected
+    # counted as consumed
+    assert [b.first_sample for b in taken[0]] == [i * dp * mbs for i in range(steps)]
 
 
 class Numbered(MockDataset):
@@ -105,11 +130,15 @@ def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back() -> N
     at_16 = Ledger(blend, sample_order("single", 80), 16).record()
     ranges = [(40, 48)]
     back = whole.rolled_back(sample_order("single", 80, ranges), 16, at_16, np.arange(40, 48))
-    assert {name: count.left_out for name, count in back.counts.items()} == samples_of(range(40, 48))
+    assert {name: count.left_out for name, count in back.counts.items()} == samples_of(
+        range(40, 48)
+    )
     back.advance(64)
     taken = {name: samples_of(range(40))[name] + samples_of(range(48, 72))[name] for name in at_16}
     assert {name: count.samples for name, count in back.counts.items()} == taken
-    again = back.rolled_back(sample_order("single", 80, [*ranges, (60, 64)]), 16, at_16, np.arange(60, 64))
+    again = back.rolled_back(
+        sample_order("single", 80, [*ranges, (60, 64)]), 16, at_16, np.arange(60, 64)
+    )
     assert sum(count.left_out for count in again.counts.values()) == 12
     record = again.record()
     assert all(map(is_consumed, record.values())) and not is_consumed({**at_16["a"], "left": 1})

@@ -1,10 +1,12 @@
 """Files, sample orders and blends against megatron-core's, byte for byte.
 
-`make test` compares with digests of what megatron-core made (core_golden.json); the campaign `peers` with
-megatron-core itself, in both directions, and with the digests. It is looked for in the folder that
+`make test` compares with digests of what megatron-core made (core_golden.json); the campaign
+`peers` with megatron-core itself, in both directions, and with the digests. It is looked for in the
+folder that
 MEGATRON_CORE_FOLDER names, then in build/peers/, where it is installed from PyPI if it is not there. To make the
 digests anew: MEGATRON_CORE_GOLDEN=write, with the campaign.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -38,7 +40,9 @@ Documents = list[list[list[float]]]
 
 
 def documents_of(dtype: str) -> Documents:
-    """Documents of several sequences, empty sequences and documents without any, and the limits of the type."""
+    """Documents of several sequences, empty sequences and documents without any, and the limits of
+    the type.
+    """
     if np.dtype(dtype).kind == "f":
         low, high = -1.5, float(np.finfo(np.float32).max)
     else:
@@ -64,21 +68,30 @@ def digest_of(prefix: Path) -> str:
 
 
 def orders(count: int) -> list[dict[str, Any]]:
-    """Splits of some documents, some of them empty or of one token, and up to 6 epochs of samples."""
+    """Splits of some documents, some of them empty or of one token, and up to 6 epochs of
+    samples.
+    """
     random, found = np.random.RandomState(7), []
     for _ in range(count):
         number = int(random.randint(1, 60))
-        sizes = np.where(random.rand(number) < 0.2, random.randint(0, 2, number), random.randint(0, 300, number))
+        sizes = np.where(
+            random.rand(number) < 0.2, random.randint(0, 2, number), random.randint(0, 300, number)
+        )
         start = int(random.randint(number))
         stop = int(random.randint(start + 1, number + 1))
         sizes[start] += 2
         seq_length = int(random.randint(1, 40) if random.rand() < 0.8 else random.randint(1, 2000))
         per_epoch = int(sizes[start:stop].sum()) / seq_length
-        found.append({
-            "sizes": sizes.tolist(), "start": start, "stop": stop, "seq_length": seq_length,
-            "num_samples": max(1, int(per_epoch * random.rand() * random.choice([1, 2.5, 6]))),
-            "seed": int(random.randint(2**32, dtype=np.uint32)),
-        })  # fmt: skip
+        found.append(
+            {
+                "sizes": sizes.tolist(),
+                "start": start,
+                "stop": stop,
+                "seq_length": seq_length,
+                "num_samples": max(1, int(per_epoch * random.rand() * random.choice([1, 2.5, 6]))),
+                "seed": int(random.randint(2**32, dtype=np.uint32)),
+            }
+        )
     return found
 
 
@@ -86,7 +99,9 @@ def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
     """Digest of the three arrays, and which of the ways to use the last epoch this is."""
     sizes = np.array(case["sizes"], np.int32)
     split = case["start"], case["stop"], int(sizes[case["start"] : case["stop"]].sum())
-    request = IndexRequest("p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"])
+    request = IndexRequest(
+        "p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"]
+    )
     arrays = build_index(request, sizes)
     way = min(request.num_epochs, 2), request.separate_last_epoch
     return digest(*(np.ascontiguousarray(arrays[part]).tobytes() for part in PARTS)), way
@@ -94,7 +109,12 @@ def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
 
 def blends(largest: int) -> list[dict[str, Any]]:
     random = np.random.RandomState(8)
-    weights = [np.ones(1), np.ones(3), np.ones(200), *(random.gamma(0.7, size=n) + 1e-3 for n in range(2, largest))]
+    weights = [
+        np.ones(1),
+        np.ones(3),
+        np.ones(200),
+        *(random.gamma(0.7, size=n) + 1e-3 for n in range(2, largest)),
+    ]
     return [{"weights": (some / some.sum()).tolist(), "size": 2000} for some in weights]
 
 
@@ -114,7 +134,9 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_orders_and_blends_are_megatron_cores(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_and_blends_are_megatron_cores(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_helpers, "compiled", module)
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
@@ -138,8 +160,25 @@ def core() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Installed under another name first: a killed installation is not taken for a whole one.
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        pip += ["--only-binary", ":all:", "--retries", "1", "--timeout", "15", "--target", f"{temporary}/core"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        pip += [
+            "--only-binary",
+            ":all:",
+            "--retries",
+            "1",
+            "--timeout",
+            "15",
+            "--target",
+            f"{temporary}/core",
+        ]
         done = subprocess.run([*pip, f"megatron-core=={VERSION}"], capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
@@ -150,11 +189,17 @@ def core() -> Path:
 
 
 def run_core(peer: str, *arguments: str, jobs: Any = None) -> str:
-    """What a script of this folder says that runs with megatron-core in the place of our package."""
+    """What a script of this folder says that runs with megatron-core in the place of our
+    package.
+    """
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(peer)), *arguments], input=json.dumps(jobs), text=True,
-        capture_output=True, cwd="/", env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )  # fmt: skip
+        [sys.executable, str(Path(__file__).with_name(peer)), *arguments],
+        input=json.dumps(jobs),
+        text=True,
+        capture_output=True,
+        cwd="/",
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
     if done.returncode and "ImportError" in done.stderr.strip().splitlines()[-1]:
         pytest.skip(f"megatron-core does not import here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -181,7 +226,12 @@ def test_files_both_ways(core: Path, tmp_path: Path) -> None:
             {"write": str(theirs), "dtype": dtype, "documents": documents, "modes": None},
             {"read": str(ours), "mmap": True, "multimodal": False},
             {"read": str(ours), "mmap": False, "multimodal": False},
-            {"merge": f"{theirs}_merged", "dtype": dtype, "inputs": [str(theirs), str(ours)], "multimodal": False},
+            {
+                "merge": f"{theirs}_merged",
+                "dtype": dtype,
+                "inputs": [str(theirs), str(ours)],
+                "multimodal": False,
+            },
         ]
     answers = json.loads(run_core("core_peer.py", str(core), jobs=jobs))
     for at, dtype in enumerate(DTYPES):
@@ -190,10 +240,17 @@ def test_files_both_ways(core: Path, tmp_path: Path) -> None:
         sequences = [sequence for document in documents for sequence in document]
         starts = [0, *accumulate(map(len, documents))]
         assert digest_of(ours) == digest_of(theirs)
-        assert answers[4 * at + 1] == answers[4 * at + 2] == {
-            "dtype": dtype, "sequences": sequences, "modes": None,
-            "lengths": list(map(len, sequences)), "document_indices": starts,
-        }  # fmt: skip
+        assert (
+            answers[4 * at + 1]
+            == answers[4 * at + 2]
+            == {
+                "dtype": dtype,
+                "sequences": sequences,
+                "modes": None,
+                "lengths": list(map(len, sequences)),
+                "document_indices": starts,
+            }
+        )
         merge([theirs, ours], f"{ours}_merged")
         assert digest_of(Path(f"{ours}_merged")) == digest_of(Path(f"{theirs}_merged"))
         for mapped in (True, False):
@@ -208,14 +265,22 @@ def test_files_both_ways(core: Path, tmp_path: Path) -> None:
 def test_orders_and_blends(core: Path, tmp_path: Path) -> None:
     wanted = {"orders": orders(150), "blends": blends(40)}
     (tmp_path / "cases.json").write_text(json.dumps(wanted))
-    run_core("core_index_peer.py", str(core), str(tmp_path / "cases.json"), str(tmp_path / "out.npz"))
+    run_core(
+        "core_index_peer.py", str(core), str(tmp_path / "cases.json"), str(tmp_path / "out.npz")
+    )
     theirs = np.load(tmp_path / "out.npz")
     order = [
-        digest(*(np.ascontiguousarray(theirs[f"{name}_{i}"]).tobytes() for name in ("doc", "sample", "shuffle")))
+        digest(
+            *(
+                np.ascontiguousarray(theirs[f"{name}_{i}"]).tobytes()
+                for name in ("doc", "sample", "shuffle")
+            )
+        )
         for i in range(150)
     ]
     blend = [
-        digest(theirs[f"which_{i}"].tobytes(), theirs[f"number_{i}"].tobytes()) for i in range(len(wanted["blends"]))
+        digest(theirs[f"which_{i}"].tobytes(), theirs[f"number_{i}"].tobytes())
+        for i in range(len(wanted["blends"]))
     ]
     assert order == [our_order(case)[0] for case in wanted["orders"]]
     assert blend == [our_blend(case) for case in wanted["blends"]]

@@ -34,7 +34,14 @@ def write(prefix: Path, sizes: list[int]) -> None:
 
 def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> PackedDataset:
     indexed = IndexedDataset(prefix, mmap=options.pop("mmap", True))
-    settings = {"name": "train", "split": "1", "bounds": (0, len(indexed)), "seed": 7, "pad_id": PAD, **options}
+    settings = {
+        "name": "train",
+        "split": "1",
+        "bounds": (0, len(indexed)),
+        "seed": 7,
+        "pad_id": PAD,
+        **options,
+    }
     return PackedDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
 
 
@@ -64,9 +71,14 @@ SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, ma
     block=st.sampled_from([1, 3, 1 << 20]),
 )
 def test_every_prediction_once_per_epoch(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_length: int, epochs: int, seed: int, mmap: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    seq_length: int,
+    epochs: int,
+    seed: int,
+    mmap: bool,
     block: int,
-) -> None:  # fmt: skip
+) -> None:
     prefix = tmp_path_factory.mktemp("packed") / "x"
     write(prefix, sizes)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +92,8 @@ def test_every_prediction_once_per_epoch(
         samples = range(epoch * len(once), (epoch + 1) * len(once))
         assert sorted(p for sample in samples for p in predictions_of(data, sample)) == expected
         assert data.tokens_in(np.array(samples)) == data.tokens_per_epoch == len(expected)
-    # Each token is in one piece, the first of a later piece of its document also at the end of the one before.
+    # Each token is in one piece, the first of a later piece of its document also at the end of the
+    # one before.
     counts = Counter(t for sample in range(len(once)) for t in data[sample].tolist() if t != PAD)
     for start, size in zip(starts.tolist(), sizes, strict=False):
         for offset in range(size):
@@ -91,7 +104,9 @@ def test_every_prediction_once_per_epoch(
 
 
 def test_order(tmp_path: Path) -> None:
-    """More epochs only add to the end, each in another order, and a seed changes the order alone."""
+    """More epochs only add to the end, each in another order, and a seed changes the order
+    alone.
+    """
     write(tmp_path / "x", [5] * 20)
     short, long = dataset(tmp_path / "x", 20, 4), dataset(tmp_path / "x", 75, 4)
     assert (len(short), len(long)) == (20, 80)
@@ -99,14 +114,18 @@ def test_order(tmp_path: Path) -> None:
     assert any((long[i] != long[20 + i]).any() for i in range(20))
     other = dataset(tmp_path / "x", 20, 4, seed=8)
     assert any((short[i] != other[i]).any() for i in range(20))
-    assert sorted(short[i].tolist() for i in range(20)) == sorted(other[i].tolist() for i in range(20))
+    assert sorted(short[i].tolist() for i in range(20)) == sorted(
+        other[i].tolist() for i in range(20)
+    )
 
 
 def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
     random = np.random.RandomState(0)
     sizes = {
         "web-like, mean 700, some of 100,000": lambda: np.where(
-            random.rand(count) < 0.02, 2000 * (1 + random.pareto(1.3, count)), random.lognormal(5.8, 1.0, count)
+            random.rand(count) < 0.02,
+            2000 * (1 + random.pareto(1.3, count)),
+            random.lognormal(5.8, 1.0, count),
         ),
         "short messages, mean 40": lambda: random.gamma(2, 20, count),
         "long articles with short remainders": lambda: random.lognormal(8.5, 0.7, count),
@@ -116,15 +135,23 @@ def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
 
 def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
     tokens = int(sizes.sum(dtype=np.int64))
-    arrays = build_packing(PackedRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes)
+    arrays = build_packing(
+        PackedRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes
+    )
     predictions = int(arrays["counts"][1])
     assert predictions == tokens - np.count_nonzero(sizes)
-    return arrays, waste_of(len(arrays["bin_starts"]) - 1, len(arrays["pieces"]), predictions, seq_length + 1)
+    return arrays, waste_of(
+        len(arrays["bin_starts"]) - 1, len(arrays["pieces"]), predictions, seq_length + 1
+    )
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["web-like, mean 700, some of 100,000", "short messages, mean 40", "long articles with short remainders"],
+    [
+        "web-like, mean 700, some of 100,000",
+        "short messages, mean 40",
+        "long articles with short remainders",
+    ],
 )
 def test_padding_is_under_one_percent(kind: str) -> None:
     arrays, waste = pack(sizes_of(kind, 40_000), 2048)
@@ -136,7 +163,9 @@ def test_padding_is_under_one_percent(kind: str) -> None:
     assert filled.max() <= 2049 and 1 - filled.mean() / 2049 == pytest.approx(waste, abs=1e-12)
 
 
-@pytest.mark.parametrize(("length", "waste"), [(1100, 1 - 1100 / 2049), (900, 1 - 1800 / 2049), (683, 0.0)])
+@pytest.mark.parametrize(
+    ("length", "waste"), [(1100, 1 - 1100 / 2049), (900, 1 - 1800 / 2049), (683, 0.0)]
+)
 def test_lengths_that_cannot_be_packed_well(length: int, waste: float) -> None:
     """What the module says about where 1% is out of reach."""
     assert pack(np.full(600, length, np.int32), 2048)[1] == pytest.approx(waste, abs=1e-12)
@@ -163,13 +192,18 @@ def test_nothing_to_pack(tmp_path: Path, sizes: list[int], message: str) -> None
 
 def test_where(tmp_path: Path) -> None:
     write(tmp_path / "x", [9, 3, 1, 3])
-    data = dataset(tmp_path / "x", 1, 6)  # bins of 7: 0..6 and, in some order, [6..8 9..11], [13..15]
+    # bins of 7: 0..6 and, in some order, [6..8 9..11], [13..15]
+    data = dataset(tmp_path / "x", 1, 6)
     for i in range(len(data)):
         for at, token in enumerate(data[i].tolist()):
             where = data.where(i, at)
             assert where.startswith(f"{tmp_path}/x.bin")
-            expected = [i] if token == PAD else [0 if token < 9 else 1 if token < 12 else 3, 4 * token]
-            assert [int(n) for n in re.findall(r"\d+", where.removeprefix(str(tmp_path)))] == expected
+            expected = (
+                [i] if token == PAD else [0 if token < 9 else 1 if token < 12 else 3, 4 * token]
+            )
+            assert [
+                int(n) for n in re.findall(r"\d+", where.removeprefix(str(tmp_path)))
+            ] == expected
 
 
 def test_cache(tmp_path: Path) -> None:
@@ -183,27 +217,39 @@ def test_cache(tmp_path: Path) -> None:
     assert files.items() <= {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}.items()
     assert len(list(cache.glob("*.npy"))) == 5
     elsewhere = dataset(tmp_path / "x", 9, 12, data_cache_path=tmp_path / "cache")
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 4 and elsewhere.description != first.description
+    assert (
+        len(list((tmp_path / "cache").glob("*.npy"))) == 4
+        and elsewhere.description != first.description
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "sizes"),
     [
-        ([10, 50, 40, 7], [50, 10, 40, 7]), ([10, 50, 40, 7], [107]), ([10, 50, 40, 7], [50, 50, 20, 7]),
-        # Two of 200 documents, in bins that no spot check looks at: the checksum of the sizes sees them.
+        ([10, 50, 40, 7], [50, 10, 40, 7]),
+        ([10, 50, 40, 7], [107]),
+        ([10, 50, 40, 7], [50, 50, 20, 7]),
+        # Two of 200 documents, in bins that no spot check looks at: the checksum of the sizes sees
+        # them.
         ([9] * 200, [9] * 102 + [8, 10] + [9] * 96),
     ],
-)  # fmt: skip
-def test_data_that_changed_under_its_cache(tmp_path: Path, before: list[int], sizes: list[int]) -> None:
+)
+def test_data_that_changed_under_its_cache(
+    tmp_path: Path, before: list[int], sizes: list[int]
+) -> None:
     write(tmp_path / "x", before)
     dataset(tmp_path / "x", 9, 10)
     write(tmp_path / "x", sizes)
     after = dataset(tmp_path / "x", 1, 10)
-    assert len({p for i in range(len(after)) for p in predictions_of(after, i)}) == sum(sizes) - len(sizes)
+    assert len({p for i in range(len(after)) for p in predictions_of(after, i)}) == sum(
+        sizes
+    ) - len(sizes)
 
 
 def test_damaged_cache(tmp_path: Path) -> None:
-    """Shapes are right and the spot checks fell elsewhere: what is read wrong is said, not given."""
+    """Shapes are right and the spot checks fell elsewhere: what is read wrong is said, not
+    given.
+    """
     write(tmp_path / "x", [9] * 200)
     dataset(tmp_path / "x", 1, 8)
     (pieces,) = (tmp_path / "index-cache").glob("*_pieces.npy")

@@ -20,7 +20,9 @@ def test_every_number_once(size: int, key: int) -> None:
 
 
 @given(size=st.integers(1, 10**15), key=st.integers(0, 2**40), data=st.data())
-def test_a_place_has_the_same_number_however_it_is_asked_for(size: int, key: int, data: st.DataObject) -> None:
+def test_a_place_has_the_same_number_however_it_is_asked_for(
+    size: int, key: int, data: st.DataObject
+) -> None:
     places = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
     found = permute(np.array(places, np.int64), size, key).tolist()
     assert len(set(found)) == len(places) and all(0 <= number < size for number in found)
@@ -37,16 +39,22 @@ def test_squares_and_their_neighbours() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_a_few_are_alike(size: int) -> None:
-    """Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is no chance."""
+    """Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is
+    no chance.
+    """
     orders = list(itertools.permutations(range(size)))
-    seen = Counter(tuple(permute(np.arange(size), size, key).tolist()) for key in range(40 * len(orders)))
+    seen = Counter(
+        tuple(permute(np.arange(size), size, key).tolist()) for key in range(40 * len(orders))
+    )
     chi_square = sum((seen[order] - 40) ** 2 / 40 for order in orders)
     freedom = math.factorial(size) - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_neighbours_are_strangers() -> None:
-    """The steps between neighbours of a large order are spread evenly, and two keys know nothing of each other."""
+    """The steps between neighbours of a large order are spread evenly, and two keys know nothing of
+    each other.
+    """
     size = 10**5
     one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)
     steps = np.histogram(np.diff(one) % size, 100)[0]

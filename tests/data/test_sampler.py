@@ -50,7 +50,9 @@ def samples(batches: list[MicroBatch]) -> list[int]:
 
 def in_order(taken: list[list[MicroBatch]]) -> list[int]:
     """The samples that all ranks took, in the order of consumption."""
-    batches = sorted((batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample)
+    batches = sorted(
+        (batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample
+    )
     return samples(batches)
 
 
@@ -69,17 +71,26 @@ def expected_order(kind: str, total: int, number: int) -> list[int]:
     kind=st.sampled_from(["single", "cyclic"]),
     total=st.integers(1, 80),
     phases=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=5
+        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 4)),
+        min_size=1,
+        max_size=5,
     ),
 )
-def test_resizes_drop_and_repeat_nothing(kind: str, total: int, phases: list[tuple[int, int, int, int]]) -> None:
-    """A job that changes data-parallel size, micro-batch size and workers, after any number of steps."""
+def test_resizes_drop_and_repeat_nothing(
+    kind: str, total: int, phases: list[tuple[int, int, int, int]]
+) -> None:
+    """A job that changes data-parallel size, micro-batch size and workers, after any number of
+    steps.
+    """
     consumed, read = 0, []
     for dp, mbs, workers, steps in phases:
         if kind == "single":
             steps = min(steps, (total - consumed) // (dp * mbs))
         options = {"dataloader_type": kind, "num_workers": workers}
-        streams = [MicroBatchStream(Counting(total), mbs, rank, dp, consumed, **options) for rank in range(dp)]
+        streams = [
+            MicroBatchStream(Counting(total), mbs, rank, dp, consumed, **options)
+            for rank in range(dp)
+        ]
         read += in_order([stream.take(steps) for stream in streams])
         for stream in streams:
             stream.close()
@@ -91,11 +102,21 @@ def test_resizes_drop_and_repeat_nothing(kind: str, total: int, phases: list[tup
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> None:
     data = MockDataset("train", 30, 16, 40, seed=5)
-    options = {"eod": 39, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    options = {
+        "eod": 39,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+    }
     plain = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, **options).take(7)
-    stream = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, **options)
-    taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)  # as the batch ramps up
-    resumed = MicroBatchStream(data, 2, 1, 2, 4 * 4, dataloader_type=kind, num_workers=num_workers, **options).take(3)
+    stream = MicroBatchStream(
+        data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, **options
+    )
+    # as the batch ramps up
+    taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)
+    resumed = MicroBatchStream(
+        data, 2, 1, 2, 4 * 4, dataloader_type=kind, num_workers=num_workers, **options
+    ).take(3)
     for expected, got in zip(plain + plain[4:], taken + resumed, strict=True):
         assert expected.first_sample == got.first_sample
         for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
@@ -105,8 +126,12 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
 
 def test_pieces_of_packed_samples_are_kept_apart() -> None:
     (batch,) = MicroBatchStream(Packed(10), 2).take(1)
-    # s = 2 positions of 3 tokens: the first piece is the first position, whose label belongs to the second piece
-    assert batch.position_ids.tolist() == [[0, 0], [0, 0]] and batch.loss_mask.tolist() == [[0, 1], [0, 1]]
+    # s = 2 positions of 3 tokens: the first piece is the first position, whose label belongs to the
+    # second piece
+    assert batch.position_ids.tolist() == [[0, 0], [0, 0]] and batch.loss_mask.tolist() == [
+        [0, 1],
+        [0, 1],
+    ]
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -162,7 +187,8 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
     assert samples(stream.take(1)) == [0]
     assert entered.wait(60)
     stream.close()
-    assert all(thread.is_alive() and thread.daemon for thread in busy)  # left behind; the process can end without them
+    # left behind; the process can end without them
+    assert all(thread.is_alive() and thread.daemon for thread in busy)
     release.set()
     for thread in busy:
         thread.join(60)
@@ -171,6 +197,9 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
 
 
 def test_orders() -> None:
-    assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [0, 0]
+    assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [
+        0,
+        0,
+    ]
     with pytest.raises(DataError, match="--seq-length"):
         MicroBatchStream(Counting(0), 1, dataloader_type="cyclic").take(1)

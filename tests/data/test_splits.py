@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.datasets import BlendPart, parse_data_path, parse_split, read_data_file_list, split_bounds
+from megatron.data.datasets import (
+    BlendPart,
+    parse_data_path,
+    parse_split,
+    read_data_file_list,
+    split_bounds,
+)
 from megatron.errors import ConfigError, DataError
 
 
@@ -16,7 +22,8 @@ from megatron.errors import ConfigError, DataError
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
         ("98/2", 50, ((0, 49), (49, 50), (50, 50))),
         ("1", 7, ((0, 7), (7, 7), (7, 7))),
-        # shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short: both cuts move up by one
+        # shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short: both cuts move up
+        # by one
         ("1,1", 5, ((0, 3), (3, 5), (5, 5))),
         # thirds of 5: cuts 2, 4, 6, one too many: all cuts move down by one
         ("1,1,1", 5, ((0, 1), (1, 3), (3, 5))),
@@ -27,7 +34,9 @@ def test_split_by_hand(split: str, size: int, bounds: tuple) -> None:
 
 
 @given(
-    shares=st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda shares: sum(shares) > 0.01),
+    shares=st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(
+        lambda shares: sum(shares) > 0.01
+    ),
     size=st.integers(0, 10_000),
 )
 def test_split_covers_everything_once(shares: list[float], size: int) -> None:
@@ -37,7 +46,8 @@ def test_split_covers_everything_once(shares: list[float], size: int) -> None:
     total = sum(shares)
     for (start, stop), share in zip(bounds, shares, strict=False):
         assert 0 <= start <= stop
-        assert abs((stop - start) - share / total * size) <= 2  # rounding of each of three parts, and of their sum
+        # rounding of each of three parts, and of their sum
+        assert abs((stop - start) - share / total * size) <= 2
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0", "-1,2", "nan", "inf,1"])
@@ -48,10 +58,15 @@ def test_bad_split(split: str) -> None:
 
 def test_data_path() -> None:
     assert parse_data_path(["p"]) == (BlendPart(1.0, "p"),)
-    assert parse_data_path(["3", "p", "0", "q", "1", "r"]) == (BlendPart(0.75, "p"), BlendPart(0.25, "r"))
+    assert parse_data_path(["3", "p", "0", "q", "1", "r"]) == (
+        BlendPart(0.75, "p"),
+        BlendPart(0.25, "r"),
+    )
 
 
-@pytest.mark.parametrize("values", [[], ["1", "p", "2"], ["p", "q"], ["-1", "p"], ["0", "p", "0", "q"], ["nan", "p"]])
+@pytest.mark.parametrize(
+    "values", [[], ["1", "p", "2"], ["p", "q"], ["-1", "p"], ["0", "p", "0", "q"], ["nan", "p"]]
+)
 def test_bad_data_path(values: list[str]) -> None:
     with pytest.raises(ConfigError, match="--valid-data-path"):
         parse_data_path(values, "--valid-data-path")

@@ -53,8 +53,16 @@ def write_byte_level(folder: Path) -> dict[str, str]:
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The arguments of build_tokenizer for one tokenizer of each library."""
     folder = tmp_path_factory.mktemp("families")
-    train_model(folder / "spm.model", iter(Path(__file__).read_text().splitlines()), vocab_size=400, byte_fallback=True)
-    ranks, fast = write_bytes_as_ranks(folder / "ranks"), write_hugging_face(folder / "tokenizer.json")
+    train_model(
+        folder / "spm.model",
+        iter(Path(__file__).read_text().splitlines()),
+        vocab_size=400,
+        byte_fallback=True,
+    )
+    ranks, fast = (
+        write_bytes_as_ranks(folder / "ranks"),
+        write_hugging_face(folder / "tokenizer.json"),
+    )
     return {
         "GPT2BPETokenizer": write_byte_level(folder),
         "GPTSentencePieceTokenizer": {"tokenizer_model": str(folder / "spm.model")},
@@ -80,14 +88,21 @@ def test_any_number_of_threads_gives_the_same_ids(
         for some in (texts, texts[:1], []):
             assert tokenizer.encode_batch(some) == expected[: len(some)]
             tokens, sizes = tokenizer.encode_batch_arrays(some, np.uint16)
-            assert tokens.dtype == np.uint16 and tokens.tolist() == list(chain.from_iterable(expected[: len(some)]))
-            assert sizes.dtype == np.int32 and sizes.tolist() == [len(ids) for ids in expected[: len(some)]]
+            assert tokens.dtype == np.uint16 and tokens.tolist() == list(
+                chain.from_iterable(expected[: len(some)])
+            )
+            assert sizes.dtype == np.int32 and sizes.tolist() == [
+                len(ids) for ids in expected[: len(some)]
+            ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_a_surrogate_pair(families: dict[str, dict], kind: str) -> None:
     tokenizer: Tokenizer = build_tokenizer(kind, **families[kind])
-    for encode in (tokenizer.encode_batch, lambda texts: tokenizer.encode_batch_arrays(texts, np.uint16)):
+    for encode in (
+        tokenizer.encode_batch,
+        lambda texts: tokenizer.encode_batch_arrays(texts, np.uint16),
+    ):
         with pytest.raises(DataError, match=r"ud83d.* 2\b"):
             encode(["fine", "a \ud83d"])
 
@@ -112,12 +127,32 @@ def test_ids_never_wrap_around_in_silence(families: dict[str, dict]) -> None:
         ({"tokenizer_type": "Nope"}, ConfigError, "Nope.*GPT2BPETokenizer"),
         ({"tokenizer_type": "Llama3Tokenizer"}, ConfigError, "TikTokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, ConfigError, "--vocab-size"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, ConfigError, "--merge-file"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none.json"}, DataError, "none.json.*--vocab-file"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__}, DataError, __file__),
-        ({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": __file__}, DataError, __file__),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__},
+            ConfigError,
+            "--merge-file",
+        ),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none.json"},
+            DataError,
+            "none.json.*--vocab-file",
+        ),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__},
+            DataError,
+            __file__,
+        ),
+        (
+            {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": __file__},
+            DataError,
+            __file__,
+        ),
         ({"tokenizer_type": "TikTokenizer"}, ConfigError, "--tokenizer-model"),
-        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__}, DataError, r"test_tokenizer.py:1: "),
+        (
+            {"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__},
+            DataError,
+            r"test_tokenizer.py:1: ",
+        ),
         ({"tokenizer_type": "HFTokenizer", "tokenizer_model": "org/name"}, DataError, "org/name"),
         ({"tokenizer_type": "HFTokenizer", "tokenizer_model": __file__}, DataError, __file__),
     ],

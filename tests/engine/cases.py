@@ -1,4 +1,5 @@
 """What the processes of the engine tests do."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,8 +43,12 @@ def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]
     return out | {"state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
 
 
-def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any) -> dict[str, Any]:
-    """One rank, the last that holds `name`, gets an infinite gradient in the second of three steps."""
+def bad_gradient(
+    topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any
+) -> dict[str, Any]:
+    """One rank, the last that holds `name`, gets an infinite gradient in the second of three
+    steps.
+    """
     engine = Engine(toy.config(precision, zero_stage, **fields), topology, toy.build(topology))
     results: list[StepResult] = []
     before: Any = None
@@ -59,24 +64,38 @@ def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str,
         if s == 1:
             after, scale = toy.state_pieces(engine), engine.loss_scale
     return {
-        "results": results, "before": before, "after": after, "scale": scale, "skipped_steps": engine.skipped_steps,
-        "state": toy.state_pieces(engine), "scalars": engine.scalars(),
-    }  # fmt: skip
+        "results": results,
+        "before": before,
+        "after": after,
+        "scale": scale,
+        "skipped_steps": engine.skipped_steps,
+        "state": toy.state_pieces(engine),
+        "scalars": engine.scalars(),
+    }
 
 
 def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
     """The same under an optimizer that cannot leave a step out by itself, as a user's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "build_optimizer", lambda groups, *_: torch.optim.SGD(groups, momentum=0.9))
+        patch.setattr(
+            engine_module,
+            "build_optimizer",
+            lambda groups, *_: torch.optim.SGD(groups, momentum=0.9),
+        )
         return bad_gradient(topology, precision, 1, "mixed", optimizer="sgd")
 
 
 def scale_grows(topology: Topology) -> dict[str, Any]:
     """fp16 with plain SGD; the loss scale doubles after every step."""
     config = toy.config(
-        "fp16", optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, loss_scale_window=1,
+        "fp16",
+        optimizer="sgd",
+        sgd_momentum=0.0,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        loss_scale_window=1,
         initial_loss_scale=64.0,
-    )  # fmt: skip
+    )
     engine = Engine(config, topology, toy.build(topology))
     scales = []
     for s in range(2):
@@ -98,11 +117,15 @@ def unequal_groups(topology: Topology) -> str:
     return "no error"
 
 
-# -- reduction behind backward passes, gathering behind forward passes ------------------------------------------------
+# -- reduction behind backward passes, gathering behind forward passes -----------------------------
 
 
-def contribute(engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = "") -> None:
-    """What layers and hooks do in a backward pass; the last rank goes through the parameters the other way round."""
+def contribute(
+    engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = ""
+) -> None:
+    """What layers and hooks do in a backward pass; the last rank goes through the parameters the
+    other way round.
+    """
     parameters = list(engine.chunks.parameters())[:: 1 if topology.data.is_last else -1]
     for p in parameters:
         if p.sharding.name != skip:
@@ -110,11 +133,14 @@ def contribute(engine: Engine, topology: Topology, step: int, micro_batch: int, 
             p.gradient_sink.add(g)
 
 
-def overlapped(topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = "") -> dict[str, Any]:
+def overlapped(
+    topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = ""
+) -> dict[str, Any]:
     """Four steps and their results, the buckets on their way before each, and the last state.
 
-    trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one rank's `up.bias` is;
-                                 'broken': it ends in the middle, on each rank elsewhere, and is done again
+    trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one
+                                 rank's `up.bias` is; 'broken': it ends in the middle, on each rank
+                                 elsewhere, and is done again
     """
     fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     engine = Engine(toy.config(precision, stage, **fields), topology, toy.build(topology))
@@ -128,7 +154,9 @@ def overlapped(topology: Topology, precision: str, stage: int, overlap: bool, tr
             engine.clear_gradients()
         engine.begin(toy.MICRO_BATCHES)
         for m in range(toy.MICRO_BATCHES):
-            contribute(engine, topology, s, m, "mixed" if s == 2 and last and trouble == "missing" else "")
+            contribute(
+                engine, topology, s, m, "mixed" if s == 2 and last and trouble == "missing" else ""
+            )
             if s == 2 and trouble == "infinite" and last and m == 0:
                 for p in engine.chunks.parameters():
                     engine.gradient(p).view(-1)[0] = float("inf")
@@ -136,8 +164,11 @@ def overlapped(topology: Topology, precision: str, stage: int, overlap: bool, tr
         results.append(engine.step(lr(s)))
     engine.wait_for_weights()
     return {
-        "results": results, "sent": sent, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)
-    }  # fmt: skip
+        "results": results,
+        "sent": sent,
+        "state": toy.state_pieces(engine),
+        "weights": toy.weight_pieces(engine),
+    }
 
 
 def refused(topology: Topology) -> list[str]:
@@ -168,15 +199,19 @@ def refused(topology: Topology) -> list[str]:
 
 GPT = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True)
 
-# -- FusedAdamW ------------------------------------------------------------------------------------------------------
+# -- FusedAdamW ------------------------------------------------------------------------------------
 
 
-def fused_engine(topology: Topology, precision: str, zero_stage: int, fused: bool = True, **fields: Any) -> Engine:
+def fused_engine(
+    topology: Topology, precision: str, zero_stage: int, fused: bool = True, **fields: Any
+) -> Engine:
     """With FusedAdamW, also where no kernels are loaded: torch's operators serve then."""
     whole = toy.config(precision, zero_stage, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
-        engine = Engine(dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology))
+        engine = Engine(
+            dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology)
+        )
     assert isinstance(engine._basic, FusedAdamW) == fused
     return engine
 
@@ -187,9 +222,16 @@ def step(engine: Engine, topology: Topology, s: int) -> StepResult:
 
 
 def updated(
-    topology: Topology, precision: str, zero_stage: int, fused: bool, bad: bool = False, **fields: Any
+    topology: Topology,
+    precision: str,
+    zero_stage: int,
+    fused: bool,
+    bad: bool = False,
+    **fields: Any,
 ) -> dict[str, Any]:
-    """Results and everything after the last step; with `bad`, the last rank gets an infinite gradient in the second."""
+    """Results and everything after the last step; with `bad`, the last rank gets an infinite
+    gradient in the second.
+    """
     engine, results = fused_engine(topology, precision, zero_stage, fused, **fields), []
     for s in range(STEPS):
         toy.backward(engine, topology, s)
@@ -197,14 +239,21 @@ def updated(
             engine.gradient(next(engine.chunks.parameters())).view(-1)[0] = float("inf")
         results.append(engine.step(lr(s), weight_decay(s)))
     return {
-        "results": results, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine),
+        "results": results,
+        "state": toy.state_pieces(engine),
+        "weights": toy.weight_pieces(engine),
         "scalars": engine.scalars(),
-    }  # fmt: skip
+    }
 
 
 def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
-    """An engine that trains on, and a fused one that takes over its state through fragments and scalars."""
-    first, second = fused_engine(topology, precision, 1, from_fused), fused_engine(topology, precision, 1)
+    """An engine that trains on, and a fused one that takes over its state through fragments and
+    scalars.
+    """
+    first, second = (
+        fused_engine(topology, precision, 1, from_fused),
+        fused_engine(topology, precision, 1),
+    )
     for s in range(2):
         step(first, topology, s)
     for a, b in zip(first.fragments(), second.fragments(), strict=True):
@@ -213,15 +262,23 @@ def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[s
             b.moments[name].copy_(a.moments[name])
     second.load_scalars(first.scalars())
     second.update_working_weights()
-    assert all(torch.equal(a, b) for a, b in zip(first.chunks.parameters(), second.chunks.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.chunks.parameters(), second.chunks.parameters(), strict=True)
+    )
     results = [(step(first, topology, 2), step(second, topology, 2))]
     return [
-        {"result": result, "state": toy.state_pieces(e), "weights": toy.weight_pieces(e), "scalars": e.scalars()}
+        {
+            "result": result,
+            "state": toy.state_pieces(e),
+            "weights": toy.weight_pieces(e),
+            "scalars": e.scalars(),
+        }
         for e, result in zip((first, second), results[0], strict=True)
     ]
 
 
-# -- all of it -------------------------------------------------------------------------------------------------------
+# -- all of it -------------------------------------------------------------------------------------
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ALL = tuple((precision, stage) for precision in PRECISIONS for stage in (0, 1))
@@ -239,10 +296,18 @@ def on_one(rank: int) -> dict[str, Any]:
 
 def on_two(rank: int) -> dict[str, Any]:
     topology = join()
-    out: dict[str, Any] = {f"1x1x2 {p} {z}": train(topology, p, z) for p, z in (*ALL, ("bf16sums", 0), ("bf16sums", 1))}
-    out |= {f"overlap 1x1x2 {p} {z} {o}": overlapped(topology, p, z, o) for p, z in ALL for o in BOTH}
+    out: dict[str, Any] = {
+        f"1x1x2 {p} {z}": train(topology, p, z) for p, z in (*ALL, ("bf16sums", 0), ("bf16sums", 1))
+    }
+    out |= {
+        f"overlap 1x1x2 {p} {z} {o}": overlapped(topology, p, z, o) for p, z in ALL for o in BOTH
+    }
     for t in ("missing", "infinite", "broken"):
-        out |= {f"overlap {t} {p} {o}": overlapped(topology, p, 1, o, t) for p in ("fp32", "bf16") for o in BOTH}
+        out |= {
+            f"overlap {t} {p} {o}": overlapped(topology, p, 1, o, t)
+            for p in ("fp32", "bf16")
+            for o in BOTH
+        }
     out["refused"] = refused(topology)
     out |= {f"fused 1x1x2 {p} {z} {f}": updated(topology, p, z, f) for p, z in ALL for f in BOTH}
     out |= {f"fused no clipping {f}": updated(topology, "bf16", 1, f, clip_grad=0.0) for f in BOTH}
@@ -257,18 +322,32 @@ def on_three(rank: int) -> dict[str, Any]:
 def on_four(rank: int) -> dict[str, Any]:
     tensor_data, both, pipe_data = join(2, 1), Topology.create(2, 2), Topology.create(1, 2)
     torch.set_num_threads(1)
-    out: dict[str, Any] = {f"2x2x1 {p} {z}": train(both, p, z) for p, z in (*ALL, ("bf16sums", 1)) if z == 1}
+    out: dict[str, Any] = {
+        f"2x2x1 {p} {z}": train(both, p, z) for p, z in (*ALL, ("bf16sums", 1)) if z == 1
+    }
     some = (("fp32", 1), ("bf16", 1), ("bf16sums", 1), ("fp16", 0))
     out |= {f"2x1x2 {p} {z}": train(tensor_data, p, z) for p, z in some}
-    out |= {f"1x2x2 {p} {z}": train(pipe_data, p, z) for p, z in (("fp32", 0), ("bf16", 0), ("fp16", 1))}
+    out |= {
+        f"1x2x2 {p} {z}": train(pipe_data, p, z) for p, z in (("fp32", 0), ("bf16", 0), ("fp16", 1))
+    }
     out |= {f"bad 2x2x1 {p}": bad_gradient(both, p, 1, "mixed") for p in PRECISIONS}
-    out |= {f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down") for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
+    out |= {
+        f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down")
+        for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))
+    }
     out["unequal groups"] = unequal_groups(both)
     for o in BOTH:
-        out |= {f"overlap 2x1x2 {p} {z} {o}": overlapped(tensor_data, p, z, o) for p, z in (("fp32", 1), ("bf16", 1))}
+        out |= {
+            f"overlap 2x1x2 {p} {z} {o}": overlapped(tensor_data, p, z, o)
+            for p, z in (("fp32", 1), ("bf16", 1))
+        }
         chosen = (("fp32", 1), ("bf16", 1), ("fp16", 0))
         out |= {f"overlap 1x2x2 {p} {z} {o}": overlapped(pipe_data, p, z, o) for p, z in chosen}
-        out[f"gpt {o}"] = train_in_process(rank, {**GPT, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3)
+        out[f"gpt {o}"] = train_in_process(
+            rank, {**GPT, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3
+        )
     out |= {f"fused 2x2x1 {p} 1 {f}": updated(both, p, 1, f) for p in PRECISIONS for f in BOTH}
     out |= {f"fused sums {f}": updated(both, "bf16sums", 1, f) for f in BOTH}
-    return out | {f"fused bad {p} {f}": updated(both, p, 1, f, True) for p in ("bf16", "fp16") for f in BOTH}
+    return out | {
+        f"fused bad {p} {f}": updated(both, p, 1, f, True) for p in ("bf16", "fp16") for f in BOTH
+    }

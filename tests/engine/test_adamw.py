@@ -1,4 +1,5 @@
 """FusedAdamW against torch's AdamW, alone; under the engine: test_engine.py."""
+
 from __future__ import annotations
 
 import copy
@@ -12,7 +13,7 @@ from megatron.engine.optimizer_state import OPTIMIZERS
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
 
-# -- the optimizer alone -----------------------------------------------------------------------------------------------
+# -- the optimizer alone ---------------------------------------------------------------------------
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -21,10 +22,15 @@ def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 
 
 def groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": parameters[::2], "weight_decay": 0.3}, {"params": parameters[1::2], "weight_decay": 0.0}]
+    return [
+        {"params": parameters[::2], "weight_decay": 0.3},
+        {"params": parameters[1::2], "weight_decay": 0.0},
+    ]
 
 
-def train(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], steps: range) -> None:
+def train(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], steps: range
+) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
         for p in parameters:
@@ -33,8 +39,8 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
 
 
 def test_equals_torch_in_float64() -> None:
-    """Ten steps; each rounds weights of at most `largest` once, by U. Steps are 1e-2 times quotients below 4, which are
-    off by some 30 U of themselves: less than 2 U in all."""
+    """Ten steps; each rounds weights of at most `largest` once, by U. Steps are 1e-2 times
+    quotients below 4, which are off by some 30 U of themselves: less than 2 U in all."""
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4}
     mine, exact = weights(), weights(torch.float64)
     ours = FusedAdamW(groups(mine), **settings)
@@ -47,7 +53,9 @@ def test_equals_torch_in_float64() -> None:
         torch.testing.assert_close(p.double(), q, rtol=0, atol=10 * U * (largest + 2))
         for name in ("exp_avg", "exp_avg_sq"):  # sums of ten terms, each rounded a few times
             size = float(torchs.state[q][name].abs().max()) if q.numel() else 0.0
-            torch.testing.assert_close(ours.state[p][name].double(), torchs.state[q][name], rtol=0, atol=40 * U * size)
+            torch.testing.assert_close(
+                ours.state[p][name].double(), torchs.state[q][name], rtol=0, atol=40 * U * size
+            )
     assert [group["step"] for group in ours.param_groups] == [10, 10] and get_step(ours) == 10
 
 
@@ -56,13 +64,21 @@ def test_copies_and_gradient_scale() -> None:
     mine, plain = weights(), weights()
     ours = FusedAdamW(groups(mine), lr=1e-2)
     ours.gradient_scale = torch.tensor(0.5)
-    ours.copies = {mine[0]: torch.zeros(7, 5, dtype=torch.bfloat16), mine[1]: torch.zeros(33, dtype=torch.float16)}
+    ours.copies = {
+        mine[0]: torch.zeros(7, 5, dtype=torch.bfloat16),
+        mine[1]: torch.zeros(33, dtype=torch.float16),
+    }
     other = FusedAdamW(groups(plain), lr=1e-2)
     for step in range(3):
         for i, (p, q) in enumerate(zip(mine, plain, strict=True)):
-            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16().float()
+            q.grad = (
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                .bfloat16()
+                .float()
+            )
             p.grad = 2 * q.grad
-            if i % 3 == 0 and hasattr(p, "grad_dtype"):  # newer versions of torch allow other types than the weight's
+            # newer versions of torch allow other types than the weight's
+            if i % 3 == 0 and hasattr(p, "grad_dtype"):
                 p.grad_dtype = None
                 p.grad = p.grad.bfloat16()
         ours.step()

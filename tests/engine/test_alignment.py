@@ -1,4 +1,5 @@
 """Where the parts of buckets begin that data-parallel ranks own."""
+
 from __future__ import annotations
 
 import unittest.mock
@@ -20,13 +21,21 @@ def alone(found: list[object], mine: object, group: object = None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16sums", "fp32", "fp16"])
 def test_every_part_begins_on_16_bytes(precision: str) -> None:
-    """What vector loads, AdamW's among them, and NCCL's wide path need: in all formats, for any number of ranks."""
+    """What vector loads, AdamW's among them, and NCCL's wide path need: in all formats, for any
+    number of ranks.
+    """
     odd = 0
     for ranks in range(1, 49) if precision == "bf16" else (1, 3, 6, 12, 24, 40):
         config = Config.create(
-            num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=16, micro_batch_size=1,
-            global_batch_size=ranks, world_size=ranks,
-        )  # fmt: skip
+            num_layers=2,
+            hidden_size=8,
+            num_attention_heads=2,
+            seq_length=8,
+            vocab_size=16,
+            micro_batch_size=1,
+            global_batch_size=ranks,
+            world_size=ranks,
+        )
         with (
             unittest.mock.patch.object(dist, "all_gather_object", alone),
             member(config, ranks - 1, "cpu") as topology,
@@ -40,6 +49,12 @@ def test_every_part_begins_on_16_bytes(precision: str) -> None:
                 for flat in (bucket.weights, bucket.gradients):
                     assert [part.data_ptr() % 16 for part in flat.chunk(ranks)] == [0] * ranks
                     assert not flat[used:].any()
-                state = [master, *(engine._basic.state[master][name] for name in engine.moment_names)]
-                assert all(t.data_ptr() % 16 == 0 and t.shape == bucket.own(bucket.weights).shape for t in state)
+                state = [
+                    master,
+                    *(engine._basic.state[master][name] for name in engine.moment_names),
+                ]
+                assert all(
+                    t.data_ptr() % 16 == 0 and t.shape == bucket.own(bucket.weights).shape
+                    for t in state
+                )
     assert odd > 2, "padding is needed"

@@ -1,4 +1,7 @@
-"""Copies of weights: a layer of a user's own keeps them together, and what parts them is found and named."""
+"""Copies of weights: a layer of a user's own keeps them together, and what parts them is found and
+named.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from tests.helpers.poison import flip_bit
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble, train_in_process, train_plainly
 
-# -- a layer of one's own, on two tensor-parallel ranks ----------------------------------------------------------------
+# -- a layer of one's own, on two tensor-parallel ranks --------------------------------------------
 
 FIELDS: dict[str, Any] = dict(num_layers=2, global_batch_size=2)
 TENSOR: dict[str, Any] = dict(FIELDS, tensor_model_parallel_size=2)
@@ -37,9 +40,13 @@ def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
 
 
 def behind_a_checkpoint(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
-    """The layer's own arithmetic, where no graph leads from the output to the parameters of a head."""
+    """The layer's own arithmetic, where no graph leads from the output to the parameters of a
+    head.
+    """
     heads = self.up(self.norm(x)).unflatten(-1, (-1, self.head_dim))
-    heads = checkpoint(lambda y: torch.tanh(self.head_norm(y)) * self.gain, heads, use_reentrant=True)
+    heads = checkpoint(
+        lambda y: torch.tanh(self.head_norm(y)) * self.gain, heads, use_reentrant=True
+    )
     out, bias = self.down(heads.flatten(-2))
     return x + out + bias
 
@@ -84,15 +91,21 @@ def test_a_layer_of_ones_own_trains_as_in_one_process(trained: Any, name: str) -
         expected = train_plainly(FIELDS)
     whole = assemble([rank[name]["parameters"] for rank in trained])
     assert whole.keys() == expected["parameters"].keys() and "heads.0.head_norm.weight" in whole
-    for key, values in expected["parameters"].items():  # to the tolerance of tests/parity/test_grid.py
+    # to the tolerance of tests/parity/test_grid.py
+    for key, values in expected["parameters"].items():
         np.testing.assert_allclose(whole[key], values, rtol=0, atol=5e-6, err_msg=key)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, parameter", [
-    ("a term declared whole", "heads.0.head_norm.weight"), ("whole declared a term", "heads.0.norm.weight"),
-    ("not declared", "heads.0.head_norm.weight"), ("a way past the entrance", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, parameter",
+    [
+        ("a term declared whole", "heads.0.head_norm.weight"),
+        ("whole declared a term", "heads.0.norm.weight"),
+        ("not declared", "heads.0.head_norm.weight"),
+        ("a way past the entrance", ""),
+    ],
+)
 def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
     trained: Any, name: str, parameter: str
 ) -> None:
@@ -100,11 +113,13 @@ def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
     assert isinstance(first, str) and first == second and parameter in first
 
 
-# -- a bit that flips, on four ranks -----------------------------------------------------------------------------------
+# -- a bit that flips, on four ranks ---------------------------------------------------------------
 
 
 def check_after_flip(topology: Topology, precision: str, name: str, victim: int) -> str:
-    """A step over weights that are still on their way, and the check of them; then a bit of one copy changes."""
+    """A step over weights that are still on their way, and the check of them; then a bit of one
+    copy changes.
+    """
     engine = Engine(toy.config(precision, overlap_param_gather=True), topology, toy.build(topology))
     toy.backward(engine, topology, 0)
     engine.step(toy.LR)
@@ -143,11 +158,13 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
         assert len(texts) == 1 and all(word in texts.copy().pop() for word in named), (case, texts)
 
 
-# -- digests -----------------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """One bit; signs, which a plain sum of words would not see in pairs; words, or chunks, in each other's place."""
+    """One bit; signs, which a plain sum of words would not see in pairs; words, or chunks, in each
+    other's place.
+    """
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
     word = 8 // x.element_size()
 
@@ -159,11 +176,19 @@ def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
         return lambda y: y.copy_(torch.cat([y[size : 2 * size], y[:size], y[2 * size :]]))
 
     bits = [bit(i, b) for i in (0, 3, n // 2, n - 1) for b in range(8 * x.element_size())]
-    return [*bits, lambda y: y[word - 1 : 2 * word : word].neg_(), swap(1), swap(word), swap(copies._WORDS * word)]
+    return [
+        *bits,
+        lambda y: y[word - 1 : 2 * word : word].neg_(),
+        swap(1),
+        swap(word),
+        swap(copies._WORDS * word),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_digest_of_a_device_sees_every_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_device_sees_every_change(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copies, "_WORDS", 16)
     line = torch.randn(1 + 203, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = line[1:]  # not on the bounds of words, nor of their length

@@ -1,4 +1,7 @@
-"""Start-up: nothing compiled, nothing printed, nothing changed for others; what is handed to DeepSpeed; its names."""
+"""Start-up: nothing compiled, nothing printed, nothing changed for others; what is handed to
+DeepSpeed; its names.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -57,8 +60,12 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_one_process_without_launcher(tmp_path: Path) -> None:
-    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start 0.4 s and more."""
-    set_by_others = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT DS_ACCELERATOR TORCH_EXTENSIONS_DIR".split()
+    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start
+    0.4 s and more.
+    """
+    set_by_others = (
+        "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT DS_ACCELERATOR TORCH_EXTENSIONS_DIR"
+    ).split()
     env = {k: v for k, v in os.environ.items() if k not in set_by_others}
     env |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, *TINY, "--train-iters", "1"]
@@ -80,8 +87,12 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_mpirun_says_beside_another_launcher() -> None:
-    """DeepSpeed asserts that both say the same of the local rank; here the launcher that counts was chosen before."""
-    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
+    """DeepSpeed asserts that both say the same of the local rank; here the launcher that counts was
+    chosen before.
+    """
+    (outcome,) = launch(
+        1, [*TINY, "--train-iters", "1"], env={"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    )
     assert outcome is not None and outcome.code == 0, outcome
 
 
@@ -125,7 +136,9 @@ def raised(action: Any) -> str:
 
 
 def without_names(rank: int) -> dict[str, str]:
-    """Errors of a DeepSpeed without each name of its modules, and of one whose optimizer lacks a method."""
+    """Errors of a DeepSpeed without each name of its modules, and of one whose optimizer lacks a
+    method.
+    """
     found = {"version": import_deepspeed().__version__}
     for module, names in OF_MODULES.items():
         for name in names:
@@ -140,7 +153,9 @@ def without_names(rank: int) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.update_lp_params")
         topology = Topology.create()
-        found["update_lp_params"] = raised(lambda: Engine(toy.config("bf16"), topology, toy.build(topology)))
+        found["update_lp_params"] = raised(
+            lambda: Engine(toy.config("bf16"), topology, toy.build(topology))
+        )
     return found
 
 
@@ -160,6 +175,10 @@ def test_every_name_of_an_object_is_checked(kind: str) -> None:
     deepspeed_internals._check_object(type(kind, (), whole)(), "7.8.9")
     for name in whole:
         lacking = type(kind, (), {k: v for k, v in whole.items() if k != name})()
-        message = raised(lambda lacking=lacking: deepspeed_internals._check_object(lacking, "7.8.9"))
+        message = raised(
+            lambda lacking=lacking: deepspeed_internals._check_object(lacking, "7.8.9")
+        )
         assert name in message and "7.8.9" in message
-    assert "Another" in raised(lambda: deepspeed_internals._check_object(type("Another", (), whole)(), "7.8.9"))
+    assert "Another" in raised(
+        lambda: deepspeed_internals._check_object(type("Another", (), whole)(), "7.8.9")
+    )

@@ -1,5 +1,7 @@
-"""The engine against torch's AdamW on whole tensors in float64, on several layouts and in all precisions: plain, with
-reduction behind backward passes and gathering behind forward passes, and with FusedAdamW."""
+"""The engine against torch's AdamW on whole tensors in float64, on several layouts and in all
+precisions: plain, with reduction behind backward passes and gathering behind forward passes, and
+with FusedAdamW."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,8 +45,18 @@ NAMES = (
     + [f"1x1x2 {p} {z}" for p in ("fp32", "bf16", "fp16") for z in (0, 1)]
     + [f"1x1x3 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"2x2x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
-    + [f"{layout} bf16sums {z}" for layout, z in (("1x1x2", 0), ("1x1x2", 1), ("2x1x2", 1), ("2x2x1", 1))]
-    + ["2x1x2 fp32 1", "2x1x2 bf16 1", "2x1x2 fp16 0", "1x2x2 fp32 0", "1x2x2 bf16 0", "1x2x2 fp16 1"]
+    + [
+        f"{layout} bf16sums {z}"
+        for layout, z in (("1x1x2", 0), ("1x1x2", 1), ("2x1x2", 1), ("2x2x1", 1))
+    ]
+    + [
+        "2x1x2 fp32 1",
+        "2x1x2 bf16 1",
+        "2x1x2 fp16 0",
+        "1x2x2 fp32 0",
+        "1x2x2 bf16 0",
+        "1x2x2 fp16 1",
+    ]
 )
 
 
@@ -56,10 +68,12 @@ def parse(name: str) -> tuple[tuple[int, int, int], str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
-    """Clipping is active in every step; the gradients of the reference are rounded as the working precision does.
+    """Clipping is active in every step; the gradients of the reference are rounded as the working
+    precision does.
 
-    The weights are of order 1: fp32 keeps them to 6e-8 of that per operation, and Adam's quotient, with eps = 1e-4,
-    passes on relative errors of the gradient (1e-7 per sum) times lr <= 0.03. 2e-6 leaves room for a dozen of those.
+    The weights are of order 1: fp32 keeps them to 6e-8 of that per operation, and Adam's quotient,
+    with eps = 1e-4, passes on relative errors of the gradient (1e-7 per sum) times lr <= 0.03. 2e-6
+    leaves room for a dozen of those.
     """
     layout, precision = parse(name)
     ranks, reference = runs[name], toy.Reference()
@@ -76,20 +90,30 @@ def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
             assert result.grad_norm == pytest.approx(norm, rel=2e-6)
             assert (result.skipped, result.num_zeros) == (False, zeros)
             assert result.loss_scale == (1024.0 if precision == "fp16" else 1.0)
-        expected = torch.cat([w.detach().view(-1) for w in reference.weights.values()]).norm().item()
+        expected = (
+            torch.cat([w.detach().view(-1) for w in reference.weights.values()]).norm().item()
+        )
         assert ranks[0]["results"][s].params_norm == pytest.approx(expected, rel=1e-6)
     state = whole(ranks, "state")
     for key, w in reference.weights.items():
         moments = reference.moments(key)
-        np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
+        np.testing.assert_allclose(
+            state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key
+        )
         for moment in ("exp_avg", "exp_avg_sq"):
             expected_moment = moments[moment].numpy()
-            np.testing.assert_allclose(state[f"{moment}.{key}"], expected_moment, rtol=2e-5, atol=1e-9, err_msg=key)
+            np.testing.assert_allclose(
+                state[f"{moment}.{key}"], expected_moment, rtol=2e-5, atol=1e-9, err_msg=key
+            )
     weights, start = whole(ranks, "weights"), whole(ranks, "start")
     for key in toy.SHAPES:
-        rounded_master = torch.tensor(state[f"master.{key}"]).float().to(DTYPES.get(precision, torch.float32))
+        rounded_master = (
+            torch.tensor(state[f"master.{key}"]).float().to(DTYPES.get(precision, torch.float32))
+        )
         np.testing.assert_array_equal(weights[key], rounded_master.double().numpy(), err_msg=key)
-        np.testing.assert_array_equal(start[f"master.{key}"], toy.full(key).numpy(), err_msg=f"{key}: not rounded")
+        np.testing.assert_array_equal(
+            start[f"master.{key}"], toy.full(key).numpy(), err_msg=f"{key}: not rounded"
+        )
 
 
 @pytest.mark.parametrize("layout", ["2x2x1", "1x2x2"])
@@ -112,12 +136,16 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
         reference.step(toy.summed_gradients(sizes, s, rounding(precision, scale)), cases.lr(s))
     state = whole(ranks, "state")
     for key, w in reference.weights.items():
-        np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
+        np.testing.assert_allclose(
+            state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key
+        )
 
 
 @pytest.mark.parametrize("decides", ["sgd", "host"])
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision: str, decides: str) -> None:
+def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(
+    runs: Any, precision: str, decides: str
+) -> None:
     ranks = runs[f"bad {decides} {precision}"]
     assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
     before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
@@ -127,7 +155,9 @@ def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision:
 
 
 def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
-    """Plain SGD in closed form: w - lr * g; a gradient divided by the new scale would move half as far."""
+    """Plain SGD in closed form: w - lr * g; a gradient divided by the new scale would move half as
+    far.
+    """
     (run,) = runs["scale grows"]
     assert run["scales"] == [64.0, 128.0]
     weights = {name: toy.full(name).double() for name in toy.SHAPES}
@@ -136,7 +166,9 @@ def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
         weights = {name: w - 0.5 * gradients[name] for name, w in weights.items()}
     state = toy.assemble([run["state"]])
     for name, w in weights.items():
-        np.testing.assert_allclose(state[f"master.{name}"], w.numpy(), rtol=0, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            state[f"master.{name}"], w.numpy(), rtol=0, atol=2e-6, err_msg=name
+        )
 
 
 def test_unequal_parameter_groups_are_refused_on_all_ranks(runs: Any) -> None:
@@ -144,7 +176,7 @@ def test_unequal_parameter_groups_are_refused_on_all_ranks(runs: Any) -> None:
     assert all(f"rank {rank}: " in messages[0] for rank in range(4)) and len(set(messages)) == 1
 
 
-# -- overlap ----------------------------------------------------------------------------------------------------------
+# -- overlap ---------------------------------------------------------------------------------------
 
 
 def same_bits(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
@@ -160,36 +192,53 @@ def same_bits(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
 
 OVERLAPPED = [f"1x1x2 {p} {z}" for p, z in cases.ALL]
 OVERLAPPED += ["2x1x2 fp32 1", "2x1x2 bf16 1", "1x2x2 fp32 1", "1x2x2 bf16 1", "1x2x2 fp16 0"]
-TROUBLES = [f"{trouble} {p}" for trouble in ("missing", "infinite", "broken") for p in ("fp32", "bf16")]
+TROUBLES = [
+    f"{trouble} {p}" for trouble in ("missing", "infinite", "broken") for p in ("fp32", "bf16")
+]
 
 
 @pytest.mark.parametrize("name", [*OVERLAPPED, *TROUBLES])
 def test_overlapped_is_the_same(runs: dict[str, list[Any]], name: str) -> None:
     overlapped, plain = (runs[f"overlap {name} {on}"] for on in cases.BOTH)
     same_bits(overlapped, plain)
-    assert [r.skipped for r in overlapped[0]["results"]] == [False, False, "infinite" in name, False]
+    assert [r.skipped for r in overlapped[0]["results"]] == [
+        False,
+        False,
+        "infinite" in name,
+        False,
+    ]
     for rank in overlapped:
         (first, count), *others = rank["sent"]
         assert count >= 2 and first == 0, "the first step counts"
         late = [sent for sent, _ in others if sent < count]
-        assert len(late) == ("missing" in name and rank is overlapped[-1]), "all are on their way before step()"
+        assert len(late) == ("missing" in name and rank is overlapped[-1]), (
+            "all are on their way before step()"
+        )
     assert all(sent == 0 for rank in plain for sent, _ in rank["sent"])
 
 
 @pytest.mark.parametrize("name", OVERLAPPED)
 def test_overlapped_equals_adamw_in_float64(runs: dict[str, list[Any]], name: str) -> None:
-    """Bounds and their reasons are those of test_engine; there is a step more, and the first has another rate."""
+    """Bounds and their reasons are those of test_engine; there is a step more, and the first has
+    another rate.
+    """
     sizes, precision, _ = name.split()
     factor = 1024.0 if precision == "fp16" else 1.0
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float64)
     reference, layout = toy.Reference(), tuple(map(int, sizes.split("x")))
     for s in range(4):
-        gradients = toy.summed_gradients(layout, s, lambda g: (g * factor).to(dtype).double() / factor)  # type: ignore[arg-type]
+        gradients = toy.summed_gradients(
+            layout, s, lambda g: (g * factor).to(dtype).double() / factor
+        )  # type: ignore[arg-type]
         norm = reference.step(gradients, cases.lr(s))
-        assert runs[f"overlap {name} True"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
+        assert runs[f"overlap {name} True"][0]["results"][s].grad_norm == pytest.approx(
+            norm, rel=2e-6
+        )
     state = toy.assemble([r["state"] for r in runs[f"overlap {name} True"]])
     for key, w in reference.weights.items():
-        np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=3e-6, err_msg=key)
+        np.testing.assert_allclose(
+            state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=3e-6, err_msg=key
+        )
 
 
 def test_a_broken_step_leaves_no_trace(runs: dict[str, list[Any]]) -> None:
@@ -203,10 +252,14 @@ def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bo
     for s in range(4):
         gradients = toy.summed_gradients((1, 1, 2), s)
         if s == 2:
-            lacking = [toy.micro_gradient("mixed", s, 1, m).double() for m in range(toy.MICRO_BATCHES)]
+            lacking = [
+                toy.micro_gradient("mixed", s, 1, m).double() for m in range(toy.MICRO_BATCHES)
+            ]
             gradients["mixed"] -= torch.stack(lacking).sum(0)
         norm = reference.step(gradients, cases.lr(s))
-        assert runs[f"overlap missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
+        assert runs[f"overlap missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(
+            norm, rel=2e-6
+        )
 
 
 def test_gradients_after_the_last_are_refused(runs: dict[str, list[Any]]) -> None:
@@ -215,18 +268,22 @@ def test_gradients_after_the_last_are_refused(runs: dict[str, list[Any]]) -> Non
 
 
 def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
-    """Weight gradients that wait, of a tied embedding, of autograd: all arrive through hooks and sinks."""
+    """Weight gradients that wait, of a tied embedding, of autograd: all arrive through hooks and
+    sinks.
+    """
     for a, b in zip(runs["gpt True"], runs["gpt False"], strict=True):
         assert a["history"] == b["history"]
         for name, (_, values) in a["parameters"].items():
             np.testing.assert_array_equal(values, b["parameters"][name][1], err_msg=name)
 
 
-# -- FusedAdamW -------------------------------------------------------------------------------------------------------
+# -- FusedAdamW ------------------------------------------------------------------------------------
 
 
 def check_alike(fused: list[dict[str, Any]], plain: list[dict[str, Any]], precision: str) -> None:
-    """To rounding: the bounds are those of test_engine against float64, for both. Copies are exact."""
+    """To rounding: the bounds are those of test_engine against float64, for both. Copies are
+    exact.
+    """
     ours, theirs = (toy.assemble([r["state"] for r in ranks]) for ranks in (fused, plain))
     for key, values in theirs.items():
         rtol, atol = (0, 4e-6) if key.startswith("master") else (4e-5, 2e-9)
@@ -249,7 +306,9 @@ def check_results(fused: list[dict[str, Any]], plain: list[dict[str, Any]]) -> N
         assert ours["scalars"] == theirs["scalars"]
 
 
-FUSED = [f"1x1x2 {p} {z}" for p, z in cases.ALL] + [f"2x2x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
+FUSED = [f"1x1x2 {p} {z}" for p, z in cases.ALL] + [
+    f"2x2x1 {p} 1" for p in ("fp32", "bf16", "fp16")
+]
 
 
 @pytest.mark.parametrize("name", [*FUSED, "sums", "no clipping", "bad bf16", "bad fp16"])

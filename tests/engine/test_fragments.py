@@ -1,4 +1,5 @@
 """Boxes of flat stretches, against numbering every element."""
+
 from __future__ import annotations
 
 import math
@@ -20,14 +21,21 @@ def test_boxes_are_the_stretch_in_order(shape: tuple[int, ...], data: st.DataObj
     stop = data.draw(st.integers(start, count))
     numbers = torch.arange(count).view(shape)
     found = boxes(start, stop, shape)
-    parts = [numbers[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] for offset, sizes in found]
+    parts = [
+        numbers[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+        for offset, sizes in found
+    ]
     assert [int(x) for part in parts for x in part.reshape(-1)] == list(range(start, stop))
     assert len(found) <= 2 * len(shape) - 1
 
 
 @given(shapes, st.data())
-def test_real_boxes_put_every_element_in_its_place(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Cut a tensor over ranks with padding, each rank's part over stretches; together they are the tensor."""
+def test_real_boxes_put_every_element_in_its_place(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """Cut a tensor over ranks with padding, each rank's part over stretches; together they are the
+    tensor.
+    """
     dim = data.draw(st.integers(0, len(shape) - 1))
     size = data.draw(st.integers(1, 3))
     each = -(-shape[dim] // size) + data.draw(st.integers(0, 2))

@@ -1,4 +1,5 @@
 """The loss scale, step by step."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,9 +9,15 @@ from megatron.engine.engine import LossScale
 
 
 def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> LossScale:
-    return LossScale(PrecisionConfig(
-        fp16=True, initial_loss_scale=initial, min_loss_scale=minimum, loss_scale_window=window, hysteresis=hysteresis
-    ))  # fmt: skip
+    return LossScale(
+        PrecisionConfig(
+            fp16=True,
+            initial_loss_scale=initial,
+            min_loss_scale=minimum,
+            loss_scale_window=window,
+            hysteresis=hysteresis,
+        )
+    )
 
 
 def run(scale: LossScale, steps: str) -> list[float]:

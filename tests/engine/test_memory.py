@@ -1,4 +1,7 @@
-"""What an engine holds: every byte of its tensors is one that training needs, and none exists twice."""
+"""What an engine holds: every byte of its tensors is one that training needs, and none exists
+twice.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -17,9 +20,11 @@ from tests.helpers.processes import run_processes
 SHAPES = {"up": (96, 64), "down": (64, 96), "norm": (512,)}
 ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 LEAST = 1024  # bytes: what is smaller is a number or two
-# Of each element: weight, fp32 master weight where the weight is not that, fp32 gradient sum, two fp32 moments.
+# Of each element: weight, fp32 master weight where the weight is not that, fp32 gradient sum, two
+# fp32 moments.
 BYTES = {"fp32": 4 + 0 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
-DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}  # of which ZeRO gives each of the data-parallel ranks a part
+# of which ZeRO gives each of the data-parallel ranks a part
+DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}
 
 
 def storages() -> dict[int, int]:
@@ -27,7 +32,11 @@ def storages() -> dict[int, int]:
     gc.collect()
     found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
+    sizes = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in found
+        if t.device.type == "cpu"
+    }
     return {address: size for address, size in sizes.items() if size >= LEAST}
 
 
@@ -36,7 +45,9 @@ def held(rank: int, precision: str, stage: int) -> int:
     chunk = torch.nn.Module()
     for name, shape in SHAPES.items():
         p = torch.nn.Parameter(torch.ones(shape))
-        chunk.register_parameter(name, attach(p, shard(name, shape, None, 0, 1, decay=name != "norm"), 1))
+        chunk.register_parameter(
+            name, attach(p, shard(name, shape, None, 0, 1, decay=name != "norm"), 1)
+        )
     chunks = torch.nn.ModuleDict({"0": chunk})
     del p
     before = set(storages()) - {p.untyped_storage().data_ptr() for p in chunks.parameters()}
@@ -57,11 +68,15 @@ def held_in_each(rank: int, cases: list[tuple[str, int]]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
 def test_nothing_is_held_twice(ranks: int) -> None:
-    """DeepSpeed rounds the length of a group up to an even number for each rank: here it is one already."""
+    """DeepSpeed rounds the length of a group up to an even number for each rank: here it is one
+    already.
+    """
     expected = []
     for precision, stage in CASES[ranks]:
         divided = ELEMENTS * DIVIDED[precision]
-        expected.append(ELEMENTS * BYTES[precision] - (divided - divided // ranks if stage == 1 else 0))
+        expected.append(
+            ELEMENTS * BYTES[precision] - (divided - divided // ranks if stage == 1 else 0)
+        )
     assert run_processes(ranks, held_in_each, CASES[ranks]) == [expected] * ranks
 
 

@@ -1,4 +1,7 @@
-"""Buckets of gradients, and weights that are waited for before they are used. Under the engine: test_engine.py."""
+"""Buckets of gradients, and weights that are waited for before they are used. Under the engine:
+test_engine.py.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +16,7 @@ from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Group, Topology
 from tests.helpers.training import BASE
 
-# -- gathering ---------------------------------------------------------------------------------------------------------
+# -- gathering -------------------------------------------------------------------------------------
 
 
 class Late:
@@ -37,9 +40,15 @@ def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
     return found
 
 
-@pytest.mark.parametrize("fields", [{}, {"untie_embeddings_and_output_weights": True, "swiglu": True}])
-def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight is NaN until it is waited for; loss and logits must be those of weights that are there."""
+@pytest.mark.parametrize(
+    "fields", [{}, {"untie_embeddings_and_output_weights": True, "swiglu": True}]
+)
+def test_gpt_waits_for_each_weight_before_it_is_used(
+    fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every weight is NaN until it is waited for; loss and logits must be those of weights that are
+    there.
+    """
     from megatron.config import Config
     from megatron.model.gpt import build_chunks
     from tests.helpers.training import batches
@@ -56,7 +65,9 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: p
         gather.start()
         assert all(p.isnan().any() for p in parameters), "nothing is waited for before it is needed"
         chunk.word_embeddings(batch.tokens)
-        assert chunk.layers[0].mlp is not None and any(p.isnan().any() for p in chunk.layers[0].parameters())
+        assert chunk.layers[0].mlp is not None and any(
+            p.isnan().any() for p in chunk.layers[0].parameters()
+        )
         assert torch.equal(chunk(batch, None), loss)
         gather.start()
         assert torch.equal(chunk.logits(batch, None), logits)
@@ -68,22 +79,28 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: p
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model as of a module within: what is saved must not be the weights of the step before."""
+    """Of the model as of a module within: what is saved must not be the weights of the step
+    before.
+    """
     monkeypatch.setattr(engine_buckets, "gather_from_owners", lambda bucket, _: [Late(bucket)])
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
-    gather = WeightGather(buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True)
+    gather = WeightGather(
+        buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True
+    )
     gather.start()
     assert all(p.isnan().any() for p in chunks.parameters())
     found = (chunks if whole else chunks[0][0]).state_dict()
     assert found and not any(value.isnan().any() for value in found.values())
 
 
-# -- norm --------------------------------------------------------------------------------------------------------------
+# -- norm ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[1], [65536], [65537, 3, 0], [200_000, 70_000]])
 def test_squares_by_torch(sizes: list[int]) -> None:
-    """A block adds 65,536 squares in fp32 in many short sums: less than what 16 roundings (6e-8 each) come to."""
+    """A block adds 65,536 squares in fp32 in many short sums: less than what 16 roundings (6e-8
+    each) come to.
+    """
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
     expected = sum(float(t.double().square().sum()) for t in tensors)
     assert float(sum_of_squares(tensors)) == pytest.approx(expected, rel=1e-6)
@@ -91,7 +108,7 @@ def test_squares_by_torch(sizes: list[int]) -> None:
     assert sum_of_squares(tensors).isnan()
 
 
-# -- buckets -----------------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------
 
 
 def parameter(name: str, *shape: int, decay: bool = True, tied: bool = False) -> torch.nn.Parameter:
@@ -122,7 +139,11 @@ def test_what_a_rank_holds_of_a_bucket() -> None:
         bucket = Bucket([a, b, c], line, torch.zeros(8), rank, 2)
         assert [bucket.held(p) for p in (a, b, c)] == held
         assert bucket.gradient(b).tolist() == [3.0, 4.0]
-        assert [part.tolist() for part in bucket.reduced([a, b, c])] == ([[0, 1, 2, 3]] if rank == 0 else [[4, 5, 6]])
-        assert [part.tolist() for part in bucket.reduced([a, c])] == ([[0, 1, 2]] if rank == 0 else [[5, 6]])
+        assert [part.tolist() for part in bucket.reduced([a, b, c])] == (
+            [[0, 1, 2, 3]] if rank == 0 else [[4, 5, 6]]
+        )
+        assert [part.tolist() for part in bucket.reduced([a, c])] == (
+            [[0, 1, 2]] if rank == 0 else [[5, 6]]
+        )
         bucket.reduced([a, c])[0].add_(0.0)
         assert bucket.reduced([a])[:1] == [] or bucket.reduced([a])[0].data_ptr() == line.data_ptr()

@@ -1,4 +1,7 @@
-"""The optimizers are torch's, to the bit. That they bring no compiler with them: test_deepspeed_internals.py."""
+"""The optimizers are torch's, to the bit. That they bring no compiler with them:
+test_deepspeed_internals.py.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,8 +12,9 @@ import torch
 from megatron.engine import optimizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "fused": True}, "SGD": {"lr": 1e-2, "momentum": 0.9},
-}  # fmt: skip
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "fused": True},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+}
 
 
 def steps(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> list[torch.Tensor]:

@@ -1,8 +1,10 @@
-"""Parameters without a model: their gradients are given, so that any layout can be compared with whole tensors.
+"""Parameters without a model: their gradients are given, so that any layout can be compared with
+whole tensors.
 
-A toy has every kind of parameter that the engine tells apart: cut along each dimension, replicated, with partial
-gradients, tied over stages, padded, with and without weight decay, of odd sizes.
+A toy has every kind of parameter that the engine tells apart: cut along each dimension, replicated,
+with partial gradients, tied over stages, padded, with and without weight decay, of odd sizes.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -133,21 +135,31 @@ class ToyConfig:
     engine: ToyEngine = dataclasses.field(default_factory=ToyEngine)
     checkpoint: ToyCheckpoint = ToyCheckpoint()
     logging: ToyLogging = ToyLogging()
-    kernels: KernelConfig = dataclasses.field(default_factory=lambda: KernelConfig(optimizer_implementation="torch"))
+    kernels: KernelConfig = dataclasses.field(
+        default_factory=lambda: KernelConfig(optimizer_implementation="torch")
+    )
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     pieces: Pieces = dataclasses.field(default_factory=Pieces)
 
 
 def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
-    """A ToyConfig; `fields` replace those of whatever section has them. Precision bf16sums: gradient sums too."""
-    fields |= {"zero_stage": zero_stage, "fp16": precision == "fp16", "bf16": precision.startswith("bf16")}
+    """A ToyConfig; `fields` replace those of whatever section has them. Precision bf16sums:
+    gradient sums too.
+    """
+    fields |= {
+        "zero_stage": zero_stage,
+        "fp16": precision == "fp16",
+        "bf16": precision.startswith("bf16"),
+    }
     fields |= {"gradient_bytes": 2 if precision == "bf16sums" else 4}
     whole = ToyConfig()
     sections = {}
     for f in dataclasses.fields(whole):
         section = getattr(whole, f.name)
         known = {g.name for g in dataclasses.fields(section)}
-        sections[f.name] = dataclasses.replace(section, **{k: v for k, v in fields.items() if k in known})
+        sections[f.name] = dataclasses.replace(
+            section, **{k: v for k, v in fields.items() if k in known}
+        )
         fields = {k: v for k, v in fields.items() if k not in known}
     assert not fields, f"no section has {sorted(fields)}"
     return ToyConfig(**sections)
@@ -166,14 +178,25 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
     """The chunk of this rank, with fp32 parameters."""
     chunk = torch.nn.Module()
     for spec in SPECS:
-        stages = (0, topology.pipeline.size - 1) if spec.tied else (min(spec.stage, topology.pipeline.size - 1),)
+        stages = (
+            (0, topology.pipeline.size - 1)
+            if spec.tied
+            else (min(spec.stage, topology.pipeline.size - 1),)
+        )
         if topology.pipeline.rank not in stages:
             continue
         partial = spec.partial_gradient and topology.tensor.size > 1
         sharding = shard(
-            spec.name, spec.shape, spec.dim, topology.tensor.rank, topology.tensor.size, padded=spec.padded,
-            partial_gradient=partial, tied=spec.tied, decay=spec.decay,
-        )  # fmt: skip
+            spec.name,
+            spec.shape,
+            spec.dim,
+            topology.tensor.rank,
+            topology.tensor.size,
+            padded=spec.padded,
+            partial_gradient=partial,
+            tied=spec.tied,
+            decay=spec.decay,
+        )
         shape = list(spec.shape)
         if spec.dim is not None:
             shape[spec.dim] = (spec.padded or shape[spec.dim]) // topology.tensor.size
@@ -184,13 +207,21 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
 
 
 def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> torch.Tensor:
-    """The whole gradient of one micro-batch, already divided by their number. Some elements are always zero."""
+    """The whole gradient of one micro-batch, already divided by their number. Some elements are
+    always zero.
+    """
     zero = full(name, "zeros") < -0.5
-    return full(name, "gradient", step, data_rank, micro_batch).masked_fill(zero, 0.0) / MICRO_BATCHES
+    return (
+        full(name, "gradient", step, data_rank, micro_batch).masked_fill(zero, 0.0) / MICRO_BATCHES
+    )
 
 
-def terms(spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int) -> list[torch.Tensor]:
-    """The gradients of the tensor ranks, or of the first and last stage, whose sum is the whole gradient."""
+def terms(
+    spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int
+) -> list[torch.Tensor]:
+    """The gradients of the tensor ranks, or of the first and last stage, whose sum is the whole
+    gradient.
+    """
     count = tensor_size if spec.partial_gradient else min(pipeline_size, 2) if spec.tied else 1
     if count == 1:
         return [whole]
@@ -198,14 +229,20 @@ def terms(spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int)
     return [first, *[(whole - first) / (count - 1)] * (count - 1)]
 
 
-def gradient(p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int) -> torch.Tensor:
-    """What a backward pass would leave on this rank: its term where several ranks hold terms of a sum."""
+def gradient(
+    p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int
+) -> torch.Tensor:
+    """What a backward pass would leave on this rank: its term where several ranks hold terms of a
+    sum.
+    """
     spec = next(s for s in SPECS if s.name == sharding_of(p).name)
     whole = micro_gradient(spec.name, step, topology.data.rank, micro_batch)
     parts = terms(spec, whole, topology.tensor.size, topology.pipeline.size)
     if len(parts) == 1:
         return local(whole, p)
-    return local(parts[topology.tensor.rank if spec.partial_gradient else -int(topology.pipeline.is_last)], p)
+    return local(
+        parts[topology.tensor.rank if spec.partial_gradient else -int(topology.pipeline.is_last)], p
+    )
 
 
 def backward(engine: Engine, topology: Topology, step: int) -> None:
@@ -222,13 +259,16 @@ def same(g: torch.Tensor) -> torch.Tensor:
 
 
 def summed_gradients(
-    layout: tuple[int, int, int], step: int, rounded: Callable[[torch.Tensor], torch.Tensor] = same,
+    layout: tuple[int, int, int],
+    step: int,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = same,
     added: Callable[[torch.Tensor], torch.Tensor] = same,
 ) -> dict[str, torch.Tensor]:
     """The whole gradient that the ranks of (tensor, pipeline, data) together hold, float64.
 
     rounded  what the working precision does to the gradient of one micro-batch on one rank
-    added    what the format of the sums does to each: over micro-batches, over replicas, over the ranks of a model
+    added    what the format of the sums does to each: over micro-batches, over replicas, over the
+             ranks of a model
     """
     tensor, pipeline, data = layout
 
@@ -242,7 +282,9 @@ def summed_gradients(
     found = {}
     for spec in SPECS:
         ranks = range(len(terms(spec, micro_gradient(spec.name, step, 0, 0), tensor, pipeline)))
-        found[spec.name] = total(total(of_replica(spec, d, rank) for d in range(data)) for rank in ranks)
+        found[spec.name] = total(
+            total(of_replica(spec, d, rank) for d in range(data)) for rank in ranks
+        )
     return found
 
 
@@ -254,12 +296,21 @@ class Reference:
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [self.weights[s.name] for s in SPECS if s.decay], "weight_decay": DECAY},
-                {"params": [self.weights[s.name] for s in SPECS if not s.decay], "weight_decay": 0.0},
+                {
+                    "params": [self.weights[s.name] for s in SPECS if not s.decay],
+                    "weight_decay": 0.0,
+                },
             ],
-            lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False, fused=False,
-        )  # fmt: skip
+            lr=LR,
+            betas=(0.9, 0.95),
+            eps=EPS,
+            foreach=False,
+            fused=False,
+        )
 
-    def step(self, gradients: dict[str, torch.Tensor], lr: float, weight_decay: float = DECAY) -> float:
+    def step(
+        self, gradients: dict[str, torch.Tensor], lr: float, weight_decay: float = DECAY
+    ) -> float:
         """Clip, update; the norm before clipping."""
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay
         for name, w in self.weights.items():
@@ -278,7 +329,9 @@ Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 
 
 def state_pieces(engine: Engine) -> Pieces:
-    """{"master.NAME": [(global offset, values)]} of what this rank's optimizer holds, moments alike."""
+    """{"master.NAME": [(global offset, values)]} of what this rank's optimizer holds, moments
+    alike.
+    """
     out: Pieces = {}
     for f in engine.fragments():
         for kind, flat in {"master": f.master, **f.moments}.items():
@@ -298,7 +351,9 @@ def weight_pieces(engine: Engine) -> Pieces:
 
 
 def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
-    """Whole tensors from all ranks' pieces. Every element must be there, and equal wherever it is held twice."""
+    """Whole tensors from all ranks' pieces. Every element must be there, and equal wherever it is
+    held twice.
+    """
     whole: dict[str, np.ndarray] = {}
     for pieces in ranks:
         for key, found in pieces.items():

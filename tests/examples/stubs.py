@@ -1,4 +1,7 @@
-"""A job of examples/frontier without Slurm: its commands are stand-ins that write down how they were called."""
+"""A job of examples/frontier without Slurm: its commands are stand-ins that write down how they
+were called.
+"""
+
 from __future__ import annotations
 
 import os
@@ -9,12 +12,14 @@ from pathlib import Path
 from tests.helpers.launching import ROOT
 
 FRONTIER = ROOT / "examples" / "frontier"
-# Writes down its name, arguments and some variables, in one write as several may run, then does what STUB_<name> says.
+# Writes down its name, arguments and some variables, in one write as several may run, then does
+# what STUB_<name> says.
 _STUB = """printf -v call '%s\\2' "$name" "$@"
     printf -v call '%sMASTER_ADDR=%s MASTER_PORT=%s' "$call" "${MASTER_ADDR-}" "${MASTER_PORT-}"
     printf '%s NCCL_NET=%s MEGATRON_JOB_TOKEN=%s\\1' "$call" "${NCCL_NET-}" "${MEGATRON_JOB_TOKEN-}" >>"$STUB_CALLS"
     action=STUB_$name; eval "${!action-}\""""
-# As a function, so that no other process is started; in a shell of its own, which what it does may end.
+# As a function, so that no other process is started; in a shell of its own, which what it does may
+# end.
 _FUNCTION = (
     f"() {{ local name=${{FUNCNAME[0]}} call action\n"
     f"if ((BASH_SUBSHELL)); then {_STUB}; else ( {_STUB} ); fi; }}"
@@ -22,7 +27,8 @@ _FUNCTION = (
 _PROGRAM = f"#!/bin/bash\nname=${{0##*/}}\n{_STUB}\n"
 # What a job asks its Slurm for.
 _ANSWERS = {
-    "STUB_scontrol": 'case $1-$2 in show-hostnames) echo "$3" | tr , "\\n" ;; show-hostlist) echo "$3" ;; esac',
+    "STUB_scontrol": 'case $1-$2 in show-hostnames) echo "$3" | tr , "\\n" ;; show-hostlist) echo '
+    '"$3" ;; esac',
     "STUB_squeue": "echo RUNNING None",
 }
 
@@ -56,11 +62,17 @@ class Ended:
 
     def named(self, name: str, program: str = "") -> list[Call]:
         """The calls of one command; of those that start `program`, where that is given."""
-        return [call for call in self.calls if call.words[0] == name and program in ("", call.program)]
+        return [
+            call for call in self.calls if call.words[0] == name and program in ("", call.program)
+        ]
 
 
-def run_script(folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str) -> Ended:
-    """`script` as Slurm would start it on `nodes`, in `folder`; `variables` are set beside those of a job on a CPU."""
+def run_script(
+    folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str
+) -> Ended:
+    """`script` as Slurm would start it on `nodes`, in `folder`; `variables` are set beside those of
+    a job on a CPU.
+    """
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
         python.parent.mkdir(parents=True)
@@ -72,16 +84,34 @@ def run_script(folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2"
     environ = {
         **{name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ},
         **{f"BASH_FUNC_{name}%%": _FUNCTION for name in ("srun", "sbcast", "scontrol", "squeue")},
-        "PATH": os.environ["PATH"], "USER": "ada", "STUB_CALLS": str(calls), **_ANSWERS,
-        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "gpt", "SLURM_JOB_NUM_NODES": str(len(names)),
-        "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": names[0], "SLURM_SUBMIT_DIR": str(ROOT),
-        "SITE_RUNS": str(folder / "runs"), "SITE_VENV": str(folder / "venv"), "SITE_ENV": str(folder / "none.tar"),
-        "RUN_NAME": "gpt", "DEVICE": "cpu", "PREFLIGHT": "0", **variables,
-    }  # fmt: skip
+        "PATH": os.environ["PATH"],
+        "USER": "ada",
+        "STUB_CALLS": str(calls),
+        **_ANSWERS,
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "gpt",
+        "SLURM_JOB_NUM_NODES": str(len(names)),
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURMD_NODENAME": names[0],
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SITE_RUNS": str(folder / "runs"),
+        "SITE_VENV": str(folder / "venv"),
+        "SITE_ENV": str(folder / "none.tar"),
+        "RUN_NAME": "gpt",
+        "DEVICE": "cpu",
+        "PREFLIGHT": "0",
+        **variables,
+    }
     done = subprocess.run(
-        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=50, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["bash", str(script), *arguments],
+        env=environ,
+        cwd=folder,
+        text=True,
+        timeout=50,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     found = []
     for record in calls.read_text().split("\1")[:-1]:
         *words, told = record.split("\2")

@@ -1,4 +1,7 @@
-"""weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: their points, costs, and how points are run."""
+"""weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: their points, costs, and how points
+are run.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -43,7 +46,9 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
     """(GCDs, replicas, batch) of each point."""
     assert all(p.config is not None for p in points), [p.problem for p in points]
     return [
-        (p.world, p.config.parallel.data_parallel_size, p.config.batch.global_batch_size) for p in points if p.config
+        (p.world, p.config.parallel.data_parallel_size, p.config.batch.global_batch_size)
+        for p in points
+        if p.config
     ]
 
 
@@ -53,31 +58,44 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
 def test_scaling_is_the_papers() -> None:
     """And our recipe has the paper's devices and sequences, whatever a replica takes."""
     for model, each, weak, strong, replicas in (
-        ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)), ("1t", 512, 1600, 8016, (1, 2, 3, 4, 6)),
-    ):  # fmt: skip
+        ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)),
+        ("1t", 512, 1600, 8016, (1, 2, 3, 4, 6)),
+    ):
         for kind, expected in (
-            ("weak", [(each * r, r, weak * r) for r in replicas]), ("strong", [(each * r, r, strong) for r in replicas])
-        ):  # fmt: skip
+            ("weak", [(each * r, r, weak * r) for r in replicas]),
+            ("strong", [(each * r, r, strong) for r in replicas]),
+        ):
             assert layouts(plan(Request(kind, model))) == expected
             ours = layouts(plan(Request(kind, model, "frontier")))
-            assert [(world, batch) for world, _, batch in ours] == [(world, batch) for world, _, batch in expected]
+            assert [(world, batch) for world, _, batch in ours] == [
+                (world, batch) for world, _, batch in expected
+            ]
 
 
 def test_sweeps_vary_one_thing() -> None:
     fixed = {
-        "tp": ("pp", "dp", "mbs", "batch"), "pp": ("tp", "dp", "mbs", "batch"), "pp-bubble": ("tp", "dp", "mbs"),
-        "batch": ("tp", "pp", "dp", "mbs"), "micro-batch": ("tp", "pp", "dp", "batch"),
-    }  # fmt: skip
+        "tp": ("pp", "dp", "mbs", "batch"),
+        "pp": ("tp", "dp", "mbs", "batch"),
+        "pp-bubble": ("tp", "dp", "mbs"),
+        "batch": ("tp", "pp", "dp", "mbs"),
+        "micro-batch": ("tp", "pp", "dp", "batch"),
+    }
     for kind, names in fixed.items():
         points = plan(Request(kind, "22b"))
         rows = []
         for point in points:
             assert point.config is not None, point.problem
             p, b = point.config.parallel, point.config.batch
-            rows.append({
-                "tp": p.tensor_model_parallel_size, "pp": p.pipeline_model_parallel_size, "dp": p.data_parallel_size,
-                "mbs": b.micro_batch_size, "batch": b.global_batch_size, "m": point.config.num_micro_batches(),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "tp": p.tensor_model_parallel_size,
+                    "pp": p.pipeline_model_parallel_size,
+                    "dp": p.data_parallel_size,
+                    "mbs": b.micro_batch_size,
+                    "batch": b.global_batch_size,
+                    "m": point.config.num_micro_batches(),
+                }
+            )
         assert all(len({row[name] for row in rows}) == 1 for name in names), kind
         assert len({tuple(row.values()) for row in rows}) == len(points) >= 4
         assert {row["dp"] for row in rows} == {2 if kind == "micro-batch" else 1}
@@ -94,12 +112,14 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
 
 
 def test_layouts_and_requests_that_make_no_sense() -> None:
-    for point in plan(Request("tp", "22b", values=(5, 32))) + plan(Request("pp", "22b", values=(96, 12))):
+    for point in plan(Request("tp", "22b", values=(5, 32))) + plan(
+        Request("pp", "22b", values=(96, 12))
+    ):
         assert point.config is None and point.problem
     for request, words in (
         (Request("weak", "gpt-9000"), "gpt-9000"),
         (Request("weak", "175b", flags=("--lr", "x")), "--lr"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             plan(request)
 
@@ -116,7 +136,9 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: s
         assert sizes[2:] == [full] * 3 and sizes[0] == sizes[1]
         # Enough micro-batches to fill the pipeline several times, or all of them.
         stages = point.config.parallel.pipeline_model_parallel_size
-        assert point.config.num_micro_batches(sizes[0]) == min(4 * stages, point.config.num_micro_batches())
+        assert point.config.num_micro_batches(sizes[0]) == min(
+            4 * stages, point.config.num_micro_batches()
+        )
         assert point.config.batch.train_iters == 5
 
 
@@ -131,17 +153,26 @@ def test_times_are_those_of_the_published_throughput() -> None:
     assert point.config is not None and bubble_of(point.config) == pytest.approx(bubble)
     assert found.iteration_s == pytest.approx(seconds / (1 - bubble))
     assert found.total_s == pytest.approx(START_UP_S + 3 * seconds / (1 - bubble))
-    assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(seconds / (1 - bubble) / 2)
+    assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(
+        seconds / (1 - bubble) / 2
+    )
 
 
 def test_points_that_outlast_a_small_job_are_named() -> None:
-    """Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and for 1T on 64."""
+    """Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and
+    for 1T on 64.
+    """
     too_long = {}
     for kind in ("weak", "strong"):
         for model in ("175b", "1t"):
             points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
             too_long[kind, model] = [p.nodes for p in points if not p.fits_alone]
-    assert too_long == {("weak", "175b"): [], ("weak", "1t"): [], ("strong", "175b"): [8, 16], ("strong", "1t"): [64]}
+    assert too_long == {
+        ("weak", "175b"): [],
+        ("weak", "1t"): [],
+        ("strong", "175b"): [8, 16],
+        ("strong", "1t"): [64],
+    }
 
 
 def _costs_row(kind: str, model: str) -> str:
@@ -157,7 +188,8 @@ def _costs_row(kind: str, model: str) -> str:
         return low if low == high else f"{low} to {high}"
 
     return (
-        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | {int(least_s // 3600)} h "
+        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | "
+        f"{int(least_s // 3600)} h "
         f"{round(least_s % 3600 / 60):02d} min | {nodes * least_s / 3600:,.0f} | "
         f"{sum(n * t for n, t in totals) / 3600:,.0f} |"
     )
@@ -175,19 +207,33 @@ def test_costs_in_the_documentation_are_those_of_a_dry_run() -> None:
 
 
 class Runs:
-    """Runs of points without processes: each takes its virtual seconds, then ends as `ends` says by the point's name:
-    exit codes (no code: as it should, with metrics) and a log; None: never."""
+    """Runs of points without processes: each takes its virtual seconds, then ends as `ends` says by
+    the point's name: exit codes (no code: as it should, with metrics) and a log; None: never."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, str] | None] | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, str] | None] | None = None
+    ) -> None:
         self.clock, self.calls, self.ends = VirtualClock(), [], ends or {}
         self.steps: list[tuple[str, float, float, Any]] = []
-        monkeypatch.setattr(running, "start_here", lambda words, count, folder, **_: FakeRun(self, folder, None))
-        monkeypatch.setattr(running, "start_step", lambda words, step, folder, **_: FakeRun(self, folder, step))
+        monkeypatch.setattr(
+            running, "start_here", lambda words, count, folder, **_: FakeRun(self, folder, None)
+        )
+        monkeypatch.setattr(
+            running, "start_step", lambda words, step, folder, **_: FakeRun(self, folder, step)
+        )
 
-    def run(self, root: Path, points: Sequence[Point], place: Place = Place("local"), **more: Any) -> Experiment:  # noqa: B008
+    def run(
+        self,
+        root: Path,
+        points: Sequence[Point],
+        place: Place = Place("local"),  # noqa: B008
+        **more: Any,
+    ) -> Experiment:
         """Where nothing is known of times the largest point goes first."""
         left_s = more.pop("left_s", lambda: None)
-        runner = Runner(place, lambda line: None, left_s=left_s, clock=self.clock, sleep=self.clock.sleep)
+        runner = Runner(
+            place, lambda line: None, left_s=left_s, clock=self.clock, sleep=self.clock.sleep
+        )
         self.calls.clear()
         found = Experiment(root, points, say=lambda line: None, **{"limit_s": None, **more})
         found.run(runner)
@@ -196,18 +242,28 @@ class Runs:
 
 class FakeRun:
     def __init__(self, runs: Runs, folder: Path, step: Any) -> None:
-        self.name, self._folder, self._runs, self._step, log = folder.name, folder, runs, step, folder / "train.log"
+        self.name, self._folder, self._runs, self._step, log = (
+            folder.name,
+            folder,
+            runs,
+            step,
+            folder / "train.log",
+        )
         runs.calls.append(self.name)
         self._begun, self._stopped, self.exit_codes = runs.clock(), False, None
         self._end = runs.ends.get(self.name, (0, ""))
         log.write_text(self._end[1] if self._end else "")
 
     def poll(self) -> bool:
-        if self.exit_codes is None and (self._stopped or (self._end and self._runs.clock() > self._begun + 5)):
+        if self.exit_codes is None and (
+            self._stopped or (self._end and self._runs.clock() > self._begun + 5)
+        ):
             self.exit_codes = [] if self._stopped else [self._end[0]]
             self._runs.steps.append((self.name, self._begun, self._runs.clock(), self._step))
             if self.exit_codes == [0]:
-                (self._folder / "metrics.jsonl").write_text('{"event": "end", "iteration": 3, "reason": "done"}\n')
+                (self._folder / "metrics.jsonl").write_text(
+                    '{"event": "end", "iteration": 3, "reason": "done"}\n'
+                )
         return self.exit_codes is not None
 
     def stop(self) -> None:
@@ -222,10 +278,12 @@ def tiny(*values: int) -> list[Point]:
     return [Point(f"p{v}", request, v, v, v, ("--flag", str(v))) for v in values]
 
 
-def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(monkeypatch, {
-        "p1": (1, "RuntimeError: HIP-OOM"), "p2": None, "p3": (2, "error: --lr")
-    })  # fmt: skip
+def test_a_point_that_fails_is_recorded_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(
+        monkeypatch, {"p1": (1, "RuntimeError: HIP-OOM"), "p2": None, "p3": (2, "error: --lr")}
+    )
     points = tiny(1, 2, 3, 4)
     outcome = runs.run(tmp_path, points, limit_s=120.0)
     assert outcome.done == ["p4"] and [name for name, *_ in runs.steps] == ["p4", "p3", "p2", "p1"]
@@ -234,7 +292,11 @@ def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path, mo
     (took,) = (end - begun for name, begun, end, _ in runs.steps if name == "p2")
     assert took == pytest.approx(120, abs=1)
     recorded = json.loads((tmp_path / "p1/result.json").read_text())
-    assert (recorded["status"], recorded["reason"], recorded["exit_code"]) == ("failed", outcome.failed["p1"], 1)
+    assert (recorded["status"], recorded["reason"], recorded["exit_code"]) == (
+        "failed",
+        outcome.failed["p1"],
+        1,
+    )
     assert json.loads((tmp_path / "p2/point.json").read_text())["value"] == 2
     again = runs.run(tmp_path, points)
     assert (runs.calls, again.skipped, set(again.failed)) == ([], ["p4"], {"p1", "p2", "p3"})
@@ -277,17 +339,34 @@ def test_points_share_an_allocation_on_nodes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side_by_side: bool
 ) -> None:
     hosts, runs = ["n1", "n2", "n3", "n4"], Runs(monkeypatch)
-    outcome = runs.run(tmp_path, tiny(1, 2, 3, 5), Place("slurm", tuple(hosts), len(hosts) if side_by_side else 1))
-    assert sorted(outcome.done) == ["p1", "p2", "p3"] and set(outcome.waiting) == {"p5"} and not outcome.resumable
+    outcome = runs.run(
+        tmp_path, tiny(1, 2, 3, 5), Place("slurm", tuple(hosts), len(hosts) if side_by_side else 1)
+    )
+    assert (
+        sorted(outcome.done) == ["p1", "p2", "p3"]
+        and set(outcome.waiting) == {"p5"}
+        and not outcome.resumable
+    )
     for name, _, _, step in runs.steps:
         assert len(set(step.hosts)) == int(name[1:]) and set(step.hosts) <= set(hosts)
-        assert json.loads((tmp_path / name / "result.json").read_text())["hosts"] == list(step.hosts)
-    both = [(a[3], b[3]) for i, a in enumerate(runs.steps) for b in runs.steps[:i] if a[1] < b[2] and b[1] < a[2]]
-    assert all(not set(a.hosts) & set(b.hosts) and (a.turn, a.name) != (b.turn, b.name) for a, b in both)
+        assert json.loads((tmp_path / name / "result.json").read_text())["hosts"] == list(
+            step.hosts
+        )
+    both = [
+        (a[3], b[3])
+        for i, a in enumerate(runs.steps)
+        for b in runs.steps[:i]
+        if a[1] < b[2] and b[1] < a[2]
+    ]
+    assert all(
+        not set(a.hosts) & set(b.hosts) and (a.turn, a.name) != (b.turn, b.name) for a, b in both
+    )
     assert bool(both) is side_by_side
 
 
-def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_the_time_left_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place("slurm", ("n1",))
     (point,) = tiny(1)
     long = dataclasses.replace(point, iteration_s=1.0, total_s=3600.0)
@@ -297,14 +376,22 @@ def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("iteration", "reason"), [(2, "done"), (3, "signal 10"), (3, None)])
-def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path, iteration: int, reason: str | None) -> None:
+def test_a_metrics_file_that_ends_early_is_not_complete(
+    tmp_path: Path, iteration: int, reason: str | None
+) -> None:
     (point,), folder = tiny(1), tmp_path / "p1"
     folder.mkdir()
     assert state_of(folder, point)[0] == ""
-    end = {"event": "end", "iteration": iteration, "reason": reason} if reason else {"event": "iteration"}
+    end = (
+        {"event": "end", "iteration": iteration, "reason": reason}
+        if reason
+        else {"event": "iteration"}
+    )
     (folder / "metrics.jsonl").write_text(json.dumps(end) + "\n")
     assert state_of(folder, point)[0] == "interrupted"
-    (folder / "metrics.jsonl").write_text(json.dumps({"event": "end", "iteration": 3, "reason": "done"}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"event": "end", "iteration": 3, "reason": "done"}) + "\n"
+    )
     assert state_of(folder, point)[0] == "done"
 
 
@@ -312,19 +399,32 @@ def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path, iteratio
 
 
 def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))
+    }
     variables = {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
-        ["bash", f"examples/frontier/{name}", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True,
-        timeout=400, check=False,
-    )  # fmt: skip
+        ["bash", f"examples/frontier/{name}", *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kinds"), [
-    ("weak_scaling.sh", ["weak-175b"]), ("strong_scaling.sh", ["strong-175b"]),
-    ("sweep_tp_pp_mbs.sh", [f"{kind}-22b" for kind in list(KINDS)[2:]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("weak_scaling.sh", ["weak-175b"]),
+        ("strong_scaling.sh", ["strong-175b"]),
+        ("sweep_tp_pp_mbs.sh", [f"{kind}-22b" for kind in list(KINDS)[2:]]),
+    ],
+)
 def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
     name: str, kinds: list[str], tmp_path: Path
 ) -> None:
@@ -345,12 +445,18 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
 
 @pytest.mark.slow
 def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
-    """sbatch is a stub that notes its arguments: one job of the largest size, or one for each point."""
+    """sbatch is a stub that notes its arguments: one job of the largest size, or one for each
+    point.
+    """
     stub = tmp_path / "bin/sbatch"
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\n')
     stub.chmod(0o755)
-    more = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "OUT": str(tmp_path / "runs"), "MODEL": "1t"}
+    more = {
+        "PATH": f"{stub.parent}:{os.environ['PATH']}",
+        "OUT": str(tmp_path / "runs"),
+        "MODEL": "1t",
+    }
     assert script("strong_scaling.sh", SUBMIT="one", **more).returncode == 0
     path = f"{ROOT}/examples/frontier/strong_scaling.sh"
     assert (tmp_path / "calls").read_text() == f"-N 384 -t 12:00:00 {path}\n"
@@ -358,8 +464,13 @@ def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
     assert script("strong_scaling.sh", "--one-at-a-time", SUBMIT="each", **more).returncode == 0
     # 1T on 64 nodes takes longer than the 2 h of so small a job.
     expected = {
-        64: "24:00:00 -p extended", 128: "06:00:00", 192: "12:00:00", 256: "12:00:00", 384: "12:00:00",
-    }  # fmt: skip
+        64: "24:00:00 -p extended",
+        128: "06:00:00",
+        192: "12:00:00",
+        256: "12:00:00",
+        384: "12:00:00",
+    }
     assert (tmp_path / "calls").read_text().splitlines() == [
-        f"-N {n} -t {how} {path} --points gcds-{8 * n:05d} --one-at-a-time" for n, how in expected.items()
+        f"-N {n} -t {how} {path} --points gcds-{8 * n:05d} --one-at-a-time"
+        for n, how in expected.items()
     ]

@@ -1,8 +1,11 @@
-"""Pieces of one's own: those of examples/extend train as in one process, and are dry-run and planned.
+"""Pieces of one's own: those of examples/extend train as in one process, and are dry-run and
+planned.
 
-Tolerances are those of the parity grid (tests/parity/test_grid.py). Lion takes the sign of its update, which rounding
-turns where the update is as small as a rounding error: there a weight may be off by two steps.
+Tolerances are those of the parity grid (tests/parity/test_grid.py). Lion takes the sign of its
+update, which rounding turns where the update is as small as a rounding error: there a weight may be
+off by two steps.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,7 +31,8 @@ from tests.helpers.training import STEPS, assemble, train_plainly
 from tests.parity.cases import layout, train
 
 FOLDER = "examples/extend"
-# Without biases: softmax does not see that of the keys, so that its gradient is nothing but rounding.
+# Without biases: softmax does not see that of the keys, so that its gradient is nothing but
+# rounding.
 LION = dict(lr=1e-3, adam_beta1=0.9, adam_beta2=0.99, add_bias_linear=False)
 RUNS: dict[str, dict[str, Any]] = {
     "layer": layout(tp=2, pp=2, dp=2, sp=True)[2],
@@ -38,8 +42,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 FILES = {name: str(ROOT / FOLDER / f"{name}.py") for name in (*RUNS, "data")}
 TINY = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--vocab-size 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --log-interval 1 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 "
+    "--vocab-size 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
+    "--log-interval 1 "
     "--eval-iters 0 --num-workers 0"
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
@@ -53,7 +59,9 @@ def words(name: str) -> list[str]:
 @cache
 def on_eight() -> list[list[dict[str, Any]]] | Exception:
     try:
-        return run_processes(8, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()])
+        return run_processes(
+            8, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()]
+        )
     except Exception as error:  # of all their tests, without another try
         return error
 
@@ -67,7 +75,9 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
     ranks = [runs[list(RUNS).index(name)] for runs in found]
     expected = train_plainly({**RUNS[name], "pieces": FILES[name]})
     for rank in ranks:
-        for (loss, norm, *_), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
+        for (loss, norm, *_), (loss_1, norm_1) in zip(
+            rank["history"], expected["history"], strict=True
+        ):
             assert loss == pytest.approx(loss_1, rel=5e-6)
             assert norm == pytest.approx(norm_1, rel=2e-5)
     whole = assemble([rank["parameters"] for rank in ranks])
@@ -89,15 +99,31 @@ def good(outcomes: list[Outcome | None]) -> None:
 
 
 @pytest.mark.slow
-def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "eight", "again")}
     good(launch(1, [*words("data"), "--metrics-file", str(files["one"])]))
     save = ["--save", str(tmp_path / "saved"), *CUT]
     first = [*words("data"), *save, "--exit-interval", "2", "--metrics-file", str(files["eight"])]
     good(launch(8, first))
-    good(launch(8, [*words("data"), *save, "--load", str(tmp_path / "saved"), "--metrics-file", str(files["again"])]))
+    good(
+        launch(
+            8,
+            [
+                *words("data"),
+                *save,
+                "--load",
+                str(tmp_path / "saved"),
+                "--metrics-file",
+                str(files["again"]),
+            ],
+        )
+    )
     one = losses(files["one"])
-    assert len(one) == 3 and losses(files["eight"]) + losses(files["again"]) == pytest.approx(one, rel=5e-6)
+    assert len(one) == 3 and losses(files["eight"]) + losses(files["again"]) == pytest.approx(
+        one, rel=5e-6
+    )
 
 
 def ran(script: str, arguments: list[str], folder: Path) -> str:
@@ -109,7 +135,9 @@ def ran(script: str, arguments: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_each_is_dry_run(tmp_path: Path) -> None:
-    """What it needs differs from what the project's own pieces do: other parameters, passes that wait, less state."""
+    """What it needs differs from what the project's own pieces do: other parameters, passes that
+    wait, less state.
+    """
     flags = [*CUT, "--world-size", "8", "--dry-run"]
 
     def needs(words: list[str]) -> str:
@@ -121,8 +149,13 @@ def test_each_is_dry_run(tmp_path: Path) -> None:
 
 
 def planned(flags: list[str], folder: Path) -> str:
-    plan = "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16".split()
-    model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257".split()
+    plan = (
+        "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16"
+    ).split()
+    model = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+        "--vocab-size 50257"
+    ).split()
     return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
 
 
@@ -168,12 +201,21 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path:
 
 
 def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
-    config = Config.create(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8)
+    config = Config.create(
+        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8
+    )
 
     def backward_first(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
-        return [Instruction(op, rank, i) for i in range(micro_batches) for op in (Op.BACKWARD, Op.FORWARD)]
+        return [
+            Instruction(op, rank, i)
+            for i in range(micro_batches)
+            for op in (Op.BACKWARD, Op.FORWARD)
+        ]
 
-    for order, match in ((backward_first, "BACKWARD"), (lambda *sizes: backward_first(*sizes)[1:], "<lambda>")):
+    for order, match in (
+        (backward_first, "BACKWARD"),
+        (lambda *sizes: backward_first(*sizes)[1:], "<lambda>"),
+    ):
         with pytest.raises(ConfigError, match=match):
             build_rank_schedule(order, 2, 1, 2, 0)
 
@@ -187,7 +229,9 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="'rows'"):
         optimizer_state(config.with_pieces(optimizer=Factored))
-    short = config.with_pieces(datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None))
+    short = config.with_pieces(
+        datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None)
+    )
     with pytest.raises(DataError, match="4"):
         build_datasets(short, 3, 0, 0).train[0]  # type: ignore[index]
     with pytest.raises(DataError, match="3"):
@@ -203,7 +247,12 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
     for name, state in OPTIMIZERS.items():
         config = Config.create(
-            num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8, optimizer=name
+            num_layers=2,
+            hidden_size=8,
+            num_attention_heads=2,
+            seq_length=4,
+            vocab_size=8,
+            optimizer=name,
         )
 
         def plain(groups: Any, settings: Any) -> torch.optim.Optimizer:

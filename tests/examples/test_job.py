@@ -1,4 +1,7 @@
-"""examples/frontier: what a job calls, with stand-ins for Slurm; tests/slurm runs the same scripts under a real one."""
+"""examples/frontier: what a job calls, with stand-ins for Slurm; tests/slurm runs the same scripts
+under a real one.
+"""
+
 from __future__ import annotations
 
 import re
@@ -33,7 +36,11 @@ def test_headers():
     nodes_of = {"1.4b": 8, "22b": 16, "175b": 128, "1t": 384}
     assert set(SCRIPTS) == set(nodes_of)
     for name, nodes in nodes_of.items():
-        head = dict(re.findall(r"^#SBATCH (--[a-z-]+|-\w)[= ]?(.*)$", SCRIPTS[name].read_text(), re.MULTILINE))
+        head = dict(
+            re.findall(
+                r"^#SBATCH (--[a-z-]+|-\w)[= ]?(.*)$", SCRIPTS[name].read_text(), re.MULTILINE
+            )
+        )
         hours = 2 if nodes <= 91 else 6 if nodes <= 183 else 12  # OLCF's longest for so many nodes
         asked = [head[flag] for flag in ("-N", "-t", "-C", "--network", "--ntasks-per-node", "-c")]
         assert asked == [str(nodes), f"{hours:02}:00:00", "nvme", "disable_rdzv_get", "8", "7"]
@@ -44,7 +51,12 @@ def test_srun_as_olcf_recommends(tmp_path):
     ended = train(tmp_path, DEVICE="gpu", SITE_MODULES="")
     assert ended.code == 0, ended.log
     (call,) = ended.named("srun", PROGRAM)
-    assert [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")] == ["2", "16", "7", "8"]
+    assert [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")] == [
+        "2",
+        "16",
+        "7",
+        "8",
+    ]
     assert {"--gpus-per-task=1", "--gpu-bind=closest"} <= set(call.words)
     # Ranks end by themselves and say who was lost; a rank that does not is ended after a while.
     assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
@@ -52,10 +64,15 @@ def test_srun_as_olcf_recommends(tmp_path):
     assert "--distributed-backend" not in call.words
 
 
-@pytest.mark.parametrize(("recipe", "flags", "name"), [
-    ("frontier", ("--data-path", "d"), "gpt"), ("frontier", ("--mock-data",), "gpt-mock"),
-    ("paper", ("--data-path", "d"), "gpt-paper"), ("paper", ("--mock-data",), "gpt-paper-mock"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "flags", "name"),
+    [
+        ("frontier", ("--data-path", "d"), "gpt"),
+        ("frontier", ("--mock-data",), "gpt-mock"),
+        ("paper", ("--data-path", "d"), "gpt-paper"),
+        ("paper", ("--mock-data",), "gpt-paper-mock"),
+    ],
+)
 def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, flags, name):
     ended = run_script(tmp_path, TRAIN, "--train-iters", "3", *flags, RECIPE=recipe, RUN_NAME="")
     (call,) = ended.named("srun", PROGRAM)
@@ -65,9 +82,14 @@ def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, fl
 
 def test_a_setting_that_is_not_understood_is_refused(tmp_path):
     for setting in (
-        "PREFLIGHT=yes", "REQUEUE=true", "DEVICE=cuda", "GPU_VISIBILITY=two", "MAX_STARTS=many", "DRY_RUN=y",
+        "PREFLIGHT=yes",
+        "REQUEUE=true",
+        "DEVICE=cuda",
+        "GPU_VISIBILITY=two",
+        "MAX_STARTS=many",
+        "DRY_RUN=y",
         "RECIPE=papper",
-    ):  # fmt: skip
+    ):
         name, value = setting.split("=")
         ended = train(tmp_path, **{name: value})
         assert (ended.code, ended.calls) == (2, []) and setting in ended.log
@@ -88,16 +110,22 @@ def test_recipe_and_flags(tmp_path):
     assert call.value("--preset") == "gpt-22b-frontier"
     assert call.value("--save") == call.value("--load") == f"{tmp_path}/runs/gpt/checkpoints"
     assert "--requeue" in program
-    assert program[-8:] == [*TINY, "--lr", "1e-4", "--title", "two words", "*"]  # last, so that they win; unchanged
+    # last, so that they win; unchanged
+    assert program[-8:] == [*TINY, "--lr", "1e-4", "--title", "two words", "*"]
     assert "--train-tokens" not in program  # a length was given
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_recipe_of_the_paper(tmp_path, name):
-    ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", RECIPE="paper", SLURM_JOB_NUM_NODES="128")
+    ended = run_script(
+        tmp_path, SCRIPTS[name], "--mock-data", RECIPE="paper", SLURM_JOB_NUM_NODES="128"
+    )
     (call,) = ended.named("srun", PROGRAM)
     assert (call.value("--preset"), "--fp16" in call.words) == (f"gpt-{name}", True)
-    assert (call.value("--rank-order"), call.value("--device-order")) == ("tp-dp-pp", "0,1,2,3,4,5,6,7")
+    assert (call.value("--rank-order"), call.value("--device-order")) == (
+        "tp-dp-pp",
+        "0,1,2,3,4,5,6,7",
+    )
     assert int(call.value("--train-tokens")) > 1e10
     if name == "1t":
         assert call.value("--global-batch-size") == "3200"  # 1600 for each replica of 64 nodes
@@ -106,7 +134,10 @@ def test_recipe_of_the_paper(tmp_path, name):
 def test_data_of_the_site(tmp_path):
     site = {"SITE_DATA": "/data/my corpus", "SITE_VOCAB": "v.json", "SITE_MERGES": "m.txt"}
     (call,) = run_script(tmp_path, TRAIN, **site).named("srun", PROGRAM)
-    assert (call.value("--data-path"), call.value("--tokenizer-type")) == ("/data/my corpus", "GPT2BPETokenizer")
+    assert (call.value("--data-path"), call.value("--tokenizer-type")) == (
+        "/data/my corpus",
+        "GPT2BPETokenizer",
+    )
     (call,) = train(tmp_path, **site).named("srun", PROGRAM)
     assert "--data-path" not in call.words  # --mock-data
     ended = run_script(tmp_path, TRAIN)
@@ -121,11 +152,12 @@ def test_the_configuration_is_checked_first(tmp_path):
     assert call.words[-3:] == ["--world-size", "16", "--print-config"]
 
 
-@pytest.mark.parametrize(
-    ("code", "requeued"), [(0, False), (1, False), (75, True), (137, True)]
-)
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (137, True)])
 def test_exit_codes(tmp_path, code, requeued):
-    said = f"echo 'srun: error: a2: task 9: whatever' >&2; echo why >{tmp_path}/runs/gpt/logs/77/0/task_9.err"
+    said = (
+        "echo 'srun: error: a2: task 9: whatever' >&2; echo why "
+        f">{tmp_path}/runs/gpt/logs/77/0/task_9.err"
+    )
     ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit {code}; }}")
     assert ended.code == code
     assert (["scontrol", "requeue", "77"] in [call.words for call in ended.calls]) == requeued
@@ -138,7 +170,11 @@ def test_exit_codes(tmp_path, code, requeued):
 
 
 def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
-    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit 143", STUB_squeue="echo COMPLETING None")
+    ended = train(
+        tmp_path,
+        STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit 143",
+        STUB_squeue="echo COMPLETING None",
+    )
     assert ended.code == 143
     assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
 
@@ -153,13 +189,20 @@ def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
     assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
 
 
-@pytest.mark.parametrize(("ends", "code", "requeued"), [
-    (("Exited with exit code 1", "Exited with exit code 75"), 1, False),  # a bug, or out of memory, on one rank
-    (("Exited with exit code 75", "Exited with exit code 75"), 75, True),
-    (("Killed", "Exited with exit code 75", "Exited with exit code 1"), 75, True),  # the error followed from the loss
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "code", "requeued"),
+    [
+        # a bug, or out of memory, on one rank
+        (("Exited with exit code 1", "Exited with exit code 75"), 1, False),
+        (("Exited with exit code 75", "Exited with exit code 75"), 75, True),
+        # the error followed from the loss
+        (("Killed", "Exited with exit code 75", "Exited with exit code 1"), 75, True),
+    ],
+)
 def test_an_error_of_the_program_is_no_lost_rank(tmp_path, ends, code, requeued):
-    said = "; ".join(f"echo 'srun: error: a1: task {task}: {end}' >&2" for task, end in enumerate(ends))
+    said = "; ".join(
+        f"echo 'srun: error: a1: task {task}: {end}' >&2" for task, end in enumerate(ends)
+    )
     ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit 75; }}")
     assert ended.code == code
     assert (["scontrol", "requeue", "77"] in [call.words for call in ended.calls]) == requeued
@@ -177,11 +220,17 @@ def test_what_failing_tasks_wrote_is_shown(tmp_path):
     assert ended.code == 137
     last = ended.log[ended.log.index("ERROR: ") :]
     told = [
-        "task(s) 9 on a2: Killed", "rank 9: Bus error", "task(s) 12,14 on a2", "task(s) 0-7 on a1", "rank 9 was killed",
-    ]  # fmt: skip
-    assert [last.index(text) for text in told] == sorted(last.index(text) for text in told)  # the culprit first
+        "task(s) 9 on a2: Killed",
+        "rank 9: Bus error",
+        "task(s) 12,14 on a2",
+        "task(s) 0-7 on a1",
+        "rank 9 was killed",
+    ]
+    # the culprit first
+    assert [last.index(text) for text in told] == sorted(last.index(text) for text in told)
     logs = tmp_path / "runs" / "gpt" / "logs" / "77" / "0"
-    assert sorted(path.name for path in logs.glob("task_*")) == ["task_0.err", "task_9.err"]  # what is empty goes
+    # what is empty goes
+    assert sorted(path.name for path in logs.glob("task_*")) == ["task_0.err", "task_9.err"]
 
 
 def test_a_job_that_never_gets_on_is_stopped(tmp_path):
@@ -213,8 +262,11 @@ def test_dry_run_starts_nothing(tmp_path):
     packed = {"SITE_ENV": str(TRAIN), "SITE_NVME": "/nvme"}  # any file
     (tmp_path / "net" / "hsn0").mkdir(parents=True)
     net = {"SITE_NET_FOLDER": str(tmp_path / "net")}
-    ended = train(tmp_path, "--title", "two words", DRY_RUN="1", PREFLIGHT="1", DEVICE="gpu", **packed, **net)
-    assert (ended.code, [call.words[-1] for call in ended.calls]) == (0, ["--print-config"])  # the check of the flags
+    ended = train(
+        tmp_path, "--title", "two words", DRY_RUN="1", PREFLIGHT="1", DEVICE="gpu", **packed, **net
+    )
+    # the check of the flags
+    assert (ended.code, [call.words[-1] for call in ended.calls]) == (0, ["--print-config"])
     assert not (tmp_path / "runs").exists()
     lines = [line for line in ended.log.splitlines() if line.startswith("+ ")]
     assert lines[-1].startswith("+ srun -N 2 -n 16 ")
@@ -226,32 +278,51 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
-    """Flags that do not resolve, modules that do not load, and no Python; the commands are shown all the same."""
+    """Flags that do not resolve, modules that do not load, and no Python; the commands are shown
+    all the same.
+    """
     module = {"BASH_FUNC_module%%": "() { [[ $2 != gone ]]; }", "DEVICE": "gpu", "DRY_RUN": "1"}
-    for broken in ({"STUB_python": "exit 2"}, {"SITE_MODULES": "rocm gone"}, {"SITE_VENV": "/nowhere"}):
+    for broken in (
+        {"STUB_python": "exit 2"},
+        {"SITE_MODULES": "rocm gone"},
+        {"SITE_VENV": "/nowhere"},
+    ):
         ended = train(tmp_path, **{**module, "SITE_MODULES": "rocm", **broken})
-        assert (ended.code, ended.log.splitlines()[-1].startswith("+ srun -N 2 -n 16 ")) == (2, True), ended.log
+        assert (ended.code, ended.log.splitlines()[-1].startswith("+ srun -N 2 -n 16 ")) == (
+            2,
+            True,
+        ), ended.log
     assert train(tmp_path, **{**module, "SITE_MODULES": "rocm"}).code == 0
 
 
 # Numbers of nodes that the heads of the scripts and the README name.
 NODES = {
-    "1.4b": (1, 2, 4, 8, 16), "22b": (2, 4, 8, 10, 16, 20, 32, 40, 64, 80, 128, 160),
-    "175b": (16, 32, 40, 64, 80, 128, 160, 256), "1t": (192, 256, 320, 384, 480, 512),
-}  # fmt: skip
+    "1.4b": (1, 2, 4, 8, 16),
+    "22b": (2, 4, 8, 10, 16, 20, 32, 40, 64, 80, 128, 160),
+    "175b": (16, 32, 40, 64, 80, 128, 160, 256),
+    "1t": (192, 256, 320, 384, 480, 512),
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_configurations_resolve(tmp_path, name):
     for recipe, numbers in (("frontier", NODES[name]), ("paper", NODES[name][-1:])):
         ended = run_script(
-            tmp_path, SCRIPTS[name], "--mock-data", DRY_RUN="1", RECIPE=recipe, SLURM_JOB_NUM_NODES=str(numbers[-1])
+            tmp_path,
+            SCRIPTS[name],
+            "--mock-data",
+            DRY_RUN="1",
+            RECIPE=recipe,
+            SLURM_JOB_NUM_NODES=str(numbers[-1]),
         )
         words = shlex.split(ended.log.splitlines()[-1])
         for nodes in numbers:
             config = parse_args(words[words.index(f"{ROOT}/{PROGRAM}") + 1 :], 8 * nodes)
             assert config.parallel.world_size == 8 * nodes
-            assert (config.precision.bf16, config.precision.fp16) == (recipe == "frontier", recipe == "paper")
+            assert (config.precision.bf16, config.precision.fp16) == (
+                recipe == "frontier",
+                recipe == "paper",
+            )
 
 
 def test_without_the_module_command(tmp_path):

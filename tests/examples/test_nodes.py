@@ -1,4 +1,7 @@
-"""examples/frontier/job.sh: the environment on every node's drive, preflight, and training on the good nodes."""
+"""examples/frontier/job.sh: the environment on every node's drive, preflight, and training on the
+good nodes.
+"""
+
 from __future__ import annotations
 
 import re
@@ -34,8 +37,12 @@ def test_all_nodes_are_good(tmp_path):
     (call,) = ended.named("srun", MEASURE)
     folder = tmp_path / "runs/gpt/logs/77/0/preflight"
     assert [call.value(flag) for flag in ("--out", "--backend", "--cluster", "-N", "-n")] == [
-        str(folder), "gloo", "frontier", "2", "16",
-    ]  # fmt: skip
+        str(folder),
+        "gloo",
+        "frontier",
+        "2",
+        "16",
+    ]
     assert int(call.value("--time")) > 0  # a preflight that hangs is ended
     assert (ended.code, trained(ended).value("-N"), "-w" in trained(ended).words) == (0, "2", False)
 
@@ -43,15 +50,22 @@ def test_all_nodes_are_good(tmp_path):
 def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
     stub = measured("a2 a3", "a1", code=137)  # the task of a dead node spoils srun's exit code
     ended = run_script(
-        tmp_path, TRAIN, *FLAGS, nodes="a1,a2,a3", PREFLIGHT="1", NODES_NEEDED="2",
+        tmp_path,
+        TRAIN,
+        *FLAGS,
+        nodes="a1,a2,a3",
+        PREFLIGHT="1",
+        NODES_NEEDED="2",
         STUB_srun=f"[[ $* != *'hostname -i'* ]] || {{ echo fe80::1 10.1.2.3; exit; }}; {stub}",
-    )  # fmt: skip
+    )
     assert ended.code == 0, ended.log
     assert ended.named("srun", MEASURE)[0].value("-N") == "3"
     call = trained(ended)
     assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["2", "16", "a2,a3"]
     assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, where rank 0 is now
-    tokens = {step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])}
+    tokens = {
+        step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])
+    }
     assert len(tokens) == 2 and all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)
     (python,) = ended.named("python")
     assert python.value("--world-size") == "16"
@@ -59,19 +73,29 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
 
 def test_one_of_several_nodes_needs_no_network_plugin(tmp_path):
     (tmp_path / "net" / "hsn0").mkdir(parents=True)
-    one = {"nodes": "a1,a2", "PREFLIGHT": "1", "NODES_NEEDED": "1", "SITE_NET_FOLDER": str(tmp_path / "net")}
+    one = {
+        "nodes": "a1,a2",
+        "PREFLIGHT": "1",
+        "NODES_NEEDED": "1",
+        "SITE_NET_FOLDER": str(tmp_path / "net"),
+    }
     ended = run_script(tmp_path, TRAIN, *FLAGS, **one, STUB_srun=measured("a1 a2"))
     (measure,) = ended.named("srun", MEASURE)
-    assert measure.environ["NCCL_NET"] == "OFI" and not [word for word in measure.words if "--network" in word]
+    assert measure.environ["NCCL_NET"] == "OFI" and not [
+        word for word in measure.words if "--network" in word
+    ]
     assert trained(ended).environ["NCCL_NET"] == "Socket"
-    assert trained(ended).value("--network") == "single_node_vni"  # what there is of it starts only so
+    # what there is of it starts only so
+    assert trained(ended).value("--network") == "single_node_vni"
     ended = run_script(tmp_path, TRAIN, *FLAGS, **one, NCCL_NET="mine", STUB_srun=measured("a1 a2"))
     assert trained(ended).environ["NCCL_NET"] == "mine"
 
 
 def test_too_few_good_nodes(tmp_path):
     verdict = "echo 'srun: error: a1: task 0: Exited with exit code 4' >&2; "
-    ended = run_script(tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=verdict + measured("a2", "a1", code=4))
+    ended = run_script(
+        tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=verdict + measured("a2", "a1", code=4)
+    )
     assert (ended.code, ended.named("srun", PROGRAM)) == (4, [])
     assert "ERROR: task" not in ended.log  # the code is a verdict
     assert "--exclude=a1" in ended.log
@@ -79,13 +103,21 @@ def test_too_few_good_nodes(tmp_path):
     assert asked.index(["requeue", "77"]) < asked.index(["update", "JobId=77", "ExcNodeList=a1"])
 
 
-# Slurm sends SIGTERM to all processes of a job that it puts back into the queue: also to scontrol, which asked for it.
-REQUEUED = "case $1 in requeue) kill -TERM $$ $BASHPID ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
+# Slurm sends SIGTERM to all processes of a job that it puts back into the queue: also to scontrol,
+# which asked for it.
+REQUEUED = (
+    "case $1 in requeue) kill -TERM $$ $BASHPID ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
+)
 
 
 def test_a_signal_of_the_requeue_does_not_keep_bad_nodes(tmp_path):
     ended = run_script(
-        tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=measured("a2", "a1", code=4), STUB_scontrol=REQUEUED
+        tmp_path,
+        TRAIN,
+        *FLAGS,
+        PREFLIGHT="1",
+        STUB_srun=measured("a2", "a1", code=4),
+        STUB_scontrol=REQUEUED,
     )
     assert any(call.words[1] == "update" for call in ended.named("scontrol"))
 
@@ -93,14 +125,22 @@ def test_a_signal_of_the_requeue_does_not_keep_bad_nodes(tmp_path):
 def test_excluded_nodes_stay_excluded(tmp_path):
     show = "[[ $1 != show || $2 != job ]] || echo '   ReqNodeList=(null) ExcNodeList=b[1-2]'"
     ended = run_script(
-        tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=measured("a2", "a1", code=4),
-        STUB_scontrol=f"{show}; [[ $2 != hostlist ]] || echo \"$3\"",
-    )  # fmt: skip
-    assert ["scontrol", "update", "JobId=77", "ExcNodeList=b[1-2],a1"] in [call.words for call in ended.calls]
+        tmp_path,
+        TRAIN,
+        *FLAGS,
+        PREFLIGHT="1",
+        STUB_srun=measured("a2", "a1", code=4),
+        STUB_scontrol=f'{show}; [[ $2 != hostlist ]] || echo "$3"',
+    )
+    assert ["scontrol", "update", "JobId=77", "ExcNodeList=b[1-2],a1"] in [
+        call.words for call in ended.calls
+    ]
 
 
 def test_without_requeue_only_the_line_is_printed(tmp_path):
-    ended = run_script(tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", REQUEUE="0", STUB_srun=measured("a2", "a1", code=4))
+    ended = run_script(
+        tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", REQUEUE="0", STUB_srun=measured("a2", "a1", code=4)
+    )
     assert (ended.code, "--exclude=a1" in ended.log) == (4, True)
     assert "requeue" not in [word for call in ended.calls for word in call.words]
 
@@ -109,7 +149,8 @@ def test_without_requeue_only_the_line_is_printed(tmp_path):
 def test_a_preflight_without_a_verdict(tmp_path, code, answer):
     ended = run_script(tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=f"exit {code}")
     assert (ended.code, ended.named("srun", PROGRAM)) == (answer, [])
-    assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]  # nothing tells the bad nodes
+    # nothing tells the bad nodes
+    assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
 
 
 @pytest.mark.parametrize("needed", ["3", "two"])
@@ -120,7 +161,14 @@ def test_more_nodes_needed_than_there_are(tmp_path, needed):
 
 
 def test_variables_of_somebodys_shell_are_not_the_jobs(tmp_path):
-    mine = {"NODES": "9", "HOSTS": "b1", "LOGS": "/mine", "MASTER_ADDR": "login", "CODE": "/c", "PYTHON": "/p"}
+    mine = {
+        "NODES": "9",
+        "HOSTS": "b1",
+        "LOGS": "/mine",
+        "MASTER_ADDR": "login",
+        "CODE": "/c",
+        "PYTHON": "/p",
+    }
     call = trained(run_script(tmp_path, TRAIN, *FLAGS, **mine))
     assert (call.value("-N"), "-w" in call.words) == ("2", False)
     assert call.environ["MASTER_ADDR"] != "login"
@@ -140,19 +188,26 @@ def packed(tmp_path: Path) -> dict[str, str]:
     home.mkdir(parents=True)
     (home / "python").write_text("#!/bin/bash\nexit 0\n")
     (home / "python").chmod(0o755)
-    subprocess.run(["tar", "-C", str(home.parent), "-czf", str(tmp_path / "env.tar.gz"), "."], check=True)
+    subprocess.run(
+        ["tar", "-C", str(home.parent), "-czf", str(tmp_path / "env.tar.gz"), "."], check=True
+    )
     (tmp_path / "nvme").mkdir()
     return {
-        "SITE_ENV": str(tmp_path / "env.tar.gz"), "SITE_NVME": str(tmp_path / "nvme"),
-        "STUB_sbcast": 'cp "$2" "$3"', "STUB_srun": _RUNS_HERE,
-    }  # fmt: skip
+        "SITE_ENV": str(tmp_path / "env.tar.gz"),
+        "SITE_NVME": str(tmp_path / "nvme"),
+        "STUB_sbcast": 'cp "$2" "$3"',
+        "STUB_srun": _RUNS_HERE,
+    }
 
 
 def test_environment_and_code_go_to_the_nodes(tmp_path, packed):
     ended = run_script(tmp_path, TRAIN, *FLAGS, **packed)
     assert ended.code == 0, ended.log
     nvme = tmp_path / "nvme"
-    assert [Path(call.words[-1]).name for call in ended.named("sbcast")] == ["environment.tar", "code.77.0.tar"]
+    assert [Path(call.words[-1]).name for call in ended.named("sbcast")] == [
+        "environment.tar",
+        "code.77.0.tar",
+    ]
     call = trained(ended)
     assert f"{nvme}/environment/bin/python" in call.words
     assert f"{nvme}/code.77.0/{PROGRAM}" in call.words
@@ -170,7 +225,8 @@ def test_environment_and_code_go_to_the_nodes(tmp_path, packed):
     [
         {"STUB_sbcast": "echo 'sbcast: error: node is full' >&2; exit 1"},
         {"STUB_sbcast": 'cp "$2" "$3"; exit 1'},  # whole here, but not on every node
-        {"STUB_sbcast": 'head -c 100 "$2" >"$3"'},  # a part of the file, as after a failure that nobody noticed
+        # a part of the file, as after a failure that nobody noticed
+        {"STUB_sbcast": 'head -c 100 "$2" >"$3"'},
         {"SITE_NVME": "/dev/null/nowhere"},
     ],
 )
@@ -184,7 +240,9 @@ def test_a_broken_broadcast_falls_back(tmp_path, packed, broken):
 def test_an_environment_that_does_not_import_falls_back(tmp_path, packed):
     python = tmp_path / "made" / "bin" / "python"
     python.write_text("#!/bin/bash\nexit 1\n")
-    subprocess.run(["tar", "-C", str(tmp_path / "made"), "-czf", packed["SITE_ENV"], "."], check=True)
+    subprocess.run(
+        ["tar", "-C", str(tmp_path / "made"), "-czf", packed["SITE_ENV"], "."], check=True
+    )
     ended = run_script(tmp_path, TRAIN, *FLAGS, **packed)
     assert f"{tmp_path}/venv/bin/python" in trained(ended).words
 

@@ -1,4 +1,5 @@
 """examples/local trains here; examples/lumi is Frontier's scripts with another site file."""
+
 from __future__ import annotations
 
 import os
@@ -20,9 +21,18 @@ LUMI = ROOT / "examples" / "lumi" / "site.env"
 
 def bash(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", text, "bash", *arguments], capture_output=True, text=True, timeout=50, check=False,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "USER": "ada", **variables},
-    )  # fmt: skip
+        ["bash", "-c", text, "bash", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            "USER": "ada",
+            **variables,
+        },
+    )
 
 
 def local(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -35,14 +45,22 @@ def test_one_process_and_several(tmp_path):
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     for arguments, settings, start, flags in (
-        ((), {"PROCESSES": "1"}, [],
-         "--preset tiny --save /runs/local --load /runs/local --log-interval 10 --mock-data --train-iters 50 "
-         "--eval-iters 0"),
-        (("--preset", "tiny", "--train-iters", "5", "--data-path", "my corpus"),
-         {"PROCESSES": "4", "PRESET": "", "RUN_NAME": "x"},
-         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
-         "--save /runs/x --load /runs/x --log-interval 10 --preset tiny --train-iters 5 --data-path my\\ corpus"),
-    ):  # fmt: skip
+        (
+            (),
+            {"PROCESSES": "1"},
+            [],
+            "--preset tiny --save /runs/local --load /runs/local --log-interval 10 --mock-data "
+            "--train-iters 50 "
+            "--eval-iters 0",
+        ),
+        (
+            ("--preset", "tiny", "--train-iters", "5", "--data-path", "my corpus"),
+            {"PROCESSES": "4", "PRESET": "", "RUN_NAME": "x"},
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
+            "--save /runs/x --load /runs/x --log-interval 10 --preset tiny --train-iters 5 "
+            "--data-path my\\ corpus",
+        ),
+    ):
         given = {"SITE_RUNS": "/runs", "PYTHON": str(python), **settings}
         words = [*start, f"{ROOT}/pretrain_gpt.py", *shlex.split(flags)]
         shown = local(*arguments, DRY_RUN="1", **given).stdout
@@ -69,10 +87,16 @@ def test_lumi_is_the_same_body():
     exported, _, commands = done.stdout.partition("\1")
     environ = dict(entry.split("=", 1) for entry in exported.split("\0") if "=" in entry)
     # Empty values take back what the header asks of Frontier.
-    assert [environ[name] for name in ("SBATCH_CONSTRAINT", "SBATCH_NETWORK", "SITE_NVME")] == ["", "", ""]
+    assert [environ[name] for name in ("SBATCH_CONSTRAINT", "SBATCH_NETWORK", "SITE_NVME")] == [
+        "",
+        "",
+        "",
+    ]
     assert (environ["SBATCH_PARTITION"], environ["SITE_CLUSTER"], environ["FI_CXI_RDZV_PROTO"]) == (
-        "standard-g", "lumi", "default",
-    )  # fmt: skip
+        "standard-g",
+        "lumi",
+        "default",
+    )
     assert "sbcast" not in commands  # no drive to send to
     last = commands.splitlines()[-1]
     assert "--gpus-per-node=8" in last and "--gpu-bind" not in last
@@ -80,13 +104,30 @@ def test_lumi_is_the_same_body():
 
 
 def test_lumis_network_is_another_one(tmp_path):
-    """A variable that LUMI's site file has empty is not in the environment of the job, unless somebody sets it."""
+    """A variable that LUMI's site file has empty is not in the environment of the job, unless
+    somebody sets it.
+    """
     (tmp_path / "hsn0").mkdir()
-    text = f"source {LUMI} && source {FRONTIER}/env.sh && source {LUMI} && source {FRONTIER}/env.sh && env -0"
-    known = {"SITE_NET_FOLDER": str(tmp_path), "SBATCH_ACCOUNT": "project_1", "SLURM_JOB_NUM_NODES": "2"}
+    text = (
+        f"source {LUMI} && source {FRONTIER}/env.sh && source {LUMI} && source "
+        f"{FRONTIER}/env.sh && env -0"
+    )
+    known = {
+        "SITE_NET_FOLDER": str(tmp_path),
+        "SBATCH_ACCOUNT": "project_1",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     for given in ({}, {"NCCL_NET_GDR_LEVEL": "PHB", "FI_MR_CACHE_MONITOR": "kdreg2"}):
-        environ = dict(entry.split("=", 1) for entry in bash(text, **known, **given).stdout.split("\0") if "=" in entry)
-        found = {name: environ[name] for name in ("NCCL_NET_GDR_LEVEL", "FI_MR_CACHE_MONITOR") if name in environ}
+        environ = dict(
+            entry.split("=", 1)
+            for entry in bash(text, **known, **given).stdout.split("\0")
+            if "=" in entry
+        )
+        found = {
+            name: environ[name]
+            for name in ("NCCL_NET_GDR_LEVEL", "FI_MR_CACHE_MONITOR")
+            if name in environ
+        }
         assert found == (given or {"FI_MR_CACHE_MONITOR": "userfaultfd"})
         assert environ["NCCL_CROSS_NIC"] == "1"
 

@@ -1,4 +1,5 @@
 """examples/frontier/setup_env.sh: what it would run, what it refuses, where it goes on."""
+
 from __future__ import annotations
 
 import os
@@ -24,20 +25,33 @@ echo "$*" >>"$CALLS"
 
 
 def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables: str):
-    """The script on a machine with or without a module command, which sets what a rocm module sets."""
+    """The script on a machine with or without a module command, which sets what a rocm module
+    sets.
+    """
     python = folder / "python3"
     python.write_text(_PYTHON)
     python.chmod(0o755)
-    define = 'module() { export ROCM_PATH=/opt/rocm$NOT_SET; }; export -f module; ' if modules else ""
+    define = (
+        "module() { export ROCM_PATH=/opt/rocm$NOT_SET; }; export -f module; " if modules else ""
+    )
     return subprocess.run(
-        ["bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments], capture_output=True, text=True,
-        timeout=200, check=False,
+        ["bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
         env={
-            "PATH": os.environ["PATH"], "HOME": str(folder), "SITE_VENV": str(folder / "venv"),
-            "SITE_ENV": str(folder / "env.tar.gz"), "PYTHON": str(python), "CALLS": str(folder / "calls"),
-            "FAIL_ON": "", "INSTALLED": "", **variables,
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "SITE_VENV": str(folder / "venv"),
+            "SITE_ENV": str(folder / "env.tar.gz"),
+            "PYTHON": str(python),
+            "CALLS": str(folder / "calls"),
+            "FAIL_ON": "",
+            "INSTALLED": "",
+            **variables,
         },
-    )  # fmt: skip
+    )
 
 
 def test_refuses_where_it_cannot_run(tmp_path):
@@ -48,16 +62,30 @@ def test_refuses_where_it_cannot_run(tmp_path):
 
 
 def test_dry_run_shows_every_step(tmp_path):
-    done = setup_env(tmp_path, "--dry-run", FLASH_ATTN="1", TORCH_VERSION="2.11.0", TORCH_INDEX="https://here/rocm7.2")
+    done = setup_env(
+        tmp_path,
+        "--dry-run",
+        FLASH_ATTN="1",
+        TORCH_VERSION="2.11.0",
+        TORCH_INDEX="https://here/rocm7.2",
+    )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "calls").exists() and not (tmp_path / "venv").exists()
     lines = [line.removeprefix("+ ") for line in done.stdout.splitlines() if line.startswith("+ ")]
     loaded = [line.split()[-1] for line in lines if line.startswith("module load")]
-    assert [name.partition("/")[0] for name in loaded].index("rocm") < loaded.index("rccl-net-plugin")
+    assert [name.partition("/")[0] for name in loaded].index("rocm") < loaded.index(
+        "rccl-net-plugin"
+    )
     wanted = [
-        "-m venv", "torch==2.11.0 --index-url https://here/rocm7.2", "DS_BUILD_OPS=0", "flash-attention",
-        "build_kernels --target hip --arch gfx90a", "deephyper==", "check_kernels.py --list", "tar -C",
-    ]  # fmt: skip
+        "-m venv",
+        "torch==2.11.0 --index-url https://here/rocm7.2",
+        "DS_BUILD_OPS=0",
+        "flash-attention",
+        "build_kernels --target hip --arch gfx90a",
+        "deephyper==",
+        "check_kernels.py --list",
+        "tar -C",
+    ]
     found = [next(n for n, line in enumerate(lines) if text in line) for text in wanted]
     assert found == sorted(found)
     assert not [line for line in lines if "deepspeed==" in line and "DS_BUILD_OPS=0" not in line]
@@ -89,22 +117,29 @@ def test_a_step_that_fails_is_named_and_nothing_is_packed(tmp_path):
 
 
 def test_deephyper_changes_no_version_that_is_installed(tmp_path):
-    """Also where one differs from those that were tested together, as what a wheel of torch brings may."""
+    """Also where one differs from those that were tested together, as what a wheel of torch brings
+    may.
+    """
     installed = "torch==2.10.0+rocm7.1 NumPy==1.26.4 typing-extensions==4.12.0 ruamel.yaml==0.18"
     assert setup_env(tmp_path, modules=True, INSTALLED=installed).returncode == 0
-    (call,) = (line for line in (tmp_path / "calls").read_text().splitlines() if "deephyper==" in line)
+    (call,) = (
+        line for line in (tmp_path / "calls").read_text().splitlines() if "deephyper==" in line
+    )
     words = call.split()
     assert words[words.index("--only-binary") + 1] == ":all:"
     limits = Path(words[words.index("-c") + 1]).read_text().splitlines()
     assert limits[:4] == installed.split()
     tested = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
-    assert limits[4:] == [line for line in tested if "==" in line and not line.startswith("numpy==")]
+    assert limits[4:] == [
+        line for line in tested if "==" in line and not line.startswith("numpy==")
+    ]
     with tarfile.open(tmp_path / "env.tar.gz") as packed:
         assert not [name for name in packed.getnames() if "src" in name]
 
 
-@pytest.mark.parametrize(("fails", "uninstalled"), [("deephyper==", False), ("pip list", False),
-                                                    ("find_search", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fails", "uninstalled"), [("deephyper==", False), ("pip list", False), ("find_search", True)]
+)
 def test_without_deephyper_the_environment_is_ready_all_the_same(tmp_path, fails, uninstalled):
     done = setup_env(tmp_path, modules=True, FAIL_ON=fails)
     assert done.returncode == 0, done.stderr

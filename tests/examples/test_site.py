@@ -1,4 +1,7 @@
-"""examples: scripts are clean, site.env asks for what is missing, env.sh sets what OLCF and HPE recommend."""
+"""examples: scripts are clean, site.env asks for what is missing, env.sh sets what OLCF and HPE
+recommend.
+"""
+
 from __future__ import annotations
 
 import os
@@ -16,39 +19,71 @@ from tests.helpers.launching import ROOT
 pytestmark = pytest.mark.slow
 
 SCRIPTS = sorted(
-    path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch", ".env")
+    path.relative_to(ROOT)
+    for path in (ROOT / "examples").rglob("*")
+    if path.suffix in (".sh", ".sbatch", ".env")
 )
 # The user guide's table ("PyTorch on Frontier", July 2026), for a job of several nodes.
 RECOMMENDED = {
-    "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "GLOO_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "NCCL_NET": "OFI",
-    "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB", "HSA_FORCE_FINE_GRAIN_PCIE": "1",
-    "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-    "FI_CXI_DEFAULT_TX_SIZE": "2048", "FI_CXI_RX_MATCH_MODE": "hybrid", "FI_CXI_RDZV_PROTO": "alt_read",
-    "FI_CXI_RDZV_EAGER_SIZE": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_GET_MIN": "0",
-    **{name: next(s.value(Config.create("gpt-175b-frontier")) for s in SETTINGS if s.name == name)
-       for name in ("GPU_MAX_HW_QUEUES", "TORCH_NCCL_HIGH_PRIORITY")},  # not of the table: as the launch sets them
-    "MIOPEN_USER_DB_PATH": "/tmp/ada-miopen-77", "MIOPEN_CUSTOM_CACHE_DIR": "/tmp/ada-miopen-77",
-    "OMP_NUM_THREADS": "7", "MEGATRON_CLUSTER": "frontier",
-}  # fmt: skip
+    "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
+    "GLOO_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
+    "NCCL_NET": "OFI",
+    "NCCL_CROSS_NIC": "1",
+    "NCCL_NET_GDR_LEVEL": "PHB",
+    "HSA_FORCE_FINE_GRAIN_PCIE": "1",
+    "FI_MR_CACHE_MONITOR": "kdreg2",
+    "FI_CXI_DISABLE_HOST_REGISTER": "1",
+    "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "FI_CXI_DEFAULT_TX_SIZE": "2048",
+    "FI_CXI_RX_MATCH_MODE": "hybrid",
+    "FI_CXI_RDZV_PROTO": "alt_read",
+    "FI_CXI_RDZV_EAGER_SIZE": "0",
+    "FI_CXI_RDZV_THRESHOLD": "0",
+    "FI_CXI_RDZV_GET_MIN": "0",
+    **{
+        name: next(s.value(Config.create("gpt-175b-frontier")) for s in SETTINGS if s.name == name)
+        # not of the table: as the launch sets them
+        for name in ("GPU_MAX_HW_QUEUES", "TORCH_NCCL_HIGH_PRIORITY")
+    },
+    "MIOPEN_USER_DB_PATH": "/tmp/ada-miopen-77",
+    "MIOPEN_CUSTOM_CACHE_DIR": "/tmp/ada-miopen-77",
+    "OMP_NUM_THREADS": "7",
+    "MEGATRON_CLUSTER": "frontier",
+}
 
 
-def sourced(script: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def sourced(
+    script: Path, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
     """A script sourced by a strict shell, and what it changed in the environment."""
     before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
     command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
-    done = subprocess.run(command, env=before, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        command, env=before, capture_output=True, text=True, timeout=50, check=False
+    )
     _, _, listed = done.stdout.partition("\1")
     after = dict(entry.split("=", 1) for entry in listed.split("\0") if "=" in entry)
     ignored = {*before, "PWD", "SHLVL", "_"}
-    changed = {name: value for name, value in after.items() if name not in ignored or before.get(name, value) != value}
-    return done, {name: value for name, value in changed.items() if name not in ("PWD", "SHLVL", "_")}
+    changed = {
+        name: value
+        for name, value in after.items()
+        if name not in ignored or before.get(name, value) != value
+    }
+    return done, {
+        name: value for name, value in changed.items() if name not in ("PWD", "SHLVL", "_")
+    }
 
 
-@pytest.mark.parametrize(("how", "place"), [
-    # Each file alone, from where it finds no other: what another one sets, or uses, cannot be told.
-    ("--exclude=SC1091,SC2034,SC2153,SC2329", Path("/")),
-    pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),  # with all that they source, ten times as long
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        # Each file alone, from where it finds no other: what another one sets, or uses, cannot be
+        # told.
+        ("--exclude=SC1091,SC2034,SC2153,SC2329", Path("/")),
+        # with all that they source, ten times as long
+        pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),
+    ],
+)
 def test_shellcheck(how: str, place: Path) -> None:
     assert len(SCRIPTS) >= 8
     program = Path(sys.executable).with_name("shellcheck")
@@ -61,7 +96,9 @@ def test_shellcheck(how: str, place: Path) -> None:
 
 def on_frontier(tmp_path: Path, **variables: str) -> dict[str, str]:
     (tmp_path / "hsn0").mkdir(exist_ok=True)
-    done, changed = sourced(FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SITE_CLUSTER="frontier", **variables)
+    done, changed = sourced(
+        FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SITE_CLUSTER="frontier", **variables
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return changed
 
@@ -85,7 +122,11 @@ def test_site_asks_for_an_account():
     done, _ = sourced(FRONTIER / "site.env")
     assert done.returncode == 2
     number = 1 + (FRONTIER / "site.env").read_text().splitlines().index(
-        next(line for line in (FRONTIER / "site.env").read_text().splitlines() if "SBATCH_ACCOUNT:=" in line)
+        next(
+            line
+            for line in (FRONTIER / "site.env").read_text().splitlines()
+            if "SBATCH_ACCOUNT:=" in line
+        )
     )
     assert f"line {number} of {FRONTIER / 'site.env'}" in done.stderr
 
@@ -97,7 +138,11 @@ def test_site_finds_the_clone_and_yields():
     assert changed["SITE_RUNS"] == "/orion/ada/abc123/megatron-runs"
     assert changed["SITE_NVME"] == "/mnt/bb/ada"
     done, mine = sourced(
-        FRONTIER / "site.env", SBATCH_ACCOUNT="abc123", SITE_RUNS="/mine", SITE_MODULES="", SBATCH_PARTITION="extended"
+        FRONTIER / "site.env",
+        SBATCH_ACCOUNT="abc123",
+        SITE_RUNS="/mine",
+        SITE_MODULES="",
+        SBATCH_PARTITION="extended",
     )
     assert done.returncode == 0
     assert not {"SITE_RUNS", "SITE_MODULES", "SBATCH_PARTITION"} & set(mine)

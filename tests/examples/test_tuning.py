@@ -1,4 +1,5 @@
 """tune.sbatch: what it calls in a job and on a login node, with stand-ins for Slurm and Python."""
+
 from __future__ import annotations
 
 import itertools
@@ -20,11 +21,16 @@ pytestmark = pytest.mark.slow
 
 TUNE = FRONTIER / "tune.sbatch"
 # The stand-in for Python notes the hosts it was given, and ends as it is told.
-HOSTS = 'while (($#)); do [[ $1 != --hosts-file ]] || cp "$2" "$STUB_CALLS.hosts"; shift; done; exit ${ENDS:-0}'
+HOSTS = (
+    'while (($#)); do [[ $1 != --hosts-file ]] || cp "$2" "$STUB_CALLS.hosts"; shift; done; '
+    "exit ${ENDS:-0}"
+)
 
 
 def tune(folder: Path, *arguments: str, **variables: str) -> Ended:
-    return run_script(folder, TUNE, *arguments, **{"STUB_python": HOSTS, "SITE_CLUSTER": "frontier", **variables})
+    return run_script(
+        folder, TUNE, *arguments, **{"STUB_python": HOSTS, "SITE_CLUSTER": "frontier", **variables}
+    )
 
 
 def planner(ended: Ended) -> list[str]:
@@ -35,34 +41,66 @@ def planner(ended: Ended) -> list[str]:
 
 def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path: Path) -> None:
     ended = tune(
-        tmp_path, "--search", "optuna", "--", "--seq-length", "4096", SPACE="mine/wide.toml", MAX_TRIALS="40",
-        OBJECTIVE="node_hours", PRIOR="0", nodes="a1,a2,a3",
-    )  # fmt: skip
+        tmp_path,
+        "--search",
+        "optuna",
+        "--",
+        "--seq-length",
+        "4096",
+        SPACE="mine/wide.toml",
+        MAX_TRIALS="40",
+        OBJECTIVE="node_hours",
+        PRIOR="0",
+        nodes="a1,a2,a3",
+    )
     assert ended.code == 0, ended.log
     words = planner(ended)
     given = dict(itertools.pairwise(words))
-    assert words[1] == f"{ROOT}/tools/tune.py" and words[-5:] == ["--search", "optuna", "--", "--seq-length", "4096"]
+    assert words[1] == f"{ROOT}/tools/tune.py" and words[-5:] == [
+        "--search",
+        "optuna",
+        "--",
+        "--seq-length",
+        "4096",
+    ]
     expected = {
-        "--space": "mine/wide.toml", "--launcher": "slurm", "--out": f"{tmp_path}/runs/tune-wide",
-        "--max-trials": "40", "--objective": "node_hours", "--cluster": "frontier", "--tasks-per-node": "8",
-    }  # fmt: skip
+        "--space": "mine/wide.toml",
+        "--launcher": "slurm",
+        "--out": f"{tmp_path}/runs/tune-wide",
+        "--max-trials": "40",
+        "--objective": "node_hours",
+        "--cluster": "frontier",
+        "--tasks-per-node": "8",
+    }
     assert {name: given[name] for name in expected} == expected and "--no-prior" in words
     assert (tmp_path / "calls.hosts").read_text().split() == ["a1", "a2", "a3"]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (3, True), (4, True)])
-def test_only_a_search_with_trials_left_goes_back_into_the_queue(tmp_path: Path, code: int, requeued: bool) -> None:
+def test_only_a_search_with_trials_left_goes_back_into_the_queue(
+    tmp_path: Path, code: int, requeued: bool
+) -> None:
     ended = tune(tmp_path, ENDS=str(code))
     assert ended.code == code
     assert any(call.words[1:] == ["requeue", "77"] for call in ended.named("scontrol")) is requeued
     without = tune(tmp_path, ENDS=str(code), REQUEUE="0", SLURM_JOB_ID="78")
-    assert without.code == code and not any("requeue" in call.words for call in without.named("scontrol"))
+    assert without.code == code and not any(
+        "requeue" in call.words for call in without.named("scontrol")
+    )
 
 
-@pytest.mark.parametrize(("state", "requeued"), [
-    ("COMPLETING None", False), ("PENDING BeginTime", False), ("COMPLETING TimeLimit", True), ("", True),
-])  # fmt: skip
-def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path: Path, state: str, requeued: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "requeued"),
+    [
+        ("COMPLETING None", False),
+        ("PENDING BeginTime", False),
+        ("COMPLETING TimeLimit", True),
+        ("", True),
+    ],
+)
+def test_a_job_that_somebody_ends_stays_out_of_the_queue(
+    tmp_path: Path, state: str, requeued: bool
+) -> None:
     ended = tune(tmp_path, ENDS="3", STUB_squeue=f"echo {state}")
     assert ended.code == 3
     assert any("requeue" in call.words for call in ended.named("scontrol")) is requeued
@@ -70,11 +108,15 @@ def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path: Path, state: 
 
 def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path: Path) -> None:
     def start(number: int, job: str = "77") -> bool:
-        words = planner(tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job))
+        words = planner(
+            tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job)
+        )
         return "--retry-failed" in words
 
     assert [start(0), start(1)] == [True, False]
-    assert start(1, "78"), "the tuner has not run in a start that ended before, such as for want of good nodes"
+    assert start(1, "78"), (
+        "the tuner has not run in a start that ended before, such as for want of good nodes"
+    )
 
 
 def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
@@ -95,15 +137,20 @@ def guards(ended: Ended) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("requeue", "does"), [("1", ["scontrol", "requeue"]), ("0", ["scancel"])])
-def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path, requeue: str, does: list[str]) -> None:
+def test_a_task_on_another_node_looks_after_the_script(
+    tmp_path: Path, requeue: str, does: list[str]
+) -> None:
     """From the start of the tuner to its end: both wait for each other at a FIFO."""
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)
     assert "#SBATCH --no-kill" in TUNE.read_text().splitlines()
     ended = tune(
-        tmp_path, nodes="a1,a2", REQUEUE=requeue, STUB_python=f"read -r _ <{meeting}",
+        tmp_path,
+        nodes="a1,a2",
+        REQUEUE=requeue,
+        STUB_python=f"read -r _ <{meeting}",
         STUB_srun=f"echo here >{meeting}; exec sleep 1000",
-    )  # fmt: skip
+    )
     (words,) = guards(ended)
     assert words[words.index("-w") + 1] == "a2" and words[-1 - len(does) :] == ["a1", *does]
     assert not guards(tune(tmp_path, nodes="a1"))
@@ -114,33 +161,47 @@ def guard(answers: str, turns: int, *does: str) -> list[str]:
     (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
     program = f"{answers}\nturns=0; sleep() {{ ((turns++ < {turns})); }}\n{code}"
     done = subprocess.run(
-        ["bash", "-c", program, "guard", "a1", *does], env={**os.environ, "SLURM_JOB_ID": "7"}, capture_output=True,
-        text=True, timeout=50,
-    )  # fmt: skip
+        ["bash", "-c", program, "guard", "a1", *does],
+        env={**os.environ, "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
     return done.stdout.split()
 
 
 def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
     for answer, names, acts in (
-        ("a[1-2]", "a1 a2", 0), ("a2", "a2", 2), ("a11", "a11", 2), ("", "", 0), ("a2", "", 0),
-    ):  # fmt: skip
+        ("a[1-2]", "a1 a2", 0),
+        ("a2", "a2", 2),
+        ("a11", "a11", 2),
+        ("", "", 0),
+        ("a2", "", 0),
+    ):
         slurm = f"squeue() {{ echo '{answer}'; }}; scontrol() {{ tr ' ' '\n' <<<'{names}'; }}"
         assert guard(slurm, 2, "echo", "acts") == ["acts", "7"] * acts, answer
     # Slurm refuses: the nodes would idle until the time is over.
-    refuses = "squeue() { echo a2; }; scontrol() { [[ $1 == show ]] && echo a2; }; scancel() { echo ended $1; }"
+    refuses = (
+        "squeue() { echo a2; }; scontrol() { [[ $1 == show ]] && echo a2; }; scancel() { "
+        "echo ended $1; }"
+    )
     for turns, ends in ((4, []), (5, ["ended", "7"])):
         assert guard(refuses, turns, "scontrol", "requeue") == ends
 
 
 def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
-    """squeue heeds SQUEUE_STATES and others: a job that it does not show has not come to its end."""
+    """squeue heeds SQUEUE_STATES and others: a job that it does not show has not come to its
+    end.
+    """
     hides = "[[ -n ${SQUEUE_STATES-} ]] || echo COMPLETING None"
     ended = tune(tmp_path, ENDS="3", STUB_squeue=hides, SQUEUE_STATES="PENDING")
     assert ended.code == 3 and not any("requeue" in call.words for call in ended.named("scontrol"))
 
 
 @pytest.mark.parametrize(("left", "requeued"), [(2, True), (3, False)])
-def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path: Path, left: int, requeued: bool) -> None:
+def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(
+    tmp_path: Path, left: int, requeued: bool
+) -> None:
     """The preflight asks for all nodes of the job, so that it cannot even start."""
     squeue = f'case "$*" in *%D*) echo {left} ;; *) echo RUNNING None ;; esac'
     ended = tune(tmp_path, nodes="a1,a2,a3", PREFLIGHT="1", STUB_squeue=squeue, STUB_srun="exit 1")
@@ -149,11 +210,19 @@ def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path: Pa
 
 
 def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))
+    }
     return subprocess.run(
-        ["bash", str(TUNE), *arguments], env={**kept, **variables}, capture_output=True, text=True, timeout=50,
+        ["bash", str(TUNE), *arguments],
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+        timeout=50,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def test_nothing_is_started_by_accident() -> None:
@@ -170,13 +239,17 @@ def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
     said = on_a_login_node("--dry-run", PYTHON=str(echo), OUT="/runs").stdout.split()
     header = next(line for line in TUNE.read_text().splitlines() if line.startswith("#SBATCH -N"))
     assert said[said.index("--nodes") + 1] == header.split()[-1]
-    more = on_a_login_node("--nodes", "64", "--dry-run", PYTHON=str(echo), OUT="/runs").stdout.split()
+    more = on_a_login_node(
+        "--nodes", "64", "--dry-run", PYTHON=str(echo), OUT="/runs"
+    ).stdout.split()
     assert more[-3:] == ["--nodes", "64", "--dry-run"]
     after = on_a_login_node("--", "--dry-run", PYTHON=str(echo))
     assert after.returncode == 2, "a flag of pretrain_gpt.py is none of the tuner's"
 
 
-@pytest.mark.parametrize(("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")])
+@pytest.mark.parametrize(
+    ("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")]
+)
 def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, planner: str) -> None:
     """And says that the trainings, which the tool chooses, were not looked at."""
     job = checked([FRONTIER / script], tmp_path)
@@ -187,5 +260,7 @@ def test_the_space_in_the_documentation_is_one(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/tuning.md").read_text(), re.DOTALL)
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    sizes = {parameter.name: len(parameter.values) for parameter in load_space(str(path)).parameters}
+    sizes = {
+        parameter.name: len(parameter.values) for parameter in load_space(str(path)).parameters
+    }
     assert len(sizes) >= 6 and math.prod(sizes.values()) >= 16 * 3 * 3 * 2 * 3

@@ -1,4 +1,7 @@
-"""A clock that stands still until it is told: for code that takes its time and its pauses as arguments."""
+"""A clock that stands still until it is told: for code that takes its time and its pauses as
+arguments.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,15 +1,20 @@
-"""Named fault points: what a process does when it comes to a certain point of the code, chosen by the test.
+"""Named fault points: what a process does when it comes to a certain point of the code, chosen by
+the test.
 
-The points are audit events (PEP 578). Python raises its own ("open", "os.rename", ...), and the library raises
-"megatron.<room>.<point>" by sys.audit at the seams that have no such event: after a sync, between two phases of a
-meeting, after a step. Nobody listens unless a test does, so that they cost nothing and need no switch.
+The points are audit events (PEP 578). Python raises its own ("open", "os.rename", ...), and the
+library raises "megatron.<room>.<point>" by sys.audit at the seams that have no such event: after a
+sync, between two phases of a meeting, after a step. Nobody listens unless a test does, so that they
+cost nothing and need no switch.
 
-    launch(2, arguments, arm={1: (strike, "megatron.run.step", 3, "kill")})    # rank 1 dies after its third step
+    launch(2, arguments, arm={1: (strike, "megatron.run.step", 3, "kill")})    # rank 1 dies after
+    its third step
 
-A moment is a point of the library or an operation on a file of a folder. Between two moments nothing changes on disk
-but the content of open files, so all of them together are all at which a kill can matter: `record` lists those of a
-run, `strike_at` strikes at one of them, by its name or by its number, without luck and without sleeping.
+A moment is a point of the library or an operation on a file of a folder. Between two moments
+nothing changes on disk but the content of open files, so all of them together are all at which a
+kill can matter: `record` lists those of a run, `strike_at` strikes at one of them, by its name or
+by its number, without luck and without sleeping.
 """
+
 from __future__ import annotations
 
 import os
@@ -20,15 +25,24 @@ from collections.abc import Callable
 from typing import Any
 
 FILES = {
-    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.utime", "os.truncate", "os.scandir",
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.utime",
+    "os.truncate",
+    "os.scandir",
     "os.listdir",
-}  # fmt: skip
+}
 _FOLDER_ARGUMENT = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
 def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "") -> None:
-    """Call act(*arguments of the event) when `event` comes for the nth time in this process, counted from 1.
+    """Call act(*arguments of the event) when `event` comes for the nth time in this process,
+    counted from 1.
 
     containing: only events count whose arguments, as text, contain this.
     """
@@ -36,7 +50,11 @@ def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         nonlocal left
-        if name == event and left and (not containing or containing in " ".join(map(str, arguments))):
+        if (
+            name == event
+            and left
+            and (not containing or containing in " ".join(map(str, arguments)))
+        ):
             left -= 1
             if not left:
                 act(*arguments)
@@ -45,13 +63,16 @@ def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "
 
 
 def strike(event: str, nth: int, what: str, containing: str = "") -> None:
-    """Arm this process: "kill", "stop" or "terminate" it (a signal), let it "fail" (RuntimeError), make the system
-    refuse ("full": OSError ENOSPC), or hold it until somebody writes to a FIFO ("hold:PATH")."""
+    """Arm this process: "kill", "stop" or "terminate" it (a signal), let it "fail" (RuntimeError),
+    make the system refuse ("full": OSError ENOSPC), or hold it until somebody writes to a FIFO ("hold:PATH").
+    """
     on(event, lambda *_: _act(what, event), nth, containing)
 
 
 def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "") -> None:
-    """As `strike`, before the nth moment of this process from now on; `name`: before the nth of that name."""
+    """As `strike`, before the nth moment of this process from now on; `name`: before the nth of
+    that name.
+    """
     left = nth
 
     def look(moment: str) -> None:
@@ -81,7 +102,9 @@ def _on_moments(folder: str | os.PathLike[str], call: Callable[[str], object]) -
 
 
 def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
-    """Its name, with # for every number in the path from `prefix` on; "" where the event is none."""
+    """Its name, with # for every number in the path from `prefix` on; "" where the event is
+    none.
+    """
     if event.startswith("megatron."):
         return event
     if event not in FILES:
@@ -89,7 +112,10 @@ def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
     path = _path(event, arguments)
     if not path.startswith(prefix):
         return ""
-    return f"{event} {re.sub(r'(?<=[.])[0-9a-f]{8}(?=[.])|[0-9]+', '#', path.removeprefix(prefix).lstrip('/'))}"
+    return (
+        f"{event} "
+        f"{re.sub(r'(?<=[.])[0-9a-f]{8}(?=[.])|[0-9]+', '#', path.removeprefix(prefix).lstrip('/'))}"
+    )
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
@@ -102,7 +128,11 @@ def _path(event: str, arguments: tuple[Any, ...]) -> str:
             return ""
         at = _FOLDER_ARGUMENT.get(event)
         beside = arguments[at] if at is not None and len(arguments) > at else -1
-        parent = os.readlink(f"/proc/self/fd/{beside}") if isinstance(beside, int) and beside >= 0 else ""
+        parent = (
+            os.readlink(f"/proc/self/fd/{beside}")
+            if isinstance(beside, int) and beside >= 0
+            else ""
+        )
     except OSError:
         return ""
     return os.path.abspath(os.path.join(parent, os.fsdecode(path)))

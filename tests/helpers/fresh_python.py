@@ -1,4 +1,5 @@
 """Code that runs in a fresh process of Python, from the root of the repository."""
+
 from __future__ import annotations
 
 import os
@@ -9,10 +10,17 @@ from tests.helpers.launching import ROOT
 
 
 def run_python(code: str, timeout_s: float = 300) -> str:
-    """What `code` prints; the test fails with what it said where it does not end with exit code 0."""
+    """What `code` prints; the test fails with what it said where it does not end with exit code
+    0.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=timeout_s,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,5 @@
 """Fused kernels in tests: forced on, and counted."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,7 +14,9 @@ from megatron.layers.context import LayerContext
 
 
 class Operators:
-    """`with Operators() as seen`: afterwards seen.calls counts our operators by name, in forward and backward."""
+    """`with Operators() as seen`: afterwards seen.calls counts our operators by name, in forward
+    and backward.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -26,7 +29,9 @@ class Operators:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
         names = (event.name for event in self._profile.function_events)
-        self.calls.update(name.removeprefix("megatron::") for name in names if name.startswith("megatron::"))
+        self.calls.update(
+            name.removeprefix("megatron::") for name in names if name.startswith("megatron::")
+        )
 
 
 def context(fusions: Fusions = ALL, **fields: Any) -> LayerContext:
@@ -35,6 +40,8 @@ def context(fusions: Fusions = ALL, **fields: Any) -> LayerContext:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, fusions: Fusions = ALL) -> None:
-    """Models and engines that are built from now on use `fusions`, whatever the flags and the machine say."""
+    """Models and engines that are built from now on use `fusions`, whatever the flags and the
+    machine say.
+    """
     for module in ("megatron.model.gpt", "megatron.engine.engine"):
         monkeypatch.setattr(f"{module}.choose_fusions", lambda *_: fusions)

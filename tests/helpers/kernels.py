@@ -1,8 +1,11 @@
-"""Builds the kernels for the simulator of GPU lanes (csrc/kernels/simulator.h) and runs programs that use them.
+"""Builds the kernels for the simulator of GPU lanes (csrc/kernels/simulator.h) and runs programs
+that use them.
 
-A simulator library stands in for the host library, so the numerical tests need not know of it. They run in processes of
-their own: AddressSanitizer has to be loaded before Python, and misuse that the simulator finds ends the process.
+A simulator library stands in for the host library, so the numerical tests need not know of it. They
+run in processes of their own: AddressSanitizer has to be loaded before Python, and misuse that the
+simulator finds ends the process.
 """
+
 from __future__ import annotations
 
 import functools
@@ -21,15 +24,18 @@ from megatron.kernels.library import OVERRIDE
 ROOT = Path(__file__).resolve().parents[2]
 NUMERICS = "tests/kernels/numerics"
 
-# Without optimization: that compiles about twice as fast, and sanitizers find more, as nothing is optimized away before
-# it is checked. Null pointers, and those that leave their object, are AddressSanitizer's to find where they are used.
-# Calls instead of inline checks let the simulator see the accesses to LDS.
+# Without optimization: that compiles about twice as fast, and sanitizers find more, as nothing is
+# optimized away before it is checked. Null pointers, and those that leave their object, are
+# AddressSanitizer's to find where they are used. Calls instead of inline checks let the simulator
+# see the accesses to LDS.
 PLAIN = ("-O0",)
 ADDRESS = ("-O0", "-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0")
 SANITIZED = (
-    *ADDRESS, "-fsanitize=undefined", "-fno-sanitize=null,object-size,pointer-overflow",
+    *ADDRESS,
+    "-fsanitize=undefined",
+    "-fno-sanitize=null,object-size,pointer-overflow",
     "-fno-sanitize-recover=undefined",
-)  # fmt: skip
+)
 
 needs_simulator = pytest.mark.skipif(
     compiler("simulator") is None or sys.platform != "linux" or os.uname().machine != "x86_64",
@@ -57,8 +63,12 @@ class Outcome:
 def simulator_library(
     folder: Path, wave: int, flags: Sequence[str], only: Sequence[str] = (), sources: Path = SOURCES
 ) -> Path:
-    """The library for waves of `wave` lanes with these compiler flags; `only` names the .cpp files to take."""
-    return build("simulator", [f"wave{wave}"], folder=folder, sources=sources, only=only, extra=flags)
+    """The library for waves of `wave` lanes with these compiler flags; `only` names the .cpp files
+    to take.
+    """
+    return build(
+        "simulator", [f"wave{wave}"], folder=folder, sources=sources, only=only, extra=flags
+    )
 
 
 @functools.cache
@@ -68,14 +78,20 @@ def sanitizers() -> str:
     assert tool is not None, "tests that build a simulator are marked needs_simulator"
     names = ("libasan.so", "libubsan.so")
     return " ".join(
-        subprocess.run([tool, f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [tool, f"-print-file-name={n}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for n in names
     )
 
 
 def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
-    """The variables of a process that uses this library, with the same random examples each time."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """The variables of a process that uses this library, with the same random examples each
+    time.
+    """
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     variables |= {"CI": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if library is not None:
         variables[OVERRIDE] = str(library)
@@ -88,10 +104,18 @@ def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def run_process(command: Sequence[str], variables: dict[str, str], timeout_s: float = 240) -> Outcome:
+def run_process(
+    command: Sequence[str], variables: dict[str, str], timeout_s: float = 240
+) -> Outcome:
     """Run a command at the root of the repository; its errors and output come in one text."""
     done = subprocess.run(
-        command, cwd=ROOT, env=variables, timeout=timeout_s, text=True, errors="replace", stdout=subprocess.PIPE,
+        command,
+        cwd=ROOT,
+        env=variables,
+        timeout=timeout_s,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     return Outcome(done.returncode, done.stdout)

@@ -1,4 +1,7 @@
-"""Processes that are killed or suspended at a chosen moment (fault_points.py), tried one after another."""
+"""Processes that are killed or suspended at a chosen moment (fault_points.py), tried one after
+another.
+"""
+
 from __future__ import annotations
 
 import os
@@ -11,12 +14,20 @@ from tests.helpers.fault_points import strike_at
 
 
 def signal_at(moment: int, directory: str | os.PathLike[str], sent: int = signal.SIGKILL) -> None:
-    """From now on this process sends itself a signal before its moment number `moment` (0 is the next)."""
-    strike_at(directory, moment + 1, {signal.SIGKILL: "kill", signal.SIGSTOP: "stop"}[signal.Signals(sent)])
+    """From now on this process sends itself a signal before its moment number `moment` (0 is the
+    next).
+    """
+    strike_at(
+        directory,
+        moment + 1,
+        {signal.SIGKILL: "kill", signal.SIGSTOP: "stop"}[signal.Signals(sent)],
+    )
 
 
 def forked(fn: Callable[[], Any]) -> int:
-    """Call `fn` in a child; its process id. The child ends with code 0, or 1 after an exception, which it prints."""
+    """Call `fn` in a child; its process id. The child ends with code 0, or 1 after an exception,
+    which it prints.
+    """
     pid = os.fork()
     if pid:
         return pid

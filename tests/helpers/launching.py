@@ -1,4 +1,5 @@
 """Run pretrain_gpt.py in N processes as a launcher would, each rank's output apart."""
+
 from __future__ import annotations
 
 import atexit
@@ -17,16 +18,21 @@ from tests.helpers.processes import fork_context, free_port, limit_s, rank_envir
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer "
+    "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 "
+    "--num-workers 0"
 ).split()
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
 class Outcome(NamedTuple):
-    """How one process ended: its exit code (negative: the signal), standard output and error together."""
+    """How one process ended: its exit code (negative: the signal), standard output and error
+    together.
+    """
 
     code: int
     output: str
@@ -39,20 +45,34 @@ class Script:
             ...
             outcome = script.wait()
 
-    What still runs at the end of the block is killed. Use a real `python` only where imports or start-up are what is
-    tested.
+    What still runs at the end of the block is killed. Use a real `python` only where imports or
+    start-up are what is tested.
     """
 
     def __init__(
-        self, script: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
+        self,
+        script: str,
+        arguments: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
         arm: Any = None,
     ) -> None:
-        """`arm`: a function of a module's top level, called in the process before the script, as (function, *args)."""
+        """`arm`: a function of a module's top level, called in the process before the script, as
+        (function, *args).
+        """
         base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
-        variables = {**base, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", **(env or {})}
+        variables = {
+            **base,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "100",
+            "PYTHONUNBUFFERED": "1",
+            **(env or {}),
+        }
         self.log = log
         self.process = fork_context.Process(
-            target=_run_script, args=(script, list(arguments), str(log), variables, arm), daemon=False
+            target=_run_script,
+            args=(script, list(arguments), str(log), variables, arm),
+            daemon=False,
         )
         self.process.start()
 
@@ -78,12 +98,18 @@ class Script:
         timeout_s = timeout_s or limit_s()
         self.process.join(timeout_s)
         code = self.process.exitcode
-        assert code is not None, f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}"
+        assert code is not None, (
+            f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}"
+        )
         return Outcome(code, self.output)
 
 
 def _run_script(
-    script: str, arguments: list[str], log: str, variables: dict[str, str], arm: tuple[Any, ...] | None
+    script: str,
+    arguments: list[str],
+    log: str,
+    variables: dict[str, str],
+    arm: tuple[Any, ...] | None,
 ) -> None:
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -115,10 +141,16 @@ def _run_script(
 
 
 def launch(
-    n: int, arguments: Sequence[str], timeout_s: float | None = None, env: Mapping[str, str] | None = None,
-    absent: Sequence[int] = (), script: str = "pretrain_gpt.py", arm: Mapping[int, tuple[Any, ...]] | None = None,
+    n: int,
+    arguments: Sequence[str],
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    absent: Sequence[int] = (),
+    script: str = "pretrain_gpt.py",
+    arm: Mapping[int, tuple[Any, ...]] | None = None,
 ) -> list[Outcome | None]:
-    """Start the ranks of a world of n (without those in `absent`) and wait for them; None for an absent rank.
+    """Start the ranks of a world of n (without those in `absent`) and wait for them; None for an
+    absent rank.
 
     arm  {rank: (function, *args)}, called in that rank's process before the script
 
@@ -127,14 +159,21 @@ def launch(
     port, end = free_port(), time.monotonic() + (timeout_s or limit_s())
     with tempfile.TemporaryDirectory() as folder:
         scripts: list[Script | None] = [
-            None if rank in absent else Script(
-                script, arguments, Path(folder, f"rank_{rank}.log"),
-                {**(rank_environment(rank, n, port) if n > 1 else {}), **(env or {})}, (arm or {}).get(rank),
+            None
+            if rank in absent
+            else Script(
+                script,
+                arguments,
+                Path(folder, f"rank_{rank}.log"),
+                {**(rank_environment(rank, n, port) if n > 1 else {}), **(env or {})},
+                (arm or {}).get(rank),
             )
             for rank in range(n)
-        ]  # fmt: skip
+        ]
         try:
-            return [None if s is None else s.wait(max(1.0, end - time.monotonic())) for s in scripts]
+            return [
+                None if s is None else s.wait(max(1.0, end - time.monotonic())) for s in scripts
+            ]
         finally:
             for s in scripts:
                 if s is not None:

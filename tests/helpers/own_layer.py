@@ -1,4 +1,7 @@
-"""A layer of one's own in a model, declared as a test wants it: each of its kinds of parameters is of another sort."""
+"""A layer of one's own in a model, declared as a test wants it: each of its kinds of parameters is
+of another sort.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,10 +23,15 @@ class Heads(torch.nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.norm = Norm(context, f"{name}.norm", hidden, "layernorm", 1e-5)
-        self.up = ColumnParallelLinear(context, f"{name}.up", (hidden, hidden), normal(0.1), bias=True)
+        self.up = ColumnParallelLinear(
+            context, f"{name}.up", (hidden, hidden), normal(0.1), bias=True
+        )
         self.head_norm = Norm(context, f"{name}.head_norm", head_dim, "rmsnorm", 1e-5)
-        self.gain = context.parameters.create(f"{name}.gain", (head_dim,), None, constant(1.0))  # None: not cut
-        self.down = RowParallelLinear(context, f"{name}.down", (hidden, hidden), normal(0.1), bias=True)
+        # None: not cut
+        self.gain = context.parameters.create(f"{name}.gain", (head_dim,), None, constant(1.0))
+        self.down = RowParallelLinear(
+            context, f"{name}.down", (hidden, hidden), normal(0.1), bias=True
+        )
 
     def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
         heads = self.up(self.norm(x))  # [s, b, h/tp]: all tokens, this rank's heads
@@ -33,20 +41,27 @@ class Heads(torch.nn.Module):
 
 
 def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = None) -> None:
-    """`where`.build_chunks makes models with the layer; parameters are declared by the end of their names, and
-    `forward` takes the place of the layer's own."""
-    plain, layer = where.build_chunks, Heads if forward is None else type("Heads", (Heads,), {"forward": forward})
+    """`where`.build_chunks makes models with the layer; parameters are declared by the end of their
+    names, and `forward` takes the place of the layer's own."""
+    plain, layer = (
+        where.build_chunks,
+        Heads if forward is None else type("Heads", (Heads,), {"forward": forward}),
+    )
 
     def build(config: Any, topology: Any, context: Any = None) -> torch.nn.ModuleDict:
         chunks = plain(config, topology, context)
         for stage, chunk in chunks.items():
             model = chunk.config.model
-            chunk.layers[-1] = layer(chunk.context, f"heads.{stage}", model.hidden_size, model.kv_channels)
+            chunk.layers[-1] = layer(
+                chunk.context, f"heads.{stage}", model.hidden_size, model.kv_channels
+            )
         for p in chunks.parameters():
             own = sharding_of(p)
             for end, partial in declared.items():
                 if own.name.startswith("heads.") and own.name.endswith(end):
-                    attach(p, dataclasses.replace(own, partial_gradient=partial), topology.tensor.size)
+                    attach(
+                        p, dataclasses.replace(own, partial_gradient=partial), topology.tensor.size
+                    )
         return chunks
 
     patch.setattr(where, "build_chunks", build)

@@ -1,5 +1,6 @@
-"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way; and
-a bit that flips."""
+"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes
+its usual way; and a bit that flips."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,8 +9,8 @@ import torch
 
 from tests.helpers.fault_points import on
 
-# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': from which on; 'times': how
-# often a hook strikes (0: always).
+# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': from which
+# on; 'times': how often a hook strikes (0: always).
 
 
 def poisoned(poison: dict[str, Any]) -> None:
@@ -58,8 +59,9 @@ def install(run: Any, poison: dict[str, Any]) -> None:
         for layer in chunk.layers:
             if layer.index == int(index):
                 module = layer.get_submodule(".".join(path))
-                module.register_forward_pre_hook(before) if what == "weight" else module.register_forward_hook(after)
-
+                module.register_forward_pre_hook(
+                    before
+                ) if what == "weight" else module.register_forward_hook(after)
 
 
 def flip_bit(p: torch.Tensor) -> None:
@@ -69,7 +71,9 @@ def flip_bit(p: torch.Tensor) -> None:
 
 
 def flipped(name: str, step: int) -> None:
-    """A bit of this process's copy of the parameter `name` changes when step `step` of its run is over."""
+    """A bit of this process's copy of the parameter `name` changes when step `step` of its run is
+    over.
+    """
     from megatron.parallel.sharding import sharding_of
     from megatron.training.run import setup
 

@@ -1,4 +1,5 @@
 """What tools/preflight.py says of a job script, as on a login node of Frontier without Slurm."""
+
 from __future__ import annotations
 
 import os
@@ -26,11 +27,19 @@ def cost(job: Job) -> tuple[float, float]:
 
 def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
     """Check as `preflight.py check WORDS` does, in `folder` with the settings of a site."""
-    known = {n: v for n, v in os.environ.items() if not n.startswith(("SBATCH_", "SITE_", "MEGATRON_", "NCCL_", "FI_"))}
+    known = {
+        n: v
+        for n, v in os.environ.items()
+        if not n.startswith(("SBATCH_", "SITE_", "MEGATRON_", "NCCL_", "FI_"))
+    }
     site = {
-        "SBATCH_ACCOUNT": "abc123", "MEGATRON_ROOT": str(ROOT), "SITE_VENV": sys.prefix,
-        "SITE_RUNS": str(folder / "runs"), "SITE_CLUSTER": "frontier", "SBATCH_PARTITION": "batch",
-    }  # fmt: skip
+        "SBATCH_ACCOUNT": "abc123",
+        "MEGATRON_ROOT": str(ROOT),
+        "SITE_VENV": sys.prefix,
+        "SITE_RUNS": str(folder / "runs"),
+        "SITE_CLUSTER": "frontier",
+        "SBATCH_PARTITION": "batch",
+    }
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -41,8 +50,13 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
 
 
 def accepted(script: Path, folder: Path, *words: str) -> Job:
-    """The same of a script of which nothing but what is missing here, such as room for checkpoints, is said."""
+    """The same of a script of which nothing but what is missing here, such as room for checkpoints,
+    is said.
+    """
     job = checked([script, "--mock-data", *words], folder)
-    # Room on this disk, an environment that is not packed, and a length that is the caller's business.
-    assert said(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, job.findings
+    # Room on this disk, an environment that is not packed, and a length that is the caller's
+    # business.
+    assert said(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
+        job.findings
+    )
     return job

@@ -1,4 +1,5 @@
 """Imported once by the fork server: what every test process needs."""
+
 import contextlib
 import os
 

@@ -26,19 +26,34 @@ def byte_tokenizer(folder: Path) -> dict[str, Any]:
     letters = byte_letters()
     vocabulary = {**letters, "<|endoftext|>": EOD}
     settings = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": None, "decoder": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "post_processor": None,
+        "decoder": None,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }  # fmt: skip
+    }
     path = folder / "bytes.json"
     path.write_text(json.dumps(settings))
     return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
 
 
-def json_lines(texts: Sequence[str], titles: Sequence[str] | None = None, *, ensure_ascii: bool = False) -> bytes:
+def json_lines(
+    texts: Sequence[str], titles: Sequence[str] | None = None, *, ensure_ascii: bool = False
+) -> bytes:
     rows = zip(texts, titles or ["7 8"] * len(texts), strict=True)
-    lines = (json.dumps({"text": text, "title": title}, ensure_ascii=ensure_ascii) for text, title in rows)
+    lines = (
+        json.dumps({"text": text, "title": title}, ensure_ascii=ensure_ascii)
+        for text, title in rows
+    )
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -53,7 +68,9 @@ def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
     return b"".join(pyarrow.Codec("zstd").compress(part, asbytes=True) for part in parts)
 
 
-def write_input(path: Path, texts: Sequence[str], titles: Sequence[str] | None = None, *, members: int = 1) -> Path:
+def write_input(
+    path: Path, texts: Sequence[str], titles: Sequence[str] | None = None, *, members: int = 1
+) -> Path:
     """JSON lines or parquet, by the name of the file."""
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": list(texts), "title": list(titles or ["7 8"] * len(texts))})

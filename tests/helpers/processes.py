@@ -1,8 +1,9 @@
 """Run a function in N processes on this machine, with the environment that a launcher would set.
 
-Processes are forked from a server that has imported torch and DeepSpeed once, so that a case of eight processes
-starts in a fraction of a second.
+Processes are forked from a server that has imported torch and DeepSpeed once, so that a case of
+eight processes starts in a fraction of a second.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,11 +27,15 @@ SETUP_LIMIT_S = 600.0  # of what a fixture runs once for many tests
 
 def limit_s() -> float:
     """Seconds that processes may take where pytest stands now; only against a hang."""
-    return SETUP_LIMIT_S if os.environ.get("PYTEST_CURRENT_TEST", "").endswith("(setup)") else LIMIT_S
+    return (
+        SETUP_LIMIT_S if os.environ.get("PYTEST_CURRENT_TEST", "").endswith("(setup)") else LIMIT_S
+    )
 
 
 class ProcessFailed(AssertionError):
-    """A process raised, died or did not end in time; the message holds the tracebacks of all that failed."""
+    """A process raised, died or did not end in time; the message holds the tracebacks of all that
+    failed.
+    """
 
 
 _reserved: list[socket.socket] = []
@@ -46,18 +51,27 @@ def free_port() -> int:
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun tells a process of one node."""
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _body(
-    results: Connection, rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+    results: Connection,
+    rank: int,
+    env: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(env)
     results.send(None)  # fn and its module are there
     with contextlib.suppress(EOFError):
-        results.recv()  # those of all others too: time limits of the test do not count how long imports take
+        # those of all others too: time limits of the test do not count how long imports take
+        results.recv()
     try:
         outcome = (True, fn(rank, *args))
     except BaseException as error:
@@ -67,8 +81,11 @@ def _body(
 
 
 def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
-    """(succeeded, result or error text) of a process that has sent one or ended; None while neither."""
-    ended = process.exitcode is not None  # asked before the pipe: what it sent last is there by then
+    """(succeeded, result or error text) of a process that has sent one or ended; None while
+    neither.
+    """
+    # asked before the pipe: what it sent last is there by then
+    ended = process.exitcode is not None
     try:
         if pipe.poll():
             outcome: tuple[bool, Any] = pipe.recv()
@@ -91,12 +108,16 @@ def _begin_together(pipes: list[Connection], deadline: float) -> None:
 
 
 def run_processes(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, env: dict[str, str] | None = None
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float | None = None,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Call `fn(rank, *args)` in n processes; the results in rank order.
 
-    `fn` is a function at the top of a module; arguments and results are pickled (return numbers and numpy arrays,
-    not tensors). Raises ProcessFailed with every failed rank's traceback.
+    `fn` is a function at the top of a module; arguments and results are pickled (return numbers and
+    numpy arrays, not tensors). Raises ProcessFailed with every failed rank's traceback.
     """
     outcomes = run_processes_raw(n, fn, *args, timeout_s=timeout_s, env=env)
     bad = [f"--- rank {r}\n{value}" for r, (ok, value) in enumerate(outcomes) if not ok]
@@ -106,25 +127,37 @@ def run_processes(
 
 
 def run_processes_raw(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, env: dict[str, str] | None = None
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float | None = None,
+    env: dict[str, str] | None = None,
 ) -> list[tuple[bool, Any]]:
-    """Like run_processes, but returns (succeeded, result or error text) for each rank instead of raising."""
+    """Like run_processes, but returns (succeeded, result or error text) for each rank instead of
+    raising.
+    """
     timeout_s = timeout_s or limit_s()
     port = free_port()
     processes, pipes = [], []
     for rank in range(n):
         variables = {
-            **rank_environment(rank, n, port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-            # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy machine would take five
-            # seconds, longer than the time limits of some tests.
+            **rank_environment(rank, n, port),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy
+            # machine would take five seconds, longer than the time limits of some tests.
             "RES_OPTIONS": "timeout:1",
-            # The server has the environment of its own start, perhaps within a test that names another library.
+            # The server has the environment of its own start, perhaps within a test that names
+            # another library.
             "MEGATRON_KERNELS_LIBRARY": os.environ.get("MEGATRON_KERNELS_LIBRARY", ""),
             **(env or {}),
         }
-        # A pipe for each: a process killed while it writes to one that all share would keep the others waiting.
+        # A pipe for each: a process killed while it writes to one that all share would keep the
+        # others waiting.
         ours, theirs = fork_context.Pipe()
-        process = fork_context.Process(target=_body, args=(theirs, rank, variables, fn, args), daemon=True)
+        process = fork_context.Process(
+            target=_body, args=(theirs, rank, variables, fn, args), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)
@@ -133,7 +166,10 @@ def run_processes_raw(
     missing, deadline = set(range(n)), time.monotonic() + timeout_s
     _begin_together(pipes, deadline)
     while missing and (left := deadline - time.monotonic()) > 0:
-        wait([waited for rank in missing for waited in (pipes[rank], processes[rank].sentinel)], timeout=left)
+        wait(
+            [waited for rank in missing for waited in (pipes[rank], processes[rank].sentinel)],
+            timeout=left,
+        )
         for rank in sorted(missing):
             if outcome := _outcome(processes[rank], pipes[rank]):
                 outcomes[rank] = outcome

@@ -1,4 +1,7 @@
-"""Train the same small GPT twice: through the whole stack on any layout, and by plain torch in one process."""
+"""Train the same small GPT twice: through the whole stack on any layout, and by plain torch in one
+process.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,30 +19,65 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import DEFAULT_ORDER
 from tests.helpers.groups import join
 
-# eps is larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it.
+# eps is larger than the default: where a gradient is nearly zero, Adam divides rounding errors by
+# it.
 BASE: dict[str, Any] = dict(
-    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16, vocab_size=50,
-    make_vocab_size_divisible_by=8, micro_batch_size=1, global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
-    lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.95, adam_eps=1e-3, init_method_std=0.1, seed=7,
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    max_position_embeddings=16,
+    vocab_size=50,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=1,
+    global_batch_size=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    lr=1e-2,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    adam_beta2=0.95,
+    adam_eps=1e-3,
+    init_method_std=0.1,
+    seed=7,
     zero_reduce_bucket_size=9000,  # a layer has 12,704 elements: several buckets for each chunk
 )
 STEPS = 3
-"""The moments of Adam are used from the second on. Each costs the processes of a layout hundreds of messages."""
+"""The moments of Adam are used from the second on. Each costs the processes of a layout hundreds of
+messages.
+"""
 
 
 _NOT_OF_THE_MODEL = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap",
-    "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "rank_order", "zero_stage",
-    "recompute", "gradient_accumulation_fusion", "bf16", "fp16", "initial_loss_scale", "loss_scale_window",
-    "hysteresis", "main_grads_dtype",
-)  # fmt: skip
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "tp_comm_overlap",
+    "num_layers_per_virtual_pipeline_stage",
+    "enable_zbh1_pipeline",
+    "pipeline_layout",
+    "rank_order",
+    "zero_stage",
+    "recompute",
+    "gradient_accumulation_fusion",
+    "bf16",
+    "fp16",
+    "initial_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "main_grads_dtype",
+)
 
 
 def configured(fields: dict[str, Any], world_size: int) -> Config:
     """BASE with other fields; the field `pieces` names a file as --pieces does."""
     rest = {name: value for name, value in fields.items() if name != "pieces"}
     config = Config.create(**{**BASE, **rest, "world_size": world_size})
-    return dataclasses.replace(config, pieces=load_pieces(fields["pieces"])) if "pieces" in fields else config
+    return (
+        dataclasses.replace(config, pieces=load_pieces(fields["pieces"]))
+        if "pieces" in fields
+        else config
+    )
 
 
 def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -47,11 +85,14 @@ def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if not name.startswith(_NOT_OF_THE_MODEL)}
 
 
-def batches(config: Config, step: int, data_rank: int = 0, packed: bool = False) -> list[MicroBatch]:
-    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp.
+def batches(
+    config: Config, step: int, data_rank: int = 0, packed: bool = False
+) -> list[MicroBatch]:
+    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of
+    mbs*dp.
 
-    With `packed` the documents are pieces of packed samples: full ones, ones that end in a token of padding, and ones
-    whose last document is padding.
+    With `packed` the documents are pieces of packed samples: full ones, ones that end in a token of
+    padding, and ones whose last document is padding.
     """
     model, batch, dp = config.model, config.batch, config.parallel.data_parallel_size
     b, s = batch.global_batch_size, model.seq_length
@@ -62,21 +103,33 @@ def batches(config: Config, step: int, data_rank: int = 0, packed: bool = False)
     starts = torch.zeros(b, s, dtype=torch.long)
     for i in range(1, s):
         starts[:, i] = torch.where(documents[:, i] != documents[:, i - 1], i, starts[:, i - 1])
-    positions = torch.arange(s) - starts if config.data.reset_position_ids else torch.arange(s).expand(b, s)
+    positions = (
+        torch.arange(s) - starts if config.data.reset_position_ids else torch.arange(s).expand(b, s)
+    )
     lengths = [np.bincount(row)[row[0] :] for row in documents.numpy()]
-    segments = [(n + (np.arange(len(n)) == len(n) - 1), n, n[:-1])[i % 3] for i, n in enumerate(lengths)]
+    segments = [
+        (n + (np.arange(len(n)) == len(n) - 1), n, n[:-1])[i % 3] for i, n in enumerate(lengths)
+    ]
     out = []
     for first in range(data_rank * batch.micro_batch_size, b, batch.micro_batch_size * dp):
         rows, number = slice(first, first + batch.micro_batch_size), step * b + first
         if packed:
-            out.append(make_micro_batch(tokens[rows].numpy(), segments=segments[rows], first_sample=number))
+            out.append(
+                make_micro_batch(tokens[rows].numpy(), segments=segments[rows], first_sample=number)
+            )
             continue
         joined = np.concatenate(lengths[rows]) if config.data.reset_attention_mask else None
         out.append(
             MicroBatch(
-                tokens=tokens[rows, :-1], labels=tokens[rows, 1:], loss_mask=mask[rows], position_ids=positions[rows],
-                cu_seqlens=None if joined is None else torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)),
-                first_sample=number, document_lengths=joined,
+                tokens=tokens[rows, :-1],
+                labels=tokens[rows, 1:],
+                loss_mask=mask[rows],
+                position_ids=positions[rows],
+                cu_seqlens=None
+                if joined is None
+                else torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)),
+                first_sample=number,
+                document_lengths=joined,
             )
         )
     return out
@@ -102,7 +155,9 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
         for offset, values in parts:
             box = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
             seen = ~np.isnan(out[box])
-            assert np.array_equal(out[box][seen], values[seen]), f"copies of {name} differ between ranks"
+            assert np.array_equal(out[box][seen], values[seen]), (
+                f"copies of {name} differ between ranks"
+            )
             out[box] = values
         assert not np.isnan(out).any(), f"{name} is not covered by the ranks"
         whole[name] = out
@@ -110,19 +165,31 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
 
 
 def train_in_process(
-    rank: int, fields: dict[str, Any], steps: int = STEPS, poison: tuple[int, int] | None = None, packed: bool = False
+    rank: int,
+    fields: dict[str, Any],
+    steps: int = STEPS,
+    poison: tuple[int, int] | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """One rank of a run over the whole stack; call through run_processes with config's world size.
 
-    poison = (step, rank): there one element of one gradient becomes infinite before the optimizer step.
-    Processes may do several runs, one after the other.
+    poison = (step, rank): there one element of one gradient becomes infinite before the optimizer
+    step. Processes may do several runs, one after the other.
     """
     from megatron.engine.engine import Engine
-    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+    from megatron.model.gpt import (
+        build_chunks,
+        hidden_dtype,
+        hidden_shape,
+        layer_context,
+        stages_of,
+    )
     from megatron.pipeline.executor import Executor
 
     # A gradient is changed after the backward passes: it must not be on its way by then.
-    config = configured(fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size())
+    config = configured(
+        fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size()
+    )
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
@@ -131,16 +198,25 @@ def train_in_process(
     chunks.train()
     engine = Engine(config, topology, chunks)
     executor = Executor(
-        topology, stages_of(chunks), config.schedule, parallel.num_chunks, hidden_shape(config),
-        hidden_dtype(config), context.weight_gradients, before_training=engine.begin,
+        topology,
+        stages_of(chunks),
+        config.schedule,
+        parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+        context.weight_gradients,
+        before_training=engine.begin,
     )
     history = []
     for step in range(steps):
-        losses = executor.train(batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale)
+        losses = executor.train(
+            batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale
+        )
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
             total += torch.stack(losses).double().mean() / parallel.data_parallel_size
-        dist.all_reduce(total)  # only last stages contribute; every tensor rank of one has the same loss
+        # only last stages contribute; every tensor rank of one has the same loss
+        dist.all_reduce(total)
         engine.wait_for_weights()
         before = pieces(chunks.parameters()) if poison else None
         if poison == (step, rank):
@@ -149,12 +225,20 @@ def train_in_process(
         result = engine.step(config.optimizer.lr)
         if before is not None and result.skipped:
             after = pieces(chunks.parameters())
-            assert all(np.array_equal(before[n][1], after[n][1]) for n in before), "a skipped step moved a weight"
+            assert all(np.array_equal(before[n][1], after[n][1]) for n in before), (
+                "a skipped step moved a weight"
+            )
         if step == 0:
             engine.check_copies()
-        history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale))
+        history.append(
+            (total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale)
+        )
     engine.wait_for_weights()
-    return {"history": history, "parameters": pieces(chunks.parameters()), "skipped": engine.skipped_steps}
+    return {
+        "history": history,
+        "parameters": pieces(chunks.parameters()),
+        "skipped": engine.skipped_steps,
+    }
 
 
 def dist_world_size() -> int:
@@ -168,8 +252,12 @@ def _plainly_whole(name: str, values: torch.Tensor, change: Any) -> torch.Tensor
     return changed
 
 
-def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = False) -> dict[str, Any]:
-    """The same training in this process by torch alone: no engine, no executor, no process group; in fp32."""
+def train_plainly(
+    fields: dict[str, Any], steps: int = STEPS, packed: bool = False
+) -> dict[str, Any]:
+    """The same training in this process by torch alone: no engine, no executor, no process group;
+    in fp32.
+    """
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Layout, Topology
 
@@ -182,8 +270,14 @@ def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = Fal
     groups = []
     for p in model.parameters():
         s = sharding_of(p)
-        whole = partial(_plainly_whole, s.name) if wants is not None and wants(s.name, s.global_shape) else None
-        groups.append({"params": [p], "weight_decay": o.weight_decay if s.decay else 0.0, "whole": whole})
+        whole = (
+            partial(_plainly_whole, s.name)
+            if wants is not None and wants(s.name, s.global_shape)
+            else None
+        )
+        groups.append(
+            {"params": [p], "weight_decay": o.weight_decay if s.decay else 0.0, "whole": whole}
+        )
     optimizer: torch.optim.Optimizer
     if config.pieces.optimizer is not None:
         optimizer = config.pieces.optimizer(groups, o)
@@ -202,4 +296,7 @@ def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = Fal
         optimizer.step()
         optimizer.zero_grad()
         history.append((total, norm))
-    return {"history": history, "parameters": {n: v for n, (_, v) in pieces(model.parameters()).items()}}
+    return {
+        "history": history,
+        "parameters": {n: v for n, (_, v) in pieces(model.parameters()).items()},
+    }

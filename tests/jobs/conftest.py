@@ -1,4 +1,5 @@
 """What tests of the tuner share."""
+
 from __future__ import annotations
 
 import shlex

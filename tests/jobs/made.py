@@ -1,4 +1,5 @@
 """Searches without processes: trials take turns, the truth is a function, nodes are counted."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -49,15 +50,26 @@ def setup(folder: Path, *words: str, space: str = SPACE, prior: bool = True) -> 
 
 
 class Made:
-    """In the place of a Runner. Trials take `turns` each and end as the truth says; `stop`: told the turn, whether a
-    signal comes; die: (turn, host) of nodes that die."""
+    """In the place of a Runner. Trials take `turns` each and end as the truth says; `stop`: told
+    the turn, whether a signal comes; die: (turn, host) of nodes that die."""
 
     def __init__(
-        self, truth: Truth = truth, hosts: Sequence[str] = ("n1",), turns: int = 2,
-        stop: Callable[[int], bool] = lambda turn: False, die: Sequence[tuple[int, str]] = (),
-        left_s: Callable[[int], float | None] = lambda turn: None, nodes: int | None = None,
-    ) -> None:  # fmt: skip
-        self.truth, self.hosts, self.turns, self.stop, self.die = truth, list(hosts), turns, stop, list(die)
+        self,
+        truth: Truth = truth,
+        hosts: Sequence[str] = ("n1",),
+        turns: int = 2,
+        stop: Callable[[int], bool] = lambda turn: False,
+        die: Sequence[tuple[int, str]] = (),
+        left_s: Callable[[int], float | None] = lambda turn: None,
+        nodes: int | None = None,
+    ) -> None:
+        self.truth, self.hosts, self.turns, self.stop, self.die = (
+            truth,
+            list(hosts),
+            turns,
+            stop,
+            list(die),
+        )
         self.turn, self.log, self._left_s, self._nodes = 0, list[tuple[str, int]](), left_s, nodes
         self._running: list[tuple[Job, list[str], int]] = []
 
@@ -100,7 +112,9 @@ class Made:
             self.turn += 1
             self.hosts = [host for host in self.hosts if (self.turn, host) not in self.die]
 
-    def _end(self, source: Search, job: Job, hosts: list[str], begun: int, interrupted: str) -> None:
+    def _end(
+        self, source: Search, job: Job, hosts: list[str], begun: int, interrupted: str
+    ) -> None:
         self.log.append(("lost" if interrupted else "end", int(job.folder.name)))
         found = self.truth({**job.point["values"], "number": int(job.folder.name)})
         why = found if isinstance(found, Ending) and not interrupted else None
@@ -108,16 +122,35 @@ class Made:
             (job.folder / "figures").write_text(json.dumps(found))
         run, complete = Run(), not interrupted and why is None
         run.exit_codes = [0]
-        source.ended(Attempt(job, tuple(hosts), run, Watch(job, 0.0), float(begun), float(self.turn), None, complete,
-                             why, interrupted))  # fmt: skip
+        source.ended(
+            Attempt(
+                job,
+                tuple(hosts),
+                run,
+                Watch(job, 0.0),
+                float(begun),
+                float(self.turn),
+                None,
+                complete,
+                why,
+                interrupted,
+            )
+        )
 
 
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are those of the truth, which a made trial leaves in place of metrics; the first trials never end."""
+    """Figures are those of the truth, which a made trial leaves in place of metrics; the first
+    trials never end.
+    """
 
     def read(metrics: Path, *_: object) -> Result:
-        return Result(DONE, step_s=json.loads((metrics.parent / "figures").read_text()), spread=0.0, steady=5,
-                      memory_bytes=2**30)  # fmt: skip
+        return Result(
+            DONE,
+            step_s=json.loads((metrics.parent / "figures").read_text()),
+            spread=0.0,
+            steady=5,
+            memory_bytes=2**30,
+        )
 
     monkeypatch.setattr(module, "read_result", read)
     monkeypatch.setattr(module, "is_complete", lambda folder, steps: (folder / "figures").exists())
@@ -132,8 +165,12 @@ def candidates_of(made: Setup, change: Callable[[Candidate], Candidate] = lambda
     return found
 
 
-def search(made: Setup, runner: Made | None = None, change: Callable[[Candidate], Candidate] = lambda c: c,
-           say: Callable[[str], object] = lambda text: None) -> tuple[Search, str]:  # fmt: skip
+def search(
+    made: Setup,
+    runner: Made | None = None,
+    change: Callable[[Candidate], Candidate] = lambda c: c,
+    say: Callable[[str], object] = lambda text: None,
+) -> tuple[Search, str]:
     """One start of it; the search, and why it ended."""
     found = Search(made, candidates_of(made, change), say)
     return found, (runner or Made()).run(found) or found.why

@@ -1,4 +1,5 @@
 """Spaces whose costs are known, for searches to be tried on."""
+
 from __future__ import annotations
 
 import itertools
@@ -40,7 +41,9 @@ class Table(NamedTuple):
 Values = Mapping[str, Value]
 
 
-def candidates_of(parameters: Sequence[Parameter], keep: Callable[[Values], bool]) -> tuple[Candidate, ...]:
+def candidates_of(
+    parameters: Sequence[Parameter], keep: Callable[[Values], bool]
+) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
     for values in itertools.product(*(p.values for p in parameters)):
         named = dict(zip((p.name for p in parameters), values, strict=True))
@@ -51,21 +54,26 @@ def candidates_of(parameters: Sequence[Parameter], keep: Callable[[Values], bool
 
 
 def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: float) -> float:
-    """A step in the manner of the real ones: work, messages of tensor parallelism, a bubble, a better use of devices by
-    larger micro-batches."""
+    """A step in the manner of the real ones: work, messages of tensor parallelism, a bubble, a
+    better use of devices by larger micro-batches."""
     tp, pp, mbs = (int(v[name] or 0) for name in ("tp", "pp", "mbs"))
-    again = {"none": 1.0, "selective": 1 + recompute / 4, "full": 1 + recompute}[str(v["recompute"])]
+    again = {"none": 1.0, "selective": 1 + recompute / 4, "full": 1 + recompute}[
+        str(v["recompute"])
+    ]
     micro_batches = 64 / mbs
     work = again * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)
     return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
 
 
 def table(
-    fails: Callable[[Values], bool] = lambda values: False, keep: Callable[[Values], bool] = lambda values: True
+    fails: Callable[[Values], bool] = lambda values: False,
+    keep: Callable[[Values], bool] = lambda values: True,
 ) -> Table:
-    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for dearer and
-    recomputation for free."""
-    candidates = candidates_of(PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v))
+    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for
+    dearer and recomputation for free."""
+    candidates = candidates_of(
+        PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v)
+    )
     return Table(
         candidates,
         tuple(math.log(_seconds(c.values, 1.0, 0.09, 0.33)) for c in candidates),
@@ -74,14 +82,24 @@ def table(
     )
 
 
-def play(search: str, known: Table, trials: int, prior: Sequence[float] | None = None, seed: int = 0,
-         until: Callable[[int], bool] = lambda index: False) -> list[tuple[int, str]]:  # fmt: skip
-    """What a search proposes, one trial after the other, until there are so many, or `until`, or nothing is left."""
+def play(
+    search: str,
+    known: Table,
+    trials: int,
+    prior: Sequence[float] | None = None,
+    seed: int = 0,
+    until: Callable[[int], bool] = lambda index: False,
+) -> list[tuple[int, str]]:
+    """What a search proposes, one trial after the other, until there are so many, or `until`, or
+    nothing is left.
+    """
     seen: dict[int, float | None] = {}
     found: list[tuple[int, str]] = []
     for count in range(min(trials, len(known.candidates))):
         open_ = [index for index in range(len(known.candidates)) if index not in seen]
-        index, by = propose(search, seed, History(known.candidates, PARAMETERS, seen, open_, prior=prior), count)
+        index, by = propose(
+            search, seed, History(known.candidates, PARAMETERS, seen, open_, prior=prior), count
+        )
         assert index in open_
         seen[index] = None if index in known.fails else known.costs[index]
         found.append((index, by))
@@ -90,7 +108,9 @@ def play(search: str, known: Table, trials: int, prior: Sequence[float] | None =
     return found
 
 
-def trials_to_good(search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int) -> int:
+def trials_to_good(
+    search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int
+) -> int:
     """Trials until one within 3 % of the best; one more than `trials` if there is none."""
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1

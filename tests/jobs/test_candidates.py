@@ -1,4 +1,7 @@
-"""The list of candidates: against every combination put to pretrain_gpt.py's own parser, and to the planner."""
+"""The list of candidates: against every combination put to pretrain_gpt.py's own parser, and to the
+planner.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -23,9 +26,13 @@ def frontier() -> Cluster:
     return load_cluster("frontier")
 
 
-@pytest.mark.parametrize("pp, mbs, batches", [
-    ((2, 16), (1, 3), (6,)), pytest.param((1, 2, 4, 16), (1, 2, 3), (4, 6), marks=pytest.mark.campaign("search")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pp, mbs, batches",
+    [
+        ((2, 16), (1, 3), (6,)),
+        pytest.param((1, 2, 4, 16), (1, 2, 3), (4, 6), marks=pytest.mark.campaign("search")),
+    ],
+)
 def test_every_combination_is_put_to_the_parser(
     read: Read, pp: tuple[int, ...], mbs: tuple[int, ...], batches: tuple[int, ...]
 ) -> None:
@@ -44,10 +51,11 @@ def test_every_combination_is_put_to_the_parser(
     space = read(text, MODEL)
     found = found_of(space)
     recompute = {
-        "none": "--recompute-granularity none", "selective:mlp_act":
-        "--recompute-granularity selective --recompute-modules mlp_act", "full:block:2":
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
-    }  # fmt: skip
+        "none": "--recompute-granularity none",
+        "selective:mlp_act": "--recompute-granularity selective --recompute-modules mlp_act",
+        "full:block:2": "--recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+    }
     valid: dict[Any, Config] = {}
     for tp, stages, samples, gbs, sp, schedule, zero, kind in itertools.product(
         (1, 2, 3, 4), pp, mbs, batches, (False, True), ("1f1b", "zb-h1"), (0, 1), recompute
@@ -72,31 +80,50 @@ def test_every_combination_is_put_to_the_parser(
 
 
 def test_a_size_may_be_written_as_a_word(read: Read) -> None:
-    space = read("[parameters]\nnum-layers = ['8', 12]\npp = [2]\nchunks = [2]", ONE.replace("--num-layers 8 ", ""))
-    assert [c.values["num_layers"] for c in found_of(space, "--global-batch-size 8").candidates] == [8, 12]
+    space = read(
+        "[parameters]\nnum-layers = ['8', 12]\npp = [2]\nchunks = [2]",
+        ONE.replace("--num-layers 8 ", ""),
+    )
+    assert [
+        c.values["num_layers"] for c in found_of(space, "--global-batch-size 8").candidates
+    ] == [8, 12]
 
 
 def test_combinations_are_the_product_in_order(read: Read) -> None:
     found = found_of(read("[parameters]\ntp = [1, 2]\nseed = [4, 1, 2]\nnum-workers = [0, 1]"))
     values = [tuple(c.values.values()) for c in found.candidates]
-    assert values == [(tp, seed, workers) for tp in (1, 2) for seed in (1, 2, 4) for workers in (0, 1)]
+    assert values == [
+        (tp, seed, workers) for tp in (1, 2) for seed in (1, 2, 4) for workers in (0, 1)
+    ]
 
 
 def test_chunks_are_of_a_pipeline_rank(read: Read) -> None:
     space = read("[parameters]\npp = [1, 2, 4]\nchunks = [1, 2, 3, 4]\n[derived]\ngbs = '8'")
     found = found_of(space)
-    layouts = {(c.values["pp"], c.values["chunks"]): config_of(c).parallel for c in found.candidates}
-    assert set(layouts) == {(1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)} and complete(found, space)
+    layouts = {
+        (c.values["pp"], c.values["chunks"]): config_of(c).parallel for c in found.candidates
+    }
+    assert set(layouts) == {(1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)} and complete(
+        found, space
+    )
     assert all(parallel.num_chunks == chunks for (_, chunks), parallel in layouts.items())
 
 
 def test_a_schedule_that_would_be_another_is_no_candidate(read: Read) -> None:
-    text = '[parameters]\npp = [1, 4]\nchunks = [1, 2]\nschedule = ["1f1b", "interleaved", "zb-h1"]\n[derived]\ngbs="8"'
+    text = (
+        '[parameters]\npp = [1, 4]\nchunks = [1, 2]\nschedule = ["1f1b", "interleaved", '
+        '"zb-h1"]\n[derived]\ngbs="8"'
+    )
     space = read(text)
     found = found_of(space)
-    assert [(c.values["pp"], c.values["chunks"], c.values["schedule"]) for c in found.candidates] == [
-        (1, 1, "1f1b"), (4, 1, "1f1b"), (4, 1, "zb-h1"), (4, 2, "interleaved"),
-    ]  # fmt: skip
+    assert [
+        (c.values["pp"], c.values["chunks"], c.values["schedule"]) for c in found.candidates
+    ] == [
+        (1, 1, "1f1b"),
+        (4, 1, "1f1b"),
+        (4, 1, "zb-h1"),
+        (4, 2, "interleaved"),
+    ]
     assert all(config_of(c).parallel.schedule == c.values["schedule"] for c in found.candidates)
     assert complete(found, space)
 
@@ -124,8 +151,12 @@ def test_derived_names_and_constraints_over_everything(read: Read) -> None:
         replicas = 4 // (tp * pp)
         if replicas * accumulation in (4, 6) and (hidden // 4 == 16 or tp * pp == 1):
             expected.append((hidden, tp, pp, accumulation, replicas * accumulation))
-    assert [(*c.values.values(), config_of(c).batch.global_batch_size) for c in found.candidates] == expected
-    assert {config_of(c).model.ffn_hidden_size for c in found.candidates} == {64} and complete(found, space)
+    assert [
+        (*c.values.values(), config_of(c).batch.global_batch_size) for c in found.candidates
+    ] == expected
+    assert {config_of(c).model.ffn_hidden_size for c in found.candidates} == {64} and complete(
+        found, space
+    )
     assert set(reasons(found)) == {"width", "batch"}
 
 
@@ -133,21 +164,39 @@ def test_the_size_of_a_job(read: Read) -> None:
     """Two nodes of four: 12 processes are too many, 6 fill no nodes."""
     space = read("[parameters]\nprocesses = [1, 2, 3, 4, 6, 8, 12]\n[derived]\ngbs = '24'")
     found = found_of(space, machine=Machine(None, 4, 2))
-    assert [(c.processes, c.nodes) for c in found.candidates] == [(1, 1), (2, 1), (3, 1), (4, 1), (8, 2)]
+    assert [(c.processes, c.nodes) for c in found.candidates] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (8, 2),
+    ]
     assert list(reasons(found).values()) == [1, 1]
     by_nodes = found_of(read("[parameters]\nnodes = [1, 2, 3]"), machine=Machine(None, 4, 2))
-    assert [(c.processes, c.nodes, c.tokens) for c in by_nodes.candidates] == [(4, 1, 256), (8, 2, 512)]
+    assert [(c.processes, c.nodes, c.tokens) for c in by_nodes.candidates] == [
+        (4, 1, 256),
+        (8, 2, 512),
+    ]
     whole = found_of(read("[parameters]\nmbs = [2]", MODEL), machine=Machine(None, 4, 2))
     assert [(c.processes, c.tokens) for c in whole.candidates] == [(8, 16 * 64)]
-    shared = found_of(read("[parameters]\nnodes = [1, 2]\n[derived]\nmbs = '16 // processes'", MODEL))
+    shared = found_of(
+        read("[parameters]\nnodes = [1, 2]\n[derived]\nmbs = '16 // processes'", MODEL)
+    )
     assert [(c.values["nodes"], c.tokens) for c in shared.candidates] == [(1, 16 * 64)]
 
 
 def test_flags_of_the_command_line_win_over_the_space_s(read: Read) -> None:
-    space = read("[parameters]\ntp = [1, 2]", f"{MODEL} --micro-batch-size 2 --fp16 --initial-loss-scale 4096")
+    space = read(
+        "[parameters]\ntp = [1, 2]",
+        f"{MODEL} --micro-batch-size 2 --fp16 --initial-loss-scale 4096",
+    )
     (first, _) = found_of(space, "--micro-batch-size 3 --bf16 --num-layers 4").candidates
     config = config_of(first)
-    assert (config.batch.micro_batch_size, config.model.num_layers, config.precision.dtype_name) == (3, 4, "bfloat16")
+    assert (
+        config.batch.micro_batch_size,
+        config.model.num_layers,
+        config.precision.dtype_name,
+    ) == (3, 4, "bfloat16")
     assert "--fp16" not in first.flags and list(first.flags).count("--micro-batch-size") == 1
 
 
@@ -162,7 +211,7 @@ def test_flags_of_the_command_line_win_over_the_space_s(read: Read) -> None:
         ("--fp16 --no-fp16", ["--fp16", "--no-fp16"]),
         ("--cluster frontier", ["--cluster frontier"]),
     ],
-)  # fmt: skip
+)
 def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
     space = read("[parameters]\ntp = [1, 2]\n[derived]\ngbs = '8'")
     with pytest.raises(ConfigError) as found:
@@ -170,11 +219,19 @@ def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
     assert all(word in str(found.value) for word in words), str(found.value)
 
 
-@pytest.mark.parametrize(("rule", "words"), [
-    ("tp.x", ["[constraints] 'a'", "tp.x"]), ("64 % tp", ["[constraints] 'a'", "neither true nor false"]),
-    ("tp > tp // 0", ["[constraints] 'a'", "tp // 0"]), ("chunks > 1", ["chunks"]), ("gbs > 1", ["[derived] gbs"]),
-])  # fmt: skip
-def test_an_expression_without_a_value_is_named_with_its_place(read: Read, rule: str, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("tp.x", ["[constraints] 'a'", "tp.x"]),
+        ("64 % tp", ["[constraints] 'a'", "neither true nor false"]),
+        ("tp > tp // 0", ["[constraints] 'a'", "tp // 0"]),
+        ("chunks > 1", ["chunks"]),
+        ("gbs > 1", ["[derived] gbs"]),
+    ],
+)
+def test_an_expression_without_a_value_is_named_with_its_place(
+    read: Read, rule: str, words: list[str]
+) -> None:
     derived = "[derived]\ngbs = 'mbs + seed'\nseed = 'gbs'"
     space = read(f"[parameters]\ntp = [1, 2]\n{derived}\n[constraints]\na = '{rule}'")
     with pytest.raises(ConfigError) as found:
@@ -194,7 +251,9 @@ def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None
 @pytest.mark.parametrize("value", ["0", "-1", "0.5", "'a'", "none", "[1, 2]"])
 def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, value: str) -> None:
     for name in ("pp", "tp", "nodes", "processes", "mbs"):
-        found = found_of(read(f"[parameters]\nchunks = [1, 2]\n[derived]\n{name} = \"{value}\"", MODEL))
+        found = found_of(
+            read(f'[parameters]\nchunks = [1, 2]\n[derived]\n{name} = "{value}"', MODEL)
+        )
         assert not found.candidates and found.rejections
 
 
@@ -203,8 +262,11 @@ def test_what_runs_the_same_is_one(read: Read) -> None:
     space = read("[parameters]\ntp = [1, 4]\nzero = [0, 1]\nsp = [false, true]")
     found = found_of(space)
     assert [tuple(c.values.values()) for c in found.candidates] == [
-        (1, 0, False), (1, 1, False), (4, 0, False), (4, 0, True),
-    ]  # fmt: skip
+        (1, 0, False),
+        (1, 1, False),
+        (4, 0, False),
+        (4, 0, True),
+    ]
     assert list(reasons(found).values()) == [4] and complete(found, space)
 
 
@@ -228,13 +290,14 @@ def test_presets_vary_too(read: Read) -> None:
     """
     space = read(text, "--micro-batch-size 2 --global-batch-size 8")
     found = found_of(space)
-    assert [(c.values["zero"], c.values["preset"], config_of(c).model.hidden_size) for c in found.candidates] == [
-        (0, "tiny", 64), (1, "tiny", 64), (1, "gpt2-124m", 768)
-    ]  # fmt: skip
+    assert [
+        (c.values["zero"], c.values["preset"], config_of(c).model.hidden_size)
+        for c in found.candidates
+    ] == [(0, "tiny", 64), (1, "tiny", 64), (1, "gpt2-124m", 768)]
     assert list(reasons(found).values()) == [1] and complete(found, space)
 
 
-# -- with a described machine ------------------------------------------------------------------------------------------
+# -- with a described machine ----------------------------------------------------------------------
 
 SMALL = "--preset gpt-1.4b --global-batch-size 64"
 LAYOUTS = """
@@ -251,13 +314,22 @@ def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
     capacity = 20 * GIB
     free = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
     some = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))
-    needs = {c.key: max(rank.total for rank in memory_of_ranks(config_of(c), "gpu")) for c in free.candidates}
+    needs = {
+        c.key: max(rank.total for rank in memory_of_ranks(config_of(c), "gpu"))
+        for c in free.candidates
+    }
     assert {c.key: c.memory_bytes for c in free.candidates} == pytest.approx(needs)
-    assert [c.key for c in some.candidates] == [key for key, need in needs.items() if need <= capacity]
+    assert [c.key for c in some.candidates] == [
+        key for key, need in needs.items() if need <= capacity
+    ]
     assert 0 < len(some.candidates) < len(needs)
     (reason,) = set(some.rejections) - set(free.rejections)
     count, example = some.rejections[reason]
-    assert count == len(needs) - len(some.candidates) and example.split(":")[0] in needs and "20.0" in example
+    assert (
+        count == len(needs) - len(some.candidates)
+        and example.split(":")[0] in needs
+        and "20.0" in example
+    )
 
 
 def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> None:
@@ -267,22 +339,31 @@ def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> N
         config = config_of(candidate)
         assert config.parallel.cluster == "frontier"
         assert config.parallel.rank_order is not None and config.parallel.device_order is not None
-        chosen = place_with(config, frontier, config.parallel.rank_order, config.parallel.device_order)
+        chosen = place_with(
+            config, frontier, config.parallel.rank_order, config.parallel.device_order
+        )
         assert candidate.step_s == pytest.approx(estimate(config, frontier, chosen).seconds)
         bare = config.replace(rank_order=None, device_order=None)
         every = [
             estimate(bare, frontier, place_with(bare, frontier, order, devices)).seconds
-            for order in all_options()["rank_order"].choices or () for devices in frontier.device_orders
-        ]  # fmt: skip
+            for order in all_options()["rank_order"].choices or ()
+            for devices in frontier.device_orders
+        ]
         assert candidate.step_s == pytest.approx(min(every))
 
 
 def test_orders_that_are_fixed_are_kept(read: Read, frontier: Cluster) -> None:
     flags = f"{SMALL} --rank-order dp-tp-pp --device-order 0,1,2,3,4,5,6,7"
-    (one,) = found_of(read("[parameters]\ntp = [2]", flags), machine=Machine(frontier, 8, 2), predict=True).candidates
-    assert list(one.flags).count("--rank-order") == 1 and list(one.flags).count("--device-order") == 1
+    (one,) = found_of(
+        read("[parameters]\ntp = [2]", flags), machine=Machine(frontier, 8, 2), predict=True
+    ).candidates
+    assert (
+        list(one.flags).count("--rank-order") == 1 and list(one.flags).count("--device-order") == 1
+    )
     config = config_of(one)
-    assert config.parallel.rank_order == "dp-tp-pp" and config.parallel.device_order == tuple(range(8))
+    assert config.parallel.rank_order == "dp-tp-pp" and config.parallel.device_order == tuple(
+        range(8)
+    )
     placed = place_with(config, frontier, "dp-tp-pp", tuple(range(8)))
     assert one.step_s == pytest.approx(estimate(config, frontier, placed).seconds)
 
@@ -290,7 +371,11 @@ def test_orders_that_are_fixed_are_kept(read: Read, frontier: Cluster) -> None:
 def test_a_part_of_a_node_stays_on_its_devices(read: Read, frontier: Cluster) -> None:
     space = read("[parameters]\ntp = [2]\n[derived]\nprocesses = '4'", SMALL)
     (one,) = found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates
-    assert "--device-order" not in one.flags and "--cluster" not in one.flags and "--rank-order" in one.flags
+    assert (
+        "--device-order" not in one.flags
+        and "--cluster" not in one.flags
+        and "--rank-order" in one.flags
+    )
 
 
 def test_a_description_is_found_from_any_folder(
@@ -300,7 +385,9 @@ def test_a_description_is_found_from_any_folder(
     (tmp_path / "mine.toml").write_text(own)
     monkeypatch.chdir(tmp_path)
     machine = Machine(load_cluster("mine.toml"), 8, 2)
-    (one,) = found_of(read("[parameters]\ntp = [2]", SMALL), machine=machine, predict=True).candidates
+    (one,) = found_of(
+        read("[parameters]\ntp = [2]", SMALL), machine=machine, predict=True
+    ).candidates
     assert one.flags[one.flags.index("--cluster") + 1] == str(tmp_path / "mine.toml")
 
 
@@ -310,11 +397,13 @@ def test_a_machine_that_does_not_go_with_its_description(read: Read, frontier: C
         found_of(space, machine=Machine(frontier, 4, 2))
 
 
-# -- many --------------------------------------------------------------------------------------------------------------
+# -- many ------------------------------------------------------------------------------------------
 
 
 def test_a_space_without_end_is_refused(read: Read) -> None:
     names = [f"v{n}" for n in range(20)]
-    text = "[parameters]\ntp = [1, 2, 4]\n[variables]\n" + "\n".join(f"{name} = {list(range(100))}" for name in names)
+    text = "[parameters]\ntp = [1, 2, 4]\n[variables]\n" + "\n".join(
+        f"{name} = {list(range(100))}" for name in names
+    )
     with pytest.raises(ConfigError, match="30,000,000,000.* more than 50,000"):
         found_of(read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'"))

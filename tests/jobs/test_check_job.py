@@ -1,5 +1,5 @@
-"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and what the run costs
-and what nobody looked at is said."""
+"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and
+what the run costs and what nobody looked at is said."""
 
 from __future__ import annotations
 
@@ -39,22 +39,34 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 
 
 @pytest.fixture(autouse=True)
-def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder and an environment of its own, and an sbatch that finds no Slurm; the path of that program."""
+def sbatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder and an environment of its own, and an sbatch that finds no Slurm; the path of that
+    program.
+    """
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)
-    for name in [n for n in os.environ if n.startswith(("SBATCH_", "NCCL_", "FI_", "SITE_", "MEGATRON_", "OMP_"))]:
+    for name in [
+        n
+        for n in os.environ
+        if n.startswith(("SBATCH_", "NCCL_", "FI_", "SITE_", "MEGATRON_", "OMP_"))
+    ]:
         monkeypatch.delenv(name)
     for name, value in NETWORK.items():
         monkeypatch.setenv(name, value)
     program = tmp_path_factory.mktemp("slurm") / "sbatch"
-    program.write_text("#!/bin/sh\necho 'sbatch: error: Unable to contact slurm controller' >&2; exit 1\n")
+    program.write_text(
+        "#!/bin/sh\necho 'sbatch: error: Unable to contact slurm controller' >&2; exit 1\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return program
 
 
-def report(head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier") -> Job:
+def report(
+    head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier"
+) -> Job:
     """The report on a script of another project and its command."""
     Path("job.sbatch").write_text(head)
     job = check([*words, "job.sbatch", "--", *command.split()], cluster)
@@ -71,7 +83,9 @@ def test_a_sound_job() -> None:
     assert said(job) == set(), job.findings
     assert (job.nodes, job.tasks) == (2, 16) and job.config is not None and "memory" in job.known
     assert job.config.parallel.data_parallel_size == 2
-    assert any("account" in text and "sbatch" in text for text in job.unchecked), "nobody knows whether it exists"
+    assert any("account" in text and "sbatch" in text for text in job.unchecked), (
+        "nobody knows whether it exists"
+    )
 
 
 MISTAKES = [
@@ -88,32 +102,58 @@ MISTAKES = [
     (f"{ROOT}/pretrain_gpt.py", "train.py", "error", "command"),
     ("--bf16", "--bf16 --fp16", "error", "configuration"),
     ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "error", "configuration"),
-    ("--mock-data", "--data-path nowhere/data --tokenizer-type NullTokenizer --vocab-size 100", "error", "data"),
-    ("--mock-data", "--mock-data --tokenizer-type GPT2BPETokenizer --vocab-file no.json --merge-file no.txt", "error",
-     "tokenizer"),
+    (
+        "--mock-data",
+        "--data-path nowhere/data --tokenizer-type NullTokenizer --vocab-size 100",
+        "error",
+        "data",
+    ),
+    (
+        "--mock-data",
+        "--mock-data --tokenizer-type GPT2BPETokenizer --vocab-file no.json --merge-file no.txt",
+        "error",
+        "tokenizer",
+    ),
     ("--save ckpt", "--save /mnt/bb/ada/ckpt", "error", "saving"),
     ("--save ckpt", "--save /proc/1/ckpt", "error", "saving"),
     ("--save ckpt", "--save other", "error", "saving"),
     ("--save-interval-minutes 20", "", "warning", "saving"),
-    ("--preset tiny", "--preset tiny --num-layers 2000 --hidden-size 8192 --num-attention-heads 64", "error", "memory"),
+    (
+        "--preset tiny",
+        "--preset tiny --num-layers 2000 --hidden-size 8192 --num-attention-heads 64",
+        "error",
+        "memory",
+    ),
     ("--train-iters 10", "--train-iters 1000000000", "warning", "cost"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("old", "new", "level", "about"), MISTAKES, ids=[f"{m[3]}-{m[1][:30]}" for m in MISTAKES])
+@pytest.mark.parametrize(
+    ("old", "new", "level", "about"), MISTAKES, ids=[f"{m[3]}-{m[1][:30]}" for m in MISTAKES]
+)
 def test_a_mistake_is_found(old: str, new: str, level: str, about: str) -> None:
     assert (old in HEAD) != (old in COMMAND)
     job = report(HEAD.replace(old, new), COMMAND.replace(old, new))
     assert (level, about) in said(job), job.findings
 
 
-@pytest.mark.parametrize(("name", "value", "level"), [
-    ("NCCL_NET", "Socket", "warning"), ("NCCL_NET", "", "warning"), ("FI_MR_CACHE_MONITOR", "memhooks", "error"),
-])  # fmt: skip
-def test_variables_of_the_network(monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("NCCL_NET", "Socket", "warning"),
+        ("NCCL_NET", "", "warning"),
+        ("FI_MR_CACHE_MONITOR", "memhooks", "error"),
+    ],
+)
+def test_variables_of_the_network(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str
+) -> None:
     monkeypatch.setenv(name, value)
     assert said(report()) == {(level, "network")}
-    assert said(report(command=COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo"))) == set()
+    assert (
+        said(report(command=COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo")))
+        == set()
+    )
 
 
 def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +170,13 @@ def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(text: str) -> None:
         sbatch.write_text(f"#!/bin/sh\n{text}\n")
 
-    assert said(report()) == set() and any("Unable to contact" in text for text in report().unchecked)
+    assert said(report()) == set() and any(
+        "Unable to contact" in text for text in report().unchecked
+    )
     answers('echo "sbatch: error: Invalid account $*" >&2; exit 1')
-    (text,) = [text for level, _, text in report(HEAD, COMMAND, "-q", "debug").findings if level == "error"]
+    (text,) = [
+        text for level, _, text in report(HEAD, COMMAND, "-q", "debug").findings if level == "error"
+    ]
     assert "Invalid account --test-only -q debug job.sbatch" in text
     answers("echo 'sbatch: Job 7 to start at 12:00'")
     assert said(report()) == set()
@@ -141,14 +185,20 @@ def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_costs() -> None:
-    """The planner's step, as often as the run has iterations left, on all nodes, in jobs of the wall time."""
+    """The planner's step, as often as the run has iterations left, on all nodes, in jobs of the
+    wall time.
+    """
     job = report(command=COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
     assert job.config is not None
     seconds = 5_000_000 * estimate(job.config, load_cluster("frontier")).seconds
     days, node_hours = cost(job)
-    assert days == pytest.approx(seconds / 86400, abs=0.01) and node_hours == pytest.approx(2 * seconds / 3600, abs=1)
+    assert days == pytest.approx(seconds / 86400, abs=0.01) and node_hours == pytest.approx(
+        2 * seconds / 3600, abs=1
+    )
     assert f" {math.ceil(seconds / 7200):,} job(s) of 02:00:00" in job.known["it costs"]
-    spare = report(HEAD.replace("-N 2", "-N 3"), COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
+    spare = report(
+        HEAD.replace("-N 2", "-N 3"), COMMAND.replace("--train-iters 10", "--train-iters 5000000")
+    )
     assert cost(spare)[1] == pytest.approx(3 * seconds / 3600, abs=1)
 
 
@@ -164,12 +214,20 @@ def test_of_a_foreign_script_nothing_is_run(tmp_path: Path) -> None:
     assert said(job) == {("warning", "script")} and not Path("ran").exists() and job.words is None
 
 
-@pytest.mark.parametrize(("command", "nodes", "tasks"), [
-    ("srun -n 16 --ntasks-per-node 8 python", 2, 16), ("torchrun --nproc-per-node=4 --nnodes 2", 2, 8),
-    ("srun -N 3 --ntasks-per-node=1 torchrun --nproc_per_node 8", 3, 24), ("python", 1, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "nodes", "tasks"),
+    [
+        ("srun -n 16 --ntasks-per-node 8 python", 2, 16),
+        ("torchrun --nproc-per-node=4 --nnodes 2", 2, 8),
+        ("srun -N 3 --ntasks-per-node=1 torchrun --nproc_per_node 8", 3, 24),
+        ("python", 1, 1),
+    ],
+)
 def test_processes_of_a_command(command: str, nodes: int, tasks: int) -> None:
-    flags = "--preset tiny --mock-data --train-iters 3 --global-batch-size 192 --distributed-backend gloo"
+    flags = (
+        "--preset tiny --mock-data --train-iters 3 --global-batch-size 192 "
+        "--distributed-backend gloo"
+    )
     words = f"{command} pretrain_gpt.py {flags}"
     job = check(["--", *words.split()], "none")
     assert (job.nodes, job.tasks) == (nodes, tasks) and said(job) <= {("warning", "saving")}
@@ -193,15 +251,27 @@ def test_a_checkpoint_that_is_broken(tmp_path_factory: pytest.TempPathFactory) -
     assert {about for _, about in said(job)} == {"checkpoint"}
 
 
-@pytest.mark.parametrize("words", [
-    [], ["look"], ["check"], ["check", "nothing.sbatch"],
-    ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
-    ["check", "--wrap", "x"], ["check", "--"], ["check", "--cluster"], ["check", "--", "python", "x.py"],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["look"],
+        ["check"],
+        ["check", "nothing.sbatch"],
+        ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
+        ["check", "--wrap", "x"],
+        ["check", "--"],
+        ["check", "--cluster"],
+        ["check", "--", "python", "x.py"],
+    ],
+    ids=" ".join,
+)
 def test_mistakes_of_the_user(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code = main(words)
     out, err = capsys.readouterr()
-    assert "Traceback" not in err and (code == 0 and out if not words else code == 2 and "error: " in out + err)
+    assert "Traceback" not in err and (
+        code == 0 and out if not words else code == 2 and "error: " in out + err
+    )
 
 
 def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,17 +285,29 @@ def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: time: 2:30:00" in text and "time        2:30:00   (command line)" in text
 
 
-# -- options of sbatch and srun, as the manual pages have their forms and which of them holds --------------------------
+# -- options of sbatch and srun, as the manual pages have their forms and which of them holds
+# ----------
 
 
-@pytest.mark.parametrize(("words", "found", "rest"), [
-    ("-N2 -t 1:00 job.sh -x", {"nodes": "2", "time": "1:00"}, "job.sh -x"),
-    ("--nodes=4 --requeue --signal USR1@60 job.sh", {"nodes": "4", "requeue": "", "signal": "USR1@60"}, "job.sh"),
-    ("-H -A abc --exclusive job.sh -N 3", {"H": "", "account": "abc", "exclusive": ""}, "job.sh -N 3"),
-    ("-W --wait -- job.sh", {"W": "", "wait": ""}, "job.sh"),  # sbatch waits for the job's end
-    ("--frobnicate 7 job.sh", {"frobnicate": "7"}, "job.sh"),  # what is not known takes a value
-    ("-t", {"time": ""}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "found", "rest"),
+    [
+        ("-N2 -t 1:00 job.sh -x", {"nodes": "2", "time": "1:00"}, "job.sh -x"),
+        (
+            "--nodes=4 --requeue --signal USR1@60 job.sh",
+            {"nodes": "4", "requeue": "", "signal": "USR1@60"},
+            "job.sh",
+        ),
+        (
+            "-H -A abc --exclusive job.sh -N 3",
+            {"H": "", "account": "abc", "exclusive": ""},
+            "job.sh -N 3",
+        ),
+        ("-W --wait -- job.sh", {"W": "", "wait": ""}, "job.sh"),  # sbatch waits for the job's end
+        ("--frobnicate 7 job.sh", {"frobnicate": "7"}, "job.sh"),  # what is not known takes a value
+        ("-t", {"time": ""}, ""),
+    ],
+)
 def test_options_end_where_the_script_begins(words: str, found: dict[str, str], rest: str) -> None:
     options, at = parse_options(words.split())
     assert {name: given.value for name, given in options.items()} == found
@@ -233,14 +315,18 @@ def test_options_end_where_the_script_begins(words: str, found: dict[str, str], 
 
 
 def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None:
-    script, problems = directives("#!/bin/bash\n#SBATCH -N 2 -t 1:00 # a comment\n#SBATCH -p batch\n")
+    script, problems = directives(
+        "#!/bin/bash\n#SBATCH -N 2 -t 1:00 # a comment\n#SBATCH -p batch\n"
+    )
     line, _ = parse_options(["-N", "4"])
     environ = {"SBATCH_TIMELIMIT": "2:00", "SBATCH_NETWORK": ""}
     options = winning(line, environ, script)
     assert problems == []
     assert {name: tuple(given) for name, given in options.items()} == {
-        "nodes": ("4", "command line"), "time": ("2:00", "variable SBATCH_TIMELIMIT"), "partition": ("batch", "line 3"),
-    }  # fmt: skip
+        "nodes": ("4", "command line"),
+        "time": ("2:00", "variable SBATCH_TIMELIMIT"),
+        "partition": ("batch", "line 3"),
+    }
     assert winning(line, {"SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "y"}, {})["nodes"].value == "4"
     both = winning(parse_options(["-p", "mine"])[0], {"SBATCH_PARTITION": "variable"}, script)
     assert both["partition"].value == "mine"
@@ -254,21 +340,34 @@ def test_lines_that_slurm_does_not_read_are_told() -> None:
 
 
 def test_numbers() -> None:
-    assert [count(text) for text in ("16", "16-20", "x", "", "9" * 5000)] == [16, 16, None, None, None]
+    assert [count(text) for text in ("16", "16-20", "x", "", "9" * 5000)] == [
+        16,
+        16,
+        None,
+        None,
+        None,
+    ]
 
 
-# -- our own scripts ---------------------------------------------------------------------------------------------------
+# -- our own scripts -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "recipe", "words"), [
-    ("1.4b", "frontier", []), ("22b", "frontier", ["-N", "9408", "-t", "12:00:00"]), ("175b", "frontier", []),
-    ("1t", "paper", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "recipe", "words"),
+    [
+        ("1.4b", "frontier", []),
+        ("22b", "frontier", ["-N", "9408", "-t", "12:00:00"]),
+        ("175b", "frontier", []),
+        ("1t", "paper", []),
+    ],
+)
 def test_our_own_scripts(
     model: str, recipe: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands against them here is the room for checkpoints; nothing is left behind, and nothing is started."""
+    """What stands against them here is the room for checkpoints; nothing is left behind, and
+    nothing is started.
+    """
     monkeypatch.setenv("RECIPE", recipe)
     batch = ["--global-batch-size", "75264"] if words else []
     script = EXAMPLES / f"train_{model}.sbatch"
@@ -289,12 +388,19 @@ def test_a_run_of_many_months_is_no_surprise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "environ", "about"), [
-    (["--train-iters", "ten"], {}, "configuration"), ([], {"SBATCH_ACCOUNT": ""}, "script"),
-    ([], {"NODES_NEEDED": "99999"}, "script"), ([], {"SITE_VENV": "/nowhere"}, "script"),
-    ([], {"FI_MR_CACHE_MONITOR": "memhooks"}, "network"),
-])  # fmt: skip
-def test_what_stops_a_script_of_ours(words: list[str], environ: dict[str, str], about: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "environ", "about"),
+    [
+        (["--train-iters", "ten"], {}, "configuration"),
+        ([], {"SBATCH_ACCOUNT": ""}, "script"),
+        ([], {"NODES_NEEDED": "99999"}, "script"),
+        ([], {"SITE_VENV": "/nowhere"}, "script"),
+        ([], {"FI_MR_CACHE_MONITOR": "memhooks"}, "network"),
+    ],
+)
+def test_what_stops_a_script_of_ours(
+    words: list[str], environ: dict[str, str], about: str, tmp_path: Path
+) -> None:
     job = checked([EXAMPLES / "train_22b.sbatch", "--mock-data", *words], tmp_path, **environ)
     assert ("error", about) in said(job), job.findings
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""tools/preflight.py measure: as srun starts it on two nodes of two processes, and its verdict on what others told."""
+"""tools/preflight.py measure: as srun starts it on two nodes of two processes, and its verdict on
+what others told.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.jobs.check_nodes import BETWEEN, FIGURES, PRODUCT, WITHIN, Process, Verdict, judge, rank_hosts
+from megatron.jobs.check_nodes import (
+    BETWEEN,
+    FIGURES,
+    PRODUCT,
+    WITHIN,
+    Process,
+    Verdict,
+    judge,
+    rank_hosts,
+)
 from megatron.parallel.launch import Launch
 from megatron.parallel.store import StoreConnection
 from megatron.planner.cluster import load_cluster
@@ -22,19 +33,29 @@ from tests.helpers.launching import Outcome, Script
 from tests.helpers.processes import free_port
 from tools.preflight import main
 
-# -- real processes ----------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def variables(rank: int, port: int) -> dict[str, str]:
     """What srun gives this task."""
     node, local = divmod(rank, 2)
     return {
-        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node), "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "node[01-02]",
-        "SLURMD_NODENAME": f"node0{node + 1}", "ROCR_VISIBLE_DEVICES": str(local), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "RES_OPTIONS": "timeout:1",
-    }  # fmt: skip
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "node[01-02]",
+        "SLURMD_NODENAME": f"node0{node + 1}",
+        "ROCR_VISIBLE_DEVICES": str(local),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RES_OPTIONS": "timeout:1",
+    }
 
 
 def prepared(living: Sequence[int]) -> None:
@@ -46,14 +67,23 @@ def prepared(living: Sequence[int]) -> None:
 
 
 def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
-    port, arguments = free_port(), ["measure", "--out", str(folder), "--backend", "gloo", "--seconds", "600"]
+    port, arguments = (
+        free_port(),
+        ["measure", "--out", str(folder), "--backend", "gloo", "--seconds", "600"],
+    )
     with contextlib.ExitStack() as stack:
         scripts = [
-            stack.enter_context(Script(
-                "tools/preflight.py", arguments, folder.with_name(f"rank_{rank}.log"), variables(rank, port),
-                (prepared, ranks),
-            )) for rank in ranks
-        ]  # fmt: skip
+            stack.enter_context(
+                Script(
+                    "tools/preflight.py",
+                    arguments,
+                    folder.with_name(f"rank_{rank}.log"),
+                    variables(rank, port),
+                    (prepared, ranks),
+                )
+            )
+            for rank in ranks
+        ]
         return [script.wait() for script in scripts]
 
 
@@ -67,14 +97,20 @@ def test_a_good_allocation(tmp_path: Path) -> None:
     assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
     assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
     assert all(f"{name}, {unit}: " in first.output for name, (unit, _, _) in FIGURES.items())
-    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (["node01", "node02"], [])
+    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (
+        ["node01", "node02"],
+        [],
+    )
 
 
 @pytest.mark.slow
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     first, *_ = measured(tmp_path / "out", [0, 1, 2])
     assert first.code == 4 and "--exclude=node02" in first.output and "rank 3:" in first.output
-    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (["node01"], ["node02"])
+    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (
+        ["node01"],
+        ["node02"],
+    )
 
 
 def test_without_rank_0_the_others_end(
@@ -82,7 +118,9 @@ def test_without_rank_0_the_others_end(
 ) -> None:
     for name, value in variables(1, free_port()).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(StoreConnection, "open", lambda self, seconds, real=StoreConnection.open: real(self, 0.05))
+    monkeypatch.setattr(
+        StoreConnection, "open", lambda self, seconds, real=StoreConnection.open: real(self, 0.05)
+    )
     assert main(["measure", "--out", str(tmp_path / "out")]) == 75
     assert "rank 0" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -102,7 +140,7 @@ def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None
     assert "864" in process.errors[PRODUCT]
 
 
-# -- who meets whom ----------------------------------------------------------------------------------------------------
+# -- who meets whom --------------------------------------------------------------------------------
 
 
 def process_of(rank: int, world: int, speed: Callable[[str, int], float]) -> Process:
@@ -120,7 +158,9 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
     groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for node in nodes:
         for rank in (2 * node, 2 * node + 1):
-            process_of(rank, 40, lambda name, place, rank=rank: groups[name].append((place, rank)) or 1.0).meet(nodes)
+            process_of(
+                rank, 40, lambda name, place, rank=rank: groups[name].append((place, rank)) or 1.0
+            ).meet(nodes)
     partners: dict[int, set[int]] = defaultdict(set)
     for members in groups.values():
         (first, one), (second, other) = sorted(members)
@@ -166,32 +206,46 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
     """Rank 2 has no device, rank 7 did not come."""
     store, met = dist.HashStore(), list[Sequence[int]]()
     for rank in {*range(1, 10)} - {7}:
-        store.set(f"device/{rank}", json.dumps({"errors": {PRODUCT: "there is none"} if rank == 2 else {}}))
+        store.set(
+            f"device/{rank}",
+            json.dumps({"errors": {PRODUCT: "there is none"} if rank == 2 else {}}),
+        )
     for rank in {*range(1, 10)} - {7, 9}:
         store.set(f"network/{rank}", '{"errors": {}}')
     connection = SimpleNamespace(
-        launch=Launch(world_size=10, local_world_size=2), store=store, another=lambda: None, poll=lambda *_: None
+        launch=Launch(world_size=10, local_world_size=2),
+        store=store,
+        another=lambda: None,
+        poll=lambda *_: None,
     )
     process = Process(connection, 60.0)  # type: ignore[arg-type]
     process.meet = met.append  # type: ignore[method-assign]
-    assert {*process.exchange()} == {*range(9)} - {7}, "who did not come is not asked again, who is silent is left out"
+    assert {*process.exchange()} == {*range(9)} - {7}, (
+        "who did not come is not asked again, who is silent is left out"
+    )
     assert met == [[0, 2, 4]]
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
+# -- the verdict -----------------------------------------------------------------------------------
 
 Told = dict[int, dict[str, Any]]
 
 
-def verdict(nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "cuda") -> Verdict:
+def verdict(
+    nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "cuda"
+) -> Verdict:
     told: Told = {
         rank: {
-            "device": device, "errors": {},
+            "device": device,
+            "errors": {},
             "figures": {PRODUCT: 102.0, WITHIN: 100.0, BETWEEN: 90.0},
-        } for rank in range(nodes * each)
-    }  # fmt: skip
+        }
+        for rank in range(nodes * each)
+    }
     change(told)
-    return judge(told, [f"n{rank // each}" for rank in range(nodes * each)], load_cluster("frontier").bands)
+    return judge(
+        told, [f"n{rank // each}" for rank in range(nodes * each)], load_cluster("frontier").bands
+    )
 
 
 def nothing(told: Told) -> None:
@@ -222,24 +276,37 @@ def test_nothing_against_sound_nodes() -> None:
         assert not any("FAULT" in line or "--exclude" in line for line in found.lines)
 
 
-@pytest.mark.parametrize("change", [
-    figure(PRODUCT, 70.0, 3), figure(WITHIN, 20.0, 2, 3), figure(BETWEEN, 1.0, 3), alone(3),
-    lambda told: told[3]["errors"].update({PRODUCT: "no device"}), lambda told: told.pop(3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        figure(PRODUCT, 70.0, 3),
+        figure(WITHIN, 20.0, 2, 3),
+        figure(BETWEEN, 1.0, 3),
+        alone(3),
+        lambda told: told[3]["errors"].update({PRODUCT: "no device"}),
+        lambda told: told.pop(3),
+    ],
+)
 def test_one_bad_node_is_named_and_no_other(change: Callable[[Told], Any]) -> None:
     for nodes in (3, 4):
         found = verdict(nodes, change)
         assert found.bad == ["n1"] and found.good == [f"n{n}" for n in range(nodes) if n != 1]
-        assert "--exclude=n1" in found.lines and any(line.startswith("FAULT n1 rank 3: ") for line in found.lines)
+        assert "--exclude=n1" in found.lines and any(
+            line.startswith("FAULT n1 rank 3: ") for line in found.lines
+        )
 
 
 def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault() -> None:
     found = verdict(2, alone(0, 1, 2, 3))
-    assert found.bad == found.good == [] and any(line.startswith("FAULT no node") for line in found.lines)
+    assert found.bad == found.good == [] and any(
+        line.startswith("FAULT no node") for line in found.lines
+    )
 
 
 def test_who_has_no_sound_neighbour_is_not_accused() -> None:
-    found = verdict(2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update({WITHIN: "no end"})))
+    found = verdict(
+        2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update({WITHIN: "no end"}))
+    )
     assert found.bad == ["n1"] and found.good == ["n0"]
 
 
@@ -256,7 +323,9 @@ def test_nobody_is_accused_of_a_slow_cpu() -> None:
 
 
 def test_normal_differences_accuse_nobody() -> None:
-    """3 % of noise on 1,000 nodes: the slowest of 8,000 values is some four deviations below the median."""
+    """3 % of noise on 1,000 nodes: the slowest of 8,000 values is some four deviations below the
+    median.
+    """
     torch.manual_seed(1)
     noise = (1.0 + 0.03 * torch.randn(8000)).tolist()
     assert min(noise) < 0.91

@@ -1,4 +1,5 @@
 """Why runs end: from exit codes and logs as programs, launchers and kernels write them."""
+
 from __future__ import annotations
 
 import subprocess
@@ -12,36 +13,69 @@ from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, REFUSED,
 SRUN = "srun: error: node{}: task {}: {}\n"
 
 
-@pytest.mark.parametrize(("codes", "text", "kind", "words"), [
-    (1, "torch.OutOfMemoryError: CUDA out of memory. Tried", OUT_OF_MEMORY,
-     "torch.OutOfMemoryError: CUDA out of memory. Tried"),
-    (1, "x\nRuntimeError: HIP out of memory\ny", OUT_OF_MEMORY, "RuntimeError: HIP out of memory"),
-    (1, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.2.", OUT_OF_MEMORY, ""),
-    (1, SRUN.format(1, 3, "Out Of Memory"), OUT_OF_MEMORY, ""),
-    (-6, "terminate called after throwing an instance of 'std::bad_alloc'", OUT_OF_MEMORY, ""),
-    (1, "  x\nMemoryError\n", OUT_OF_MEMORY, ""), (1, "MemoryErrors are fine", CRASH, ""),
-    (1, "cannot allocate memory for thread-local data: ABORT", OUT_OF_MEMORY, ""),
-    (1, "DefaultCPUAllocator: can't allocate memory: you tried", OUT_OF_MEMORY, ""),
-    (1, "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory.", OUT_OF_MEMORY, ""),
-    (1, "RuntimeError: CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling hipblasCreate", OUT_OF_MEMORY, ""),
-    (1, "HIP failure 'out of memory'", OUT_OF_MEMORY, ""), (1, "hipErrorOutOfMemory", OUT_OF_MEMORY, ""),
-    (1, "  metrics_file .... /runs/my_out_of_memory/oom-killed/out_of_memory/x\nValueError: bad", CRASH,
-     "1: ValueError: bad"),
-    (-9, "", OUT_OF_MEMORY, "killed"),
-    (137, SRUN.format(1, 3, "Killed"), OUT_OF_MEMORY, ""),
-    (75, "", LOST_RANK, ""),
-    (75, "rank 1: the job hangs: rank 0 is stopped", HANG, "the job hangs: rank 0 is stopped"),
-    (1, "srun: error: Node failure on node02", LOST_RANK, "Node failure on node02"),
-    (2, "noise\nerror: --x is wrong\nmore", REFUSED, "error: --x is wrong"),
-    (2, "ConfigError: 1. --pp", REFUSED, "ConfigError: 1. --pp"),
-    (2, "TrainingError: loss is nan", CRASH, "2: TrainingError: loss is nan"),
-    (0, "", CRASH, ""), (None, "", CRASH, ""),
-    (9, "ValueError: bad", CRASH, "9: ValueError: bad"),
-    (-11, "", CRASH, "signal 11"), (139, "", CRASH, "signal 11"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codes", "text", "kind", "words"),
+    [
+        (
+            1,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried",
+            OUT_OF_MEMORY,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        ),
+        (
+            1,
+            "x\nRuntimeError: HIP out of memory\ny",
+            OUT_OF_MEMORY,
+            "RuntimeError: HIP out of memory",
+        ),
+        (1, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.2.", OUT_OF_MEMORY, ""),
+        (1, SRUN.format(1, 3, "Out Of Memory"), OUT_OF_MEMORY, ""),
+        (-6, "terminate called after throwing an instance of 'std::bad_alloc'", OUT_OF_MEMORY, ""),
+        (1, "  x\nMemoryError\n", OUT_OF_MEMORY, ""),
+        (1, "MemoryErrors are fine", CRASH, ""),
+        (1, "cannot allocate memory for thread-local data: ABORT", OUT_OF_MEMORY, ""),
+        (1, "DefaultCPUAllocator: can't allocate memory: you tried", OUT_OF_MEMORY, ""),
+        (
+            1,
+            "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory.",
+            OUT_OF_MEMORY,
+            "",
+        ),
+        (
+            1,
+            "RuntimeError: CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling hipblasCreate",
+            OUT_OF_MEMORY,
+            "",
+        ),
+        (1, "HIP failure 'out of memory'", OUT_OF_MEMORY, ""),
+        (1, "hipErrorOutOfMemory", OUT_OF_MEMORY, ""),
+        (
+            1,
+            "  metrics_file .... "
+            "/runs/my_out_of_memory/oom-killed/out_of_memory/x\nValueError: bad",
+            CRASH,
+            "1: ValueError: bad",
+        ),
+        (-9, "", OUT_OF_MEMORY, "killed"),
+        (137, SRUN.format(1, 3, "Killed"), OUT_OF_MEMORY, ""),
+        (75, "", LOST_RANK, ""),
+        (75, "rank 1: the job hangs: rank 0 is stopped", HANG, "the job hangs: rank 0 is stopped"),
+        (1, "srun: error: Node failure on node02", LOST_RANK, "Node failure on node02"),
+        (2, "noise\nerror: --x is wrong\nmore", REFUSED, "error: --x is wrong"),
+        (2, "ConfigError: 1. --pp", REFUSED, "ConfigError: 1. --pp"),
+        (2, "TrainingError: loss is nan", CRASH, "2: TrainingError: loss is nan"),
+        (0, "", CRASH, ""),
+        (None, "", CRASH, ""),
+        (9, "ValueError: bad", CRASH, "9: ValueError: bad"),
+        (-11, "", CRASH, "signal 11"),
+        (139, "", CRASH, "signal 11"),
+    ],
+)
 def test_one_log(tmp_path: Path, codes: int | None, text: str, kind: str, words: str) -> None:
     (tmp_path / "train.log").write_text(text)
-    found = ending(None if codes is None else [codes], [tmp_path / "absent", tmp_path / "train.log"])
+    found = ending(
+        None if codes is None else [codes], [tmp_path / "absent", tmp_path / "train.log"]
+    )
     assert found.kind == kind and words in found.reason
 
 
@@ -57,9 +91,10 @@ def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path: Path) -> Non
 def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(
-        "DataError: no such file\n" + SRUN.format(1, "0-1,3", "Exited with exit code 75").replace("task ", "tasks ", 1)
+        "DataError: no such file\n"
+        + SRUN.format(1, "0-1,3", "Exited with exit code 75").replace("task ", "tasks ", 1)
         + SRUN.format(2, 2, "Exited with exit code 2")
-    )  # fmt: skip
+    )
     assert ending([75], [log]).kind == REFUSED
     log.write_text(log.read_text() + SRUN.format(2, 9, "Segmentation fault (core dumped)"))
     assert ending([75], [log]).reason.endswith("signal 11: DataError: no such file")
@@ -68,8 +103,13 @@ def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Pa
 def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Path) -> None:
     """A rank that stands still does not end when another one has failed."""
     log = tmp_path / "srun.err"
-    failed, waited = SRUN.format(1, 0, "Exited with exit code 1"), "srun: First task exited 60s ago\n"
-    log.write_text(failed + waited + "srun: StepId=7.1 task 0: exited\n" + SRUN.format(2, 1, "Killed"))
+    failed, waited = (
+        SRUN.format(1, 0, "Exited with exit code 1"),
+        "srun: First task exited 60s ago\n",
+    )
+    log.write_text(
+        failed + waited + "srun: StepId=7.1 task 0: exited\n" + SRUN.format(2, 1, "Killed")
+    )
     assert ending([137], [log]).kind == CRASH and ending([137], [log]).reason.endswith("1")
     log.write_text(waited + SRUN.format(2, 1, "Killed"))
     assert ending([137], [log]).kind == CRASH, "and not for want of memory"
@@ -82,28 +122,47 @@ def test_a_long_log_is_read_at_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [
-    "x = [0] * 10**9", "import ctypes; import mmap; [mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE) for _ in range(4)]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = [0] * 10**9",
+        "import ctypes; import mmap; [mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE) for _ in range(4)]",
+    ],
+)
 def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
     """What Python itself says when memory ends."""
     log = tmp_path / "log"
     with open(log, "wb") as file:
-        limited = ["bash", "-c", 'ulimit -d 524288; exec "$@"', "limited", sys.executable, "-c", program]
+        limited = [
+            "bash",
+            "-c",
+            'ulimit -d 524288; exec "$@"',
+            "limited",
+            sys.executable,
+            "-c",
+            program,
+        ]
         code = subprocess.run(limited, stdout=file, stderr=file, check=False).returncode
     assert code == 1 and ending([code], [log]).kind == OUT_OF_MEMORY, log.read_text()
 
 
 def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
-    """srun's words, from two runs; the task that it killed itself is none that ran out of memory."""
-    for number, said in enumerate((
-        "srun: error: _server_read: fd 12 error reading header: Connection reset by peer\n"
-        "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 0\n"
-        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
-        "srun: error: node04: task 1: Killed\n",
-        "srun: error: Task launch for StepId=1.2 failed on node node03: Communication connection failure\n"
-        "srun: error: Application launch failed: Communication connection failure\nsrun: Job step aborted\n",
-    )):  # fmt: skip
+    """srun's words, from two runs; the task that it killed itself is none that ran out of
+    memory.
+    """
+    for number, said in enumerate(
+        (
+            "srun: error: _server_read: fd 12 error reading header: Connection reset by peer\n"
+            "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on "
+            "node 0\n"
+            "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+            "srun: error: node04: task 1: Killed\n",
+            "srun: error: Task launch for StepId=1.2 failed on node node03: Communication "
+            "connection failure\n"
+            "srun: error: Application launch failed: Communication connection failure\nsrun: Job "
+            "step aborted\n",
+        )
+    ):
         log = tmp_path / f"{number}.log"
         log.write_text(said)
         found = ending([137], [log])

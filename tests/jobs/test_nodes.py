@@ -1,4 +1,5 @@
 """Which nodes of an allocation are dead, by an srun that says what it is told to."""
+
 from __future__ import annotations
 
 import os
@@ -14,14 +15,23 @@ ANSWERS = 'while [[ $1 != -w ]]; do shift; done; echo "answers $2"'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("srun", "dead"), [
-    (ANSWERS, []), (f"{ANSWERS} | grep -v n2 || echo 'srun: error: Task launch failed on node n2' >&2", ["n2"]),
-    # Nobody starts a step: that is Slurm's fault, and no node's.
-    ("echo 'srun: error: Unable to create step for job 7: Access denied' >&2; exit 1", []),
-    # Busy the first time, it answers when it is asked again.
-    (f"if [[ ! -e $0.asked && $* == *n2* ]]; then touch $0.asked; exit 1; fi; {ANSWERS}", []),
-])  # fmt: skip
-def test_who_is_dead(srun: str, dead: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("srun", "dead"),
+    [
+        (ANSWERS, []),
+        (
+            f"{ANSWERS} | grep -v n2 || echo 'srun: error: Task launch failed on node n2' >&2",
+            ["n2"],
+        ),
+        # Nobody starts a step: that is Slurm's fault, and no node's.
+        ("echo 'srun: error: Unable to create step for job 7: Access denied' >&2; exit 1", []),
+        # Busy the first time, it answers when it is asked again.
+        (f"if [[ ! -e $0.asked && $* == *n2* ]]; then touch $0.asked; exit 1; fi; {ANSWERS}", []),
+    ],
+)
+def test_who_is_dead(
+    srun: str, dead: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """n1, where the tuner is, shows that srun itself works."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")

@@ -1,4 +1,7 @@
-"""The processes of a run: what they are told, when they are signalled, and that they end with their starter."""
+"""The processes of a run: what they are told, when they are signalled, and that they end with their
+starter.
+"""
+
 from __future__ import annotations
 
 import os
@@ -11,7 +14,14 @@ from typing import Any
 import pytest
 
 from megatron.jobs import processes as launch
-from megatron.jobs.processes import Run, Step, slurm_command, start_here, start_step, step_environment
+from megatron.jobs.processes import (
+    Run,
+    Step,
+    slurm_command,
+    start_here,
+    start_step,
+    step_environment,
+)
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for
 from tests.jobs.waiting import Lifeline, until
@@ -20,14 +30,22 @@ FAST = [sys.executable, "-I", "-S", "-c"]
 STEP = Step("x", ["n1"], 1, 1, 60.0)
 
 
-# -- what is sent, and when: no process, no real second ----------------------------------------------------------------
+# -- what is sent, and when: no process, no real second --------------------------------------------
 
 
 class Ranks:
-    """Processes as a Run sees them. `codes` is how they have ended; `sent` has (second, process or step, signal)."""
+    """Processes as a Run sees them. `codes` is how they have ended; `sent` has (second, process or
+    step, signal).
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, step: str | None = None) -> None:
-        self.clock, self.codes, self.sent = VirtualClock(1000.0), [None] * count, list[tuple[int, Any, str]]()
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, count: int, step: str | None = None
+    ) -> None:
+        self.clock, self.codes, self.sent = (
+            VirtualClock(1000.0),
+            [None] * count,
+            list[tuple[int, Any, str]](),
+        )
 
         def process(rank: int) -> Any:
             return type("Process", (), {"pid": rank, "poll": lambda _: self.codes[rank]})()
@@ -37,7 +55,9 @@ class Ranks:
 
         monkeypatch.setattr(launch, "_tell_step", lambda name, number: send(name, number))
         monkeypatch.setattr(launch, "GRACE_S", 60.0)
-        monkeypatch.setattr(os, "killpg", lambda pid, number: send(pid, signal.Signals(number).name[3:]))
+        monkeypatch.setattr(
+            os, "killpg", lambda pid, number: send(pid, signal.Signals(number).name[3:])
+        )
         self.run = Run(step, self.clock)
         self.run.processes += [process(rank) for rank in range(count)]
 
@@ -46,7 +66,9 @@ class Ranks:
         return any(self.clock.sleep(1.0) or self.run.poll() for _ in range(seconds))
 
 
-def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = Ranks(monkeypatch, 2)
     assert not ranks.look_for(100) and ranks.sent == [], "nobody is signalled without a reason"
     ranks.run.stop()
@@ -60,7 +82,9 @@ def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(monke
     assert ranks.look_for(1) and ranks.run.exit_codes == [-9, -9]
 
 
-def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The codes that force gives them say nothing of the run."""
     ranks = Ranks(monkeypatch, 3)
     ranks.codes[1] = 1
@@ -75,7 +99,9 @@ def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(monkeyp
     assert not done.look_for(1000) and done.sent == [], "one that has ended well is no lost peer"
 
 
-def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step whose srun is gone would go on."""
     ranks = Ranks(monkeypatch, 1, step="x")
     ranks.run.stop()
@@ -83,16 +109,23 @@ def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(m
     ranks.look_for(6)
     assert {*ranks.sent[1:]} == {(6, 0, "TERM"), (6, "x", "TERM")}
     ranks.look_for(60)
-    assert ranks.sent[-1][1:] == ("x", "KILL") and (0, "KILL") not in {sent[1:] for sent in ranks.sent}
+    assert ranks.sent[-1][1:] == ("x", "KILL") and (0, "KILL") not in {
+        sent[1:] for sent in ranks.sent
+    }
     ranks.look_for(60)
     assert ranks.sent[-1][1:] == (0, "KILL")
 
 
-# -- on this machine ---------------------------------------------------------------------------------------------------
+# -- on this machine -------------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'SLURM_JOB_ID', 'A')})"
+def test_ranks_know_their_place_and_nothing_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', "
+        "'SLURM_JOB_ID', 'A')})"
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("A", "b")
     run = start_here([*FAST, program], 2, tmp_path)
@@ -105,7 +138,9 @@ def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path, monkey
 
 
 def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
-    """Start a run in another process, kill that once the run has begun, and wait for the end of the run."""
+    """Start a run in another process, kill that once the run has begun, and wait for the end of the
+    run.
+    """
 
     def starter() -> None:
         kept = start()
@@ -126,17 +161,19 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     kill_the_starter(lambda: start_here([*FAST, program], 2, tmp_path), alive)
 
 
-# -- as steps of a job -------------------------------------------------------------------------------------------------
+# -- as steps of a job -----------------------------------------------------------------------------
 
 STUB = """
 PYTHON=python CODE=/code DEVICE=cpu
 launch() { echo "launch $*"; return 5; }
 launch_training() { launch "$CODE/pretrain_gpt.py" "$@"; }
 """
-# A Slurm with another step beside it, and a step that ends only when Slurm is told. No pause of the launcher is waited.
+# A Slurm with another step beside it, and a step that ends only when Slurm is told. No pause of the
+# launcher is waited.
 PROGRAMS = {
     "squeue": 'echo 7.1 x-1; echo 7.2 x; echo "$*" >"$SITE/asked"',
-    "scancel": 'echo "$*" >"$SITE/told"; echo >"$SITE/end"', "sleep": "exit 0",
+    "scancel": 'echo "$*" >"$SITE/told"; echo >"$SITE/end"',
+    "sleep": "exit 0",
 }
 DEAF = """launch_training() {
     trap "" TERM; exec 9>"$SITE/alive"; until read -r _ <"$SITE/end"; do :; done; return 143
@@ -167,11 +204,16 @@ def deaf(site: Path) -> Lifeline:
     return Lifeline(site / "alive")
 
 
-def test_a_step_is_launched_by_the_jobs_own_functions(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_launched_by_the_jobs_own_functions(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POINT_CODE", "/nvme")
     run = start_step(slurm_command(["--a", "b"]), STEP, site)
     until(run.poll)
-    assert run.exit_codes == [5] and (site / "train.log").read_text() == "launch /nvme/pretrain_gpt.py --a b\n"
+    assert (
+        run.exit_codes == [5]
+        and (site / "train.log").read_text() == "launch /nvme/pretrain_gpt.py --a b\n"
+    )
 
 
 @pytest.mark.slow
@@ -197,8 +239,13 @@ def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> 
 def test_what_a_step_is_told() -> None:
     """Slurm's own limit, a name to find it by, and nothing of the starter's own place."""
     step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0)
-    found = step_environment({"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x"))
-    assert found["SRUN_FLAGS"].split() == ["-l", "--time=2", "--job-name=trial-7"] and "MASTER_ADDR" not in found
+    found = step_environment(
+        {"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x")
+    )
+    assert (
+        found["SRUN_FLAGS"].split() == ["-l", "--time=2", "--job-name=trial-7"]
+        and "MASTER_ADDR" not in found
+    )
     assert (found["HOSTS"], found["NODES"], found["MASTER_PORT"]) == ("n1,n2", "2", "5007")
     assert found["SRUN_WAIT"] == "60"
     wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]

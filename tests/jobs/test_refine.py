@@ -1,4 +1,7 @@
-"""Refinement by runs, on made-up metrics files whose times are known multiples of the estimate's."""
+"""Refinement by runs, on made-up metrics files whose times are known multiples of the
+estimate's.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -20,11 +23,19 @@ from megatron.planner.timing import Estimate, estimate
 
 FRONTIER = load_cluster("frontier")
 MODEL: dict[str, Any] = dict(
-    num_layers=8, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50257, global_batch_size=16,
-    fp16=True, world_size=8,
+    num_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=2048,
+    vocab_size=50257,
+    global_batch_size=16,
+    fp16=True,
+    world_size=8,
 )
 QUIET = Config.create(**MODEL)
-TALKING = Config.create(**MODEL, tensor_model_parallel_size=8, sequence_parallel=True, tp_comm_overlap=False)
+TALKING = Config.create(
+    **MODEL, tensor_model_parallel_size=8, sequence_parallel=True, tp_comm_overlap=False
+)
 
 
 def metrics(path: Path, config: Config, seconds: float, **changes: Any) -> Path:
@@ -32,10 +43,16 @@ def metrics(path: Path, config: Config, seconds: float, **changes: Any) -> Path:
     records: list[dict[str, Any]] = [{"event": "start", "iteration": 0, "config": config.to_dict()}]
     for i in range(1, 7):
         slow = 10.0 if i <= 3 else 1.0
-        records.append({
-            "event": "iteration", "iteration": i, "step_time_s": slow * seconds, "skipped": 0,
-            "global_batch_size": config.batch.global_batch_size, **changes,
-        })  # fmt: skip
+        records.append(
+            {
+                "event": "iteration",
+                "iteration": i,
+                "step_time_s": slow * seconds,
+                "skipped": 0,
+                "global_batch_size": config.batch.global_batch_size,
+                **changes,
+            }
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
     return path
@@ -75,18 +92,24 @@ def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     short.write_text("\n".join((start, *steps[:4])))
     for path, value in (
-        (tmp_path / "none.jsonl", ""), (tmp_path / "log.txt", ""), (skipped, "no steady step"), (short, "1 steady"),
+        (tmp_path / "none.jsonl", ""),
+        (tmp_path / "log.txt", ""),
+        (skipped, "no steady step"),
+        (short, "1 steady"),
         (forged, "step_time_s"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(DataError, match=f"{path.name}.*{value}"):
             read_run(path)
 
 
 CONFIGS = [
-    QUIET, TALKING,
-    *(Config.create(**MODEL, tensor_model_parallel_size=tp, micro_batch_size=mbs)
-      for tp, mbs in ((2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (8, 1))),
-]  # fmt: skip
+    QUIET,
+    TALKING,
+    *(
+        Config.create(**MODEL, tensor_model_parallel_size=tp, micro_batch_size=mbs)
+        for tp, mbs in ((2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (8, 1))
+    ),
+]
 
 
 @functools.cache
@@ -94,21 +117,29 @@ def estimates() -> list[Estimate]:
     return [estimate(config, FRONTIER) for config in CONFIGS]
 
 
-def noisy(compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int) -> list[Run]:
-    """Runs of all configurations, twice, whose parts take known multiples and a little more or less by chance; some
-    took three times as long, because others used the machine."""
+def noisy(
+    compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int
+) -> list[Run]:
+    """Runs of all configurations, twice, whose parts take known multiples and a little more or less
+    by chance; some took three times as long, because others used the machine."""
     chance, runs = random.Random(seed), []
     for i, found in enumerate([*estimates(), *estimates()]):
         sent = messages_s(found)
         slow = (3.0 if i in disturbed else 1.0) * math.exp(chance.gauss(0, noise))
-        runs.append(Run(str(i), found.config, slow * (compute * (found.seconds - sent) + messages * sent)))
+        runs.append(
+            Run(str(i), found.config, slow * (compute * (found.seconds - sent) + messages * sent))
+        )
     return runs
 
 
 def least_squares(runs: list[Run]) -> tuple[float, float]:
     """The factors that plain least squares finds in the same runs."""
-    parts = np.array([[e.seconds - messages_s(e), messages_s(e)] for e in [*estimates(), *estimates()]])
-    found = np.linalg.lstsq(parts / np.array([[run.seconds] for run in runs]), np.ones(len(runs)), rcond=None)[0]
+    parts = np.array(
+        [[e.seconds - messages_s(e), messages_s(e)] for e in [*estimates(), *estimates()]]
+    )
+    found = np.linalg.lstsq(
+        parts / np.array([[run.seconds] for run in runs]), np.ones(len(runs)), rcond=None
+    )[0]
     return float(found[0]), float(found[1])
 
 
@@ -124,7 +155,9 @@ def test_disturbed_runs_among_many_do_not_decide(seed: int) -> None:
 
 
 def test_factors_are_not_made_of_noise() -> None:
-    """Runs that scatter by 40 % around one factor of everything: plain least squares finds others in it."""
+    """Runs that scatter by 40 % around one factor of everything: plain least squares finds others
+    in it.
+    """
     ours, plain = [], []
     for seed in range(12):
         runs = noisy(1.5, 1.5, 0.4, (), seed)

@@ -1,4 +1,5 @@
 """The report of a search: its figures, and its files as their users read them."""
+
 from __future__ import annotations
 
 import shlex
@@ -43,7 +44,9 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
     assert "code / 1 and more" in only.read_text(), "what would end a cell of a table"
 
 
-def test_the_table_has_every_trial_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_every_trial_with_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_pictures(monkeypatch)
     found = report(tmp_path)
     write_report(found)
@@ -61,7 +64,9 @@ def test_the_table_has_every_trial_with_its_figures(tmp_path: Path, monkeypatch:
             assert value == f"{8 * 64 / step_s:.4g} tokens/s"
 
 
-def test_what_is_as_good_within_the_noise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_as_good_within_the_noise_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1 % behind, and 30 %: by a scatter of 2 % until runs of one layout tell more."""
     no_pictures(monkeypatch)
     for slower, near in ((0.01, True), (0.3, False)):
@@ -71,7 +76,9 @@ def test_what_is_as_good_within_the_noise_is_told(tmp_path: Path, monkeypatch: p
         assert ("mbs=1,seed=1 (trial 2)" in lines[1]) is near
 
 
-def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_and_folders_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = report(tmp_path, "--max-trials", "3")
     for library in ("matplotlib", "optuna"):
         with monkeypatch.context() as patch:
@@ -87,15 +94,21 @@ def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path: Path, mo
         write_report(found)
 
 
-def test_the_best_command_is_the_layout_that_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_command_is_the_layout_that_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_pictures(monkeypatch)
     found = report(tmp_path)
     write_report(found)
     words, best = shlex.split((tmp_path / "out/report/best.txt").read_text()), found.ranked[0]
     assert words[:3] == ["torchrun", "--nproc-per-node=1", "pretrain_gpt.py"]
-    assert parse_plan([*words[3:], "--world-size", "1"]) == parse_plan([*best.candidate.flags, "--world-size", "1"])
+    assert parse_plan([*words[3:], "--world-size", "1"]) == parse_plan(
+        [*best.candidate.flags, "--world-size", "1"]
+    )
     assert not {"--train-iters", "--mock-data", "--metrics-file", "--timing-log-level"} & set(words)
-    assert parse_args([*words[3:], "--train-iters", "9", "--mock-data"], 1).batch.micro_batch_size == 4
+    assert (
+        parse_args([*words[3:], "--train-iters", "9", "--mock-data"], 1).batch.micro_batch_size == 4
+    )
 
 
 SLURM = """
@@ -113,5 +126,6 @@ def test_under_slurm_devices_are_bound(tmp_path: Path, monkeypatch: pytest.Monke
     own = setup(tmp_path, "--hosts-file", str(hosts), "--cluster", "frontier", space=SLURM)
     found, _ = search(own, Made(lambda values: 3.5, hosts=[f"n{i}" for i in range(16)]))
     assert command(found).startswith(
-        "srun -N 16 -n 128 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u pretrain_gpt.py "
+        "srun -N 16 -n 128 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u "
+        "pretrain_gpt.py "
     )

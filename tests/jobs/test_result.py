@@ -1,4 +1,5 @@
 """Results against metrics files as a run writes them, whole and tampered with."""
+
 from __future__ import annotations
 
 import json
@@ -28,16 +29,36 @@ def records(times: tuple[float, ...] = TIMES) -> Records:
     """Of an undisturbed run."""
     settings = json.loads(json.dumps(ASKED.to_dict()))
     clock = 1000.0
-    found: Records = [{"event": "start", "time": clock, "iteration": 0, "config": settings, "device": "cpu",
-                       "layout": {"world": WORLD, "data": 1}}]  # fmt: skip
+    found: Records = [
+        {
+            "event": "start",
+            "time": clock,
+            "iteration": 0,
+            "config": settings,
+            "device": "cpu",
+            "layout": {"world": WORLD, "data": 1},
+        }
+    ]
     for i, step_s in enumerate(times, 1):
         clock += step_s
-        found.append({
-            "event": "iteration", "time": clock, "iteration": i, "consumed_samples": BATCH * i,
-            "global_batch_size": BATCH, "step_time_s": step_s, "samples_per_s": BATCH / step_s,
-            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "memory_bytes": 1000 + i, "memory_rank": 0,
-            "skipped": 0, "nan": 0, "loss_scale": 1.0, "grad_norm": 1.0,
-        })  # fmt: skip
+        found.append(
+            {
+                "event": "iteration",
+                "time": clock,
+                "iteration": i,
+                "consumed_samples": BATCH * i,
+                "global_batch_size": BATCH,
+                "step_time_s": step_s,
+                "samples_per_s": BATCH / step_s,
+                "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD,
+                "memory_bytes": 1000 + i,
+                "memory_rank": 0,
+                "skipped": 0,
+                "nan": 0,
+                "loss_scale": 1.0,
+                "grad_norm": 1.0,
+            }
+        )
     found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
     return found
 
@@ -76,22 +97,36 @@ def setting(name: str, value: Any) -> Callable[[Records], Records]:
     return lambda of: [{**of[0], "config": {**of[0]["config"], name: value}}, *of[1:]]
 
 
-@pytest.mark.parametrize(("tamper", "words"), [
-    (setting("micro_batch_size", 4), "micro_batch_size"),
-    (setting("pipeline_model_parallel_size", 2), "pipeline_model_parallel_size"),
-    (setting("zero_stage", 0), "zero_stage"),
-    (setting("recompute_granularity", "full"), "recompute_granularity"),
-    (change("start", 0, layout={"world": 4, "data": 2}), "4"),
-    (lambda of: [{**r, "global_batch_size": 16} if r["event"] == "iteration" else r for r in of], "sequences"),
-    (change("iteration", 3, consumed_samples=48), "24"),
-    (change("iteration", 4, step_time_s=40.0), "clock"),
-    (lambda of: [r for r in of if r.get("iteration") != 4], ""),
-    (lambda of: [of[0], *of], "2"), (lambda of: of[1:], "0"),
-    (lambda of: [{**r, "skipped": int(r["event"] == "iteration")} for r in of], ""),
-    (lambda of: [{**r, "step_time_s": math.nan} if r["event"] == "iteration" else r for r in of], ""),
-    (change("iteration", 3, step_time_s="fast"), ""),
-    (change("iteration", 3, global_batch_size=None), ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (setting("micro_batch_size", 4), "micro_batch_size"),
+        (setting("pipeline_model_parallel_size", 2), "pipeline_model_parallel_size"),
+        (setting("zero_stage", 0), "zero_stage"),
+        (setting("recompute_granularity", "full"), "recompute_granularity"),
+        (change("start", 0, layout={"world": 4, "data": 2}), "4"),
+        (
+            lambda of: [
+                {**r, "global_batch_size": 16} if r["event"] == "iteration" else r for r in of
+            ],
+            "sequences",
+        ),
+        (change("iteration", 3, consumed_samples=48), "24"),
+        (change("iteration", 4, step_time_s=40.0), "clock"),
+        (lambda of: [r for r in of if r.get("iteration") != 4], ""),
+        (lambda of: [of[0], *of], "2"),
+        (lambda of: of[1:], "0"),
+        (lambda of: [{**r, "skipped": int(r["event"] == "iteration")} for r in of], ""),
+        (
+            lambda of: [
+                {**r, "step_time_s": math.nan} if r["event"] == "iteration" else r for r in of
+            ],
+            "",
+        ),
+        (change("iteration", 3, step_time_s="fast"), ""),
+        (change("iteration", 3, global_batch_size=None), ""),
+    ],
+)
 def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(
     tmp_path: Path, tamper: Callable[[Records], Records], words: str
 ) -> None:
@@ -100,24 +135,38 @@ def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(
 
 
 def test_skipped_steps_and_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    result = read(tmp_path, change("iteration", 3, nan=1)(change("iteration", 0, skipped=1)(records())))
+    result = read(
+        tmp_path, change("iteration", 3, nan=1)(change("iteration", 0, skipped=1)(records()))
+    )
     assert (result.status, result.steady) == (DONE, 3) and "1 step(s) skipped" in result.notes
     assert result.step_s == statistics.median((TIMES[2], TIMES[4], TIMES[5]))
 
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=1)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=1),
 )
 
 
 @given(st.data())
-def test_a_value_that_is_something_else_never_ends_the_tuner(tmp_path_factory: Any, data: st.DataObject) -> None:
-    """Whatever a record says: no exception, and figures only where the times are those of the run."""
+def test_a_value_that_is_something_else_never_ends_the_tuner(
+    tmp_path_factory: Any, data: st.DataObject
+) -> None:
+    """Whatever a record says: no exception, and figures only where the times are those of the
+    run.
+    """
     of = records()
     record = data.draw(st.sampled_from(of))
     name = data.draw(st.sampled_from(sorted(record)))
-    record[name] = data.draw(VALUES if name != "config" else st.dictionaries(st.sampled_from(sorted(of[0]["config"])),
-                                                                            VALUES))  # fmt: skip
+    record[name] = data.draw(
+        VALUES
+        if name != "config"
+        else st.dictionaries(st.sampled_from(sorted(of[0]["config"])), VALUES)
+    )
     result = read(tmp_path_factory.mktemp("odd"), of)
     if result.status == DONE:
         assert result.step_s is not None and min(TIMES) <= result.step_s <= max(TIMES)

@@ -1,7 +1,9 @@
 """Runs as processes: what they end as, that they end alone, and that nothing is left of them.
 
-Small programs stand in for training, and seconds are virtual; test_tune.py has a search with real trials.
+Small programs stand in for training, and seconds are virtual; test_tune.py has a search with real
+trials.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -27,13 +29,19 @@ END = '{"event": "end", "iteration": 3, "reason": "done"}'
 
 
 def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **more: float) -> Job:
-    return Job(name, folder / name, {"name": name}, (), processes, nodes, 3, **{"limit_s": 1e6, **more})
+    return Job(
+        name, folder / name, {"name": name}, (), processes, nodes, 3, **{"limit_s": 1e6, **more}
+    )
 
 
 class Jobs:
-    """A source of these jobs, in order; `again`: what was interrupted is run again. at: called when so many started."""
+    """A source of these jobs, in order; `again`: what was interrupted is run again. at: called when
+    so many started.
+    """
 
-    def __init__(self, *jobs: Job, again: bool = False, at: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, *jobs: Job, again: bool = False, at: Callable[[], object] = lambda: None
+    ) -> None:
         self.left, self.ends, self.again, self.at = list(jobs), list[Attempt](), again, at
         self.most = self.started = 0
 
@@ -57,8 +65,13 @@ class Jobs:
         return end
 
 
-def run(source: Jobs, hosts: Sequence[str] = (), pass_s: float = 0.0,
-        say: Callable[[str], object] = lambda text: None, **more: Callable[[], float]) -> str:  # fmt: skip
+def run(
+    source: Jobs,
+    hosts: Sequence[str] = (),
+    pass_s: float = 0.0,
+    say: Callable[[str], object] = lambda text: None,
+    **more: Callable[[], float],
+) -> str:
     """By a clock of its own, of which `pass_s` pass between two looks, and little real time."""
     clock = VirtualClock()
 
@@ -77,8 +90,8 @@ def alive(tmp_path: Path) -> Lifeline:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Python programs in the place of training. They have `metrics`, which writes records, `rank`, and `stay`, which
-    tells the lifeline that they are there and then does nothing for ever."""
+    """Python programs in the place of training. They have `metrics`, which writes records, `rank`,
+    and `stay`, which tells the lifeline that they are there and then does nothing for ever."""
     begin = f"""
 import os, signal
 def stay():
@@ -89,7 +102,10 @@ rank = int(os.environ["RANK"])
 
     def replace(program: str) -> None:
         def command(flags: Sequence[str]) -> list[str]:
-            write = f"def metrics(*lines): open({flags[-1]!r}, 'a').write(''.join(line + chr(10) for line in lines))\n"
+            write = (
+                f"def metrics(*lines): open({flags[-1]!r}, 'a').write(''.join(line + chr(10) "
+                "for line in lines))\n"
+            )
             return [sys.executable, "-I", "-S", "-c", f"{write}{begin}{program}"]
 
         monkeypatch.setattr(running, "training_command", command)
@@ -101,34 +117,63 @@ rank = int(os.environ["RANK"])
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Shell programs in the place of the launcher of a job step, and a job that runs."""
     monkeypatch.setattr(running, "slurm_job_runs", lambda: True)
-    return lambda program: monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", program])
+    return lambda program: monkeypatch.setattr(
+        running, "slurm_command", lambda flags: ["bash", "-c", program]
+    )
 
 
-# -- how runs end ------------------------------------------------------------------------------------------------------
+# -- how runs end ----------------------------------------------------------------------------------
 
 
-def test_a_run_with_all_its_steps_is_complete_and_described(tmp_path: Path, programs: Callable[[str], None]) -> None:
+def test_a_run_with_all_its_steps_is_complete_and_described(
+    tmp_path: Path, programs: Callable[[str], None]
+) -> None:
     programs(f"rank or metrics({STEP % 3!r}, {END!r})")
     source = Jobs(job(tmp_path, processes=2), job(tmp_path, "b"))
-    assert run(source) == "" and [end.job.name for end in source.ends] == ["a", "b"] and source.most <= 1
+    assert (
+        run(source) == ""
+        and [end.job.name for end in source.ends] == ["a", "b"]
+        and source.most <= 1
+    )
     first = source.ends[0]
-    assert first.complete and first.why is None and not first.interrupted and first.run.exit_codes == [0, 0]
+    assert (
+        first.complete
+        and first.why is None
+        and not first.interrupted
+        and first.run.exit_codes == [0, 0]
+    )
     assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a", "hosts": []}
     first.note({"status": "done"})
     noted = json.loads((tmp_path / "a/result.json").read_text())
-    assert (noted["status"], noted["exit_code"]) == ("done", 0) and noted["ended"] >= noted["started"]
+    assert (noted["status"], noted["exit_code"]) == ("done", 0) and noted["ended"] >= noted[
+        "started"
+    ]
 
 
-@pytest.mark.parametrize(("program", "more", "kind", "words"), [
-    ("stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
-    (f"metrics({STEP % 1!r}); stay()", {"stall_s": 30.0}, HANG, "step 1 of 3"),
-    # It ignores a wish to end, and so does a process of its own making.
-    ("signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "more", "kind", "words"),
+    [
+        ("stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
+        (f"metrics({STEP % 1!r}); stay()", {"stall_s": 30.0}, HANG, "step 1 of 3"),
+        # It ignores a wish to end, and so does a process of its own making.
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); stay()",
+            {"limit_s": 20.0},
+            TIME_OUT,
+            "0:20",
+        ),
+    ],
+)
 def test_what_takes_too_long_is_stopped_and_nothing_is_left(
-    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline, monkeypatch: pytest.MonkeyPatch, program: str,
-    more: dict[str, float], kind: str, words: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    programs: Callable[[str], None],
+    alive: Lifeline,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    more: dict[str, float],
+    kind: str,
+    words: str,
+) -> None:
     programs(program)
     begun = list[bool]()
     look = running.Watch.look
@@ -140,7 +185,11 @@ def test_what_takes_too_long_is_stopped_and_nothing_is_left(
     monkeypatch.setattr(running.Watch, "look", after_the_start)
     source = Jobs(job(tmp_path, **more))
     run(source, pass_s=4.0)
-    assert source.end.why is not None and source.end.why.kind == kind and words in source.end.why.reason, source.end
+    assert (
+        source.end.why is not None
+        and source.end.why.kind == kind
+        and words in source.end.why.reason
+    ), source.end
     alive.gone()
 
 
@@ -163,13 +212,20 @@ def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
     assert ends[-1] is not None and ends[-1].kind == HANG
 
 
-def test_a_crash_is_told_in_the_programs_words(tmp_path: Path, programs: Callable[[str], None]) -> None:
+def test_a_crash_is_told_in_the_programs_words(
+    tmp_path: Path, programs: Callable[[str], None]
+) -> None:
     for program, words in (("raise ValueError('x')", "ValueError: x"), ("pass", "ended early")):
         programs(program)
         source = Jobs(job(tmp_path))
         run(source)
         why = source.end.why
-        assert why is not None and why.kind == CRASH and words in why.reason and not source.end.complete
+        assert (
+            why is not None
+            and why.kind == CRASH
+            and words in why.reason
+            and not source.end.complete
+        )
     assert (tmp_path / "a/attempt-1/train.log").exists(), "what an earlier attempt left is kept"
 
 
@@ -185,7 +241,7 @@ def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]
         source.end.note({})
 
 
-# -- ends of whoever started them --------------------------------------------------------------------------------------
+# -- ends of whoever started them ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -235,27 +291,45 @@ def test_time_left_is_that_of_whatever_ends_first() -> None:
     assert left() == 70.0
     clock.advance(81.0)
     assert left() == -11.0
-    assert time_left(50.0, lambda: None, clock=clock)() == 50.0 and time_left(None, lambda: None)() is None
+    assert (
+        time_left(50.0, lambda: None, clock=clock)() == 50.0
+        and time_left(None, lambda: None)() is None
+    )
 
 
-# -- as steps of a job -------------------------------------------------------------------------------------------------
+# -- as steps of a job -----------------------------------------------------------------------------
 
 
 def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str], None]) -> None:
-    """Steps of one, two and two nodes among three, two at once; a shell in the place of srun tells of its place."""
+    """Steps of one, two and two nodes among three, two at once; a shell in the place of srun tells
+    of its place.
+    """
     steps('echo "$HOSTS $NODES $TASKS_PER_NODE $MASTER_PORT $SRUN_FLAGS" > "$LOGS.place"; exit 3')
-    jobs = [job(tmp_path, name, processes=nodes, nodes=nodes) for name, nodes in (("a", 1), ("b", 2), ("c", 2))]
+    jobs = [
+        job(tmp_path, name, processes=nodes, nodes=nodes)
+        for name, nodes in (("a", 1), ("b", 2), ("c", 2))
+    ]
     source = Jobs(*jobs)
-    assert run(source, hosts=("n1", "n2", "n3")) == "" and len(source.ends) == 3 and source.most == 2
+    assert (
+        run(source, hosts=("n1", "n2", "n3")) == "" and len(source.ends) == 3 and source.most == 2
+    )
     told = {each.name: (each.folder / "tasks.place").read_text().split() for each in jobs}
-    assert told["a"][:3] == ["n1", "1", "1"] and told["b"][:3] == ["n2,n3", "2", "1"] and told["c"][1] == "2"
+    assert (
+        told["a"][:3] == ["n1", "1", "1"]
+        and told["b"][:3] == ["n2,n3", "2", "1"]
+        and told["c"][1] == "2"
+    )
     assert len({words[3] for words in told.values()}) == 3
-    assert [told[name][-1] for name in "abc"] == [f"--job-name={name}-{os.getpid()}" for name in "abc"]
+    assert [told[name][-1] for name in "abc"] == [
+        f"--job-name={name}-{os.getpid()}" for name in "abc"
+    ]
 
 
-def test_what_ends_with_its_allocation_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A squeue that says what it says of a job that was cancelled, of one that runs, and nothing; it heeds filters of
-    somebody's shell."""
+def test_what_ends_with_its_allocation_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A squeue that says what it says of a job that was cancelled, of one that runs, and nothing;
+    it heeds filters of somebody's shell."""
     monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 143"])
     monkeypatch.setattr(running, "Inquiry", Asked)
     monkeypatch.setattr(Asked, "dead", [])
@@ -265,9 +339,12 @@ def test_what_ends_with_its_allocation_is_interrupted(tmp_path: Path, monkeypatc
     squeue.parent.mkdir()
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
     for script, lost in (
-        ("echo COMPLETING", True), ("echo Invalid job id specified >&2; exit 1", True), ("echo RUNNING", False),
-        ("echo Unable to contact >&2; exit 1", False), ("[[ -n ${SQUEUE_STATES-} ]] || echo RUNNING", False),
-    ):  # fmt: skip
+        ("echo COMPLETING", True),
+        ("echo Invalid job id specified >&2; exit 1", True),
+        ("echo RUNNING", False),
+        ("echo Unable to contact >&2; exit 1", False),
+        ("[[ -n ${SQUEUE_STATES-} ]] || echo RUNNING", False),
+    ):
         squeue.write_text(f"#!/bin/bash\n{script}\n")
         squeue.chmod(0o755)
         source = Jobs(job(tmp_path))
@@ -297,11 +374,20 @@ def test_what_a_node_took_along_runs_again_on_others_twice(
     assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(said) == 3
     assert ["n1" in source.ends[0].interrupted, "n2" in source.ends[1].interrupted] == [True, True]
     why = source.ends[-1].why
-    assert why is not None and why.kind == LOST_RANK and "n3" in why.reason and not source.ends[2].interrupted
+    assert (
+        why is not None
+        and why.kind == LOST_RANK
+        and "n3" in why.reason
+        and not source.ends[2].interrupted
+    )
     steps("echo 'torch.OutOfMemoryError: HIP out of memory' >&2; exit 1")
     source = Jobs(job(tmp_path))
     run(source, hosts=hosts)
-    assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY and not source.end.interrupted
+    assert (
+        source.end.why is not None
+        and source.end.why.kind == OUT_OF_MEMORY
+        and not source.end.interrupted
+    )
     monkeypatch.setattr(Asked, "dead", [])
     steps("exit 75")
     source = Jobs(dataclasses.replace(job(tmp_path)))

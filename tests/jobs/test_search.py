@@ -1,4 +1,5 @@
 """Searches on tables whose best is known."""
+
 from __future__ import annotations
 
 import os
@@ -23,7 +24,9 @@ PLAIN = table()
 @pytest.mark.parametrize("prior", [False, True])
 def test_a_space_is_exhausted_with_each_candidate_once(name: str, prior: bool) -> None:
     """Of 24, of which some fail."""
-    known = table(lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == 1 and v["tp"] in (1, 2) and not v["sp"])
+    known = table(
+        lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == 1 and v["tp"] in (1, 2) and not v["sp"]
+    )
     found = play(name, known, 100, known.prior if prior else None)
     assert sorted(index for index, _ in found) == list(range(24))
 
@@ -43,21 +46,36 @@ def test_it_writes_nothing_and_warns_of_nothing(
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_best_of_the_prior_come_first(name: str) -> None:
     found = play(name, PLAIN, 4, PLAIN.prior)
-    assert found == [(index, "planner") for index in sorted(range(456), key=lambda i: PLAIN.prior[i])[:4]]
+    assert found == [
+        (index, "planner") for index in sorted(range(456), key=lambda i: PLAIN.prior[i])[:4]
+    ]
 
 
-@pytest.mark.parametrize(("name", "prior", "seeds"), [
-    pytest.param("optuna", "none", 2, marks=SLOW), pytest.param("deephyper", "wrong", 1, marks=SLOW),
-    *(pytest.param(name, prior, 3, marks=LONG) for name in LEARNING for prior in ("none", "wrong", "opposite")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "prior", "seeds"),
+    [
+        pytest.param("optuna", "none", 2, marks=SLOW),
+        pytest.param("deephyper", "wrong", 1, marks=SLOW),
+        *(
+            pytest.param(name, prior, 3, marks=LONG)
+            for name in LEARNING
+            for prior in ("none", "wrong", "opposite")
+        ),
+    ],
+)
 def test_it_needs_far_fewer_trials_than_random_search(name: str, prior: str, seeds: int) -> None:
-    """6 of 456 are within 3 % of the best: random search needs 65 trials in the mean. An opposite prior names the worst
-    first, a wrong one takes a parameter for a quarter dearer than it is."""
-    wrong = [cost + 0.25 * (c.values["mbs"] == 8) for cost, c in zip(PLAIN.costs, PLAIN.candidates, strict=True)]
+    """6 of 456 are within 3 % of the best: random search needs 65 trials in the mean. An opposite
+    prior names the worst first, a wrong one takes a parameter for a quarter dearer than it is."""
+    wrong = [
+        cost + 0.25 * (c.values["mbs"] == 8)
+        for cost, c in zip(PLAIN.costs, PLAIN.candidates, strict=True)
+    ]
     given = {"none": None, "wrong": wrong, "opposite": [-cost for cost in PLAIN.costs]}[prior]
     needed = [trials_to_good(name, PLAIN, 60, given, seed) for seed in range(seeds)]
     by_chance = [trials_by_chance(PLAIN, seed) for seed in range(20)]
-    assert max(needed) <= 60 and statistics.median(needed) < statistics.median(by_chance) / 2, needed
+    assert max(needed) <= 60 and statistics.median(needed) < statistics.median(by_chance) / 2, (
+        needed
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in LEARNING])
@@ -69,10 +87,17 @@ def test_a_region_that_fails_is_left(name: str) -> None:
     assert failed[0] and sum(failed[15:]) <= 3, failed
 
 
-@pytest.mark.parametrize(("name", "lacks", "extra"), [
-    ("deephyper", "deephyper", "deephyper"), ("optuna", "optuna", "tune"), ("auto", "optuna", "tune"),
-])  # fmt: skip
-def test_a_missing_library_is_named(name: str, lacks: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "lacks", "extra"),
+    [
+        ("deephyper", "deephyper", "deephyper"),
+        ("optuna", "optuna", "tune"),
+        ("auto", "optuna", "tune"),
+    ],
+)
+def test_a_missing_library_is_named(
+    name: str, lacks: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for library in {lacks, "deephyper"}:
         monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"{lacks}.*pip install .*megatron-frontier\[{extra}\]"):
@@ -80,7 +105,9 @@ def test_a_missing_library_is_named(name: str, lacks: str, extra: str, monkeypat
 
 
 @SLOW
-def test_a_library_of_another_version_is_named_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_version_is_named_and_auto_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """DeepHyper before 0.9 has no deephyper.hpo."""
     assert find_search("auto") == "deephyper"
     monkeypatch.setitem(sys.modules, "deephyper.hpo", None)

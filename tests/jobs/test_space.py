@@ -1,4 +1,7 @@
-"""Reading a space: what a name means, ranges, and every mistake with the place where it was made."""
+"""Reading a space: what a name means, ranges, and every mistake with the place where it was
+made.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -55,13 +58,25 @@ warm_up = 0
 def test_a_whole_file(read: Write) -> None:
     space = read(WHOLE)
     assert [(p.name, p.values, p.ordered) for p in space.parameters] == [
-        ("tp", (1, 2, 4), True), ("mbs", (1, 2, 4, 8), True), ("lr", (0.1, 0.2, 0.3), True),
-        ("schedule", ("zb-h1", "1f1b"), False), ("sp", (False, True), True),
-        ("num_layers_per_virtual_pipeline_stage", (2, None, 1), False), ("accumulation", (4, 8, 12), True),
-    ]  # fmt: skip
-    assert space.variables == {"accumulation"} and space.flags == ("--preset", "tiny", "--num-layers", "8")
+        ("tp", (1, 2, 4), True),
+        ("mbs", (1, 2, 4, 8), True),
+        ("lr", (0.1, 0.2, 0.3), True),
+        ("schedule", ("zb-h1", "1f1b"), False),
+        ("sp", (False, True), True),
+        ("num_layers_per_virtual_pipeline_stage", (2, None, 1), False),
+        ("accumulation", (4, 8, 12), True),
+    ]
+    assert space.variables == {"accumulation"} and space.flags == (
+        "--preset",
+        "tiny",
+        "--num-layers",
+        "8",
+    )
     assert (space.title, space.cluster, space.name) == ("A space", "frontier", "space")
-    assert {name: e.text for name, e in space.derived.items()} == {"gbs": "mbs * dp * accumulation", "processes": "4"}
+    assert {name: e.text for name, e in space.derived.items()} == {
+        "gbs": "mbs * dp * accumulation",
+        "processes": "4",
+    }
     assert space.constraints["node"].text == "tp <= 2"
     assert (space.iterations, space.warm_up) == (7, 0)
     assert space.combinations == 3 * 4 * 3 * 2 * 2 * 3 * 3
@@ -69,9 +84,17 @@ def test_a_whole_file(read: Write) -> None:
 
 def test_the_digest_is_of_the_meaning(read: Write) -> None:
     first = read(WHOLE).digest()
-    assert read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
-    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("[4, 8, 12]", "[4]"),
-                     ("* accumulation", "* accumulation * 2"), ("processes = 4", "processes = 8")):  # fmt: skip
+    assert (
+        read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
+    )
+    for old, new in (
+        ("tp <= 2", "tp <= 1"),
+        ("[4, 1, 2]", "[4, 2]"),
+        ('"tiny"', '"gpt2-124m"'),
+        ("[4, 8, 12]", "[4]"),
+        ("* accumulation", "* accumulation * 2"),
+        ("processes = 4", "processes = 8"),
+    ):
         assert old in WHOLE and read(WHOLE.replace(old, new)).digest() != first, new
 
 
@@ -86,7 +109,10 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters]\ntp = [1.5]", ["[parameters] tp", "1.5"]),
         ("[parameters]\ntp = [true]", ["[parameters] tp"]),
         ("[parameters]\nmicro-batch-sise = [1]", ["micro_batch_size"]),
-        ("[parameters]\ntp = [1]\ntensor-model-parallel-size = [2]", ["tp", "tensor-model-parallel-size"]),
+        (
+            "[parameters]\ntp = [1]\ntensor-model-parallel-size = [2]",
+            ["tp", "tensor-model-parallel-size"],
+        ),
         ("[parameters]\nnodes = [1]\nprocesses = [8]", ["processes", "nodes"]),
         ("[parameters]\nrecompute = ['all']", ["[parameters] recompute", "selective"]),
         ("[parameters]\nschedule = ['gpipe']", ["1f1b, interleaved, zb-h1"]),
@@ -109,13 +135,19 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters]\ntp = [1]\n[trial]\nwarmup = 1", ["[trial]", "warmup", "warm_up"]),
         ("flags = '--bf16'\n[parameters]\ntp = [1]", ["flags"]),
         ("flags = ['--bf61']\n[parameters]\ntp = [1]", ["--bf61"]),
-        ("flags = ['--load', 'x', '--save', 'x']\n[parameters]\ntp = [1]", ["--load x", "--save x"]),
-        ("flags = ['--micro-batch-size', 2]\n[parameters]\nmbs = [1]", ["mbs", "--micro-batch-size 2"]),
+        (
+            "flags = ['--load', 'x', '--save', 'x']\n[parameters]\ntp = [1]",
+            ["--load x", "--save x"],
+        ),
+        (
+            "flags = ['--micro-batch-size', 2]\n[parameters]\nmbs = [1]",
+            ["mbs", "--micro-batch-size 2"],
+        ),
         ("title = 3\n[parameters]\ntp = [1]", ["title"]),
         ("titel = 'x'\n[parameters]\ntp = [1]", ["title"]),
         ("[parameters\ntp = [1]", ["line 1"]),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as found:
         read(text)
@@ -138,27 +170,53 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load_space(str(binary))
 
 
-@given(st.one_of(
-    st.text(max_size=60),
-    st.tuples(st.sampled_from(["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]),
-              st.sampled_from(["[1]", "['none']", "[[1,2]]", "[{a=1}]", "{from=1,to=3,step=1}", "[-1.5]", "['1']",
-                               "{}", "[true, 'x']", "[99999999999999999999]", "['']"]),
-              st.sampled_from(["", "[derived]\ngbs = 'tp'", "[derived]\ntp = 1", "[constraints]\na = true"])
-              ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
-))  # fmt: skip
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.tuples(
+            st.sampled_from(
+                ["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]
+            ),
+            st.sampled_from(
+                [
+                    "[1]",
+                    "['none']",
+                    "[[1,2]]",
+                    "[{a=1}]",
+                    "{from=1,to=3,step=1}",
+                    "[-1.5]",
+                    "['1']",
+                    "{}",
+                    "[true, 'x']",
+                    "[99999999999999999999]",
+                    "['']",
+                ]
+            ),
+            st.sampled_from(
+                ["", "[derived]\ngbs = 'tp'", "[derived]\ntp = 1", "[constraints]\na = true"]
+            ),
+        ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
+    )
+)
 def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) -> None:
     try:
         space = read(text)
     except ConfigError:
         return
-    assert all(len({str(value) for value in p.values}) == len(p.values) > 0 for p in space.parameters)
+    assert all(
+        len({str(value) for value in p.values}) == len(p.values) > 0 for p in space.parameters
+    )
 
 
 def test_every_setting_that_has_a_flag_varies() -> None:
     """By the parser of pretrain_gpt.py: the words of a value give the setting that value."""
     varied = 0
     for name, option in all_options().items():
-        value: Any = option.choices[-1] if option.choices else {int: 8, float: 1.5, str: "a_b"}.get(option.kind, True)
+        value: Any = (
+            option.choices[-1]
+            if option.choices
+            else {int: 8, float: 1.5, str: "a_b"}.get(option.kind, True)
+        )
         if not option.flags or option.kind is dict:
             continue
         try:
@@ -167,7 +225,9 @@ def test_every_setting_that_has_a_flag_varies() -> None:
             assert any(word in str(error) for word in ("at most", "less than", "at least")), name
             continue
         given = read_settings(flags_of(name, accepted))
-        assert not given.problems and given.given[name] == ((value,) if option.many else value), name
+        assert not given.problems and given.given[name] == ((value,) if option.many else value), (
+            name
+        )
         varied += 1
     assert varied > 150
 
@@ -177,13 +237,23 @@ def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices() -> None:
         return flags_of(name, read_value(name, "none"))
 
     assert words("position_embedding_type") == ["--position-embedding-type", "none"]
-    assert words("recompute_granularity") == ["--recompute-granularity", "none"] and words("vocab_size") == []
+    assert (
+        words("recompute_granularity") == ["--recompute-granularity", "none"]
+        and words("vocab_size") == []
+    )
 
 
-# -- expressions -------------------------------------------------------------------------------------------------------
+# -- expressions -----------------------------------------------------------------------------------
 
-NAMES: Mapping[str, Any] = {"tp": 4, "pp": 12, "mbs": 3, "half": 0.5, "sp": True, "schedule": "1f1b",
-                                 "chunks": None}  # fmt: skip
+NAMES: Mapping[str, Any] = {
+    "tp": 4,
+    "pp": 12,
+    "mbs": 3,
+    "half": 0.5,
+    "sp": True,
+    "schedule": "1f1b",
+    "chunks": None,
+}
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "7", "64", "1.5", "tp", "pp", "mbs", "half"])
 
 
@@ -191,14 +261,18 @@ def joined(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     signs = st.sampled_from(["+", "-", "*", "/", "//", "%"])
     return st.one_of(
         st.tuples(parts, signs, parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(st.sampled_from(["min", "max"]), parts, parts).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), parts, parts).map(
+            lambda t: f"{t[0]}({t[1]}, {t[2]})"
+        ),
         parts.map(lambda a: f"(-{a})"),
     )
 
 
 ARITHMETIC = st.recursive(NUMBERS, joined, max_leaves=8)
 COMPARED = st.one_of(
-    st.tuples(ARITHMETIC, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), ARITHMETIC).map(" ".join),
+    st.tuples(ARITHMETIC, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), ARITHMETIC).map(
+        " ".join
+    ),
     st.tuples(ARITHMETIC, ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} < {t[1]} <= {t[2]}"),
     st.tuples(ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} in (1, 2, {t[1]})"),
     st.tuples(ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} not in [3, {t[1]}]"),
@@ -206,7 +280,9 @@ COMPARED = st.one_of(
 LOGIC = st.recursive(
     COMPARED,
     lambda parts: st.one_of(
-        st.tuples(parts, st.sampled_from(["and", "or"]), parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(parts, st.sampled_from(["and", "or"]), parts).map(
+            lambda t: f"({t[0]} {t[1]} {t[2]})"
+        ),
         parts.map(lambda a: f"(not {a})"),
         st.tuples(parts, parts, parts).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
     ),
@@ -233,7 +309,9 @@ def test_values_are_python_s(text: str) -> None:
         assert found == expected and type(found) is type(expected)
 
 
-@given(st.one_of(st.text(max_size=40), st.text("tp12()[]*+-/.,'\"<>= :;{}@andorif_lmbyx", max_size=30)))
+@given(
+    st.one_of(st.text(max_size=40), st.text("tp12()[]*+-/.,'\"<>= :;{}@andorif_lmbyx", max_size=30))
+)
 def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
     try:
         found = parse_expression(text).value(NAMES)
@@ -246,13 +324,42 @@ def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('true')", "tp.__class__", "open('x')", "(lambda: 1)()", "[x for x in (1, 2)]",
-        "f'{tp}'", "(tp := 2)", "{'a': 1}", "tp[0]", "tp if tp", "tp = 2", "import os", "print(tp)", "min(*(1, 2))",
-        "min(1)", "max", "tp is 1", "tp in 'tpa'", "'a' * 3", "'a' + 'b'", "1j", "b'a'", "...", "~tp", "tp & 1",
-        "tp << 40", "await tp", "chunks + 1", "schedule < 2", "-schedule", "", "  ",
-        "2 ** 3", "tp + none",
+        "__import__('os').system('true')",
+        "tp.__class__",
+        "open('x')",
+        "(lambda: 1)()",
+        "[x for x in (1, 2)]",
+        "f'{tp}'",
+        "(tp := 2)",
+        "{'a': 1}",
+        "tp[0]",
+        "tp if tp",
+        "tp = 2",
+        "import os",
+        "print(tp)",
+        "min(*(1, 2))",
+        "min(1)",
+        "max",
+        "tp is 1",
+        "tp in 'tpa'",
+        "'a' * 3",
+        "'a' + 'b'",
+        "1j",
+        "b'a'",
+        "...",
+        "~tp",
+        "tp & 1",
+        "tp << 40",
+        "await tp",
+        "chunks + 1",
+        "schedule < 2",
+        "-schedule",
+        "",
+        "  ",
+        "2 ** 3",
+        "tp + none",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_offered_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_expression(text).value(NAMES)
@@ -261,10 +368,14 @@ def test_what_is_not_offered_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "9**9**9**9", "2 ** (2 ** 64)", "1" * 5000, "(" * 400 + "1" + ")" * 400,
-        "-" * 5000 + "1", "(1" + "+1" * 480 + ") // 0",
+        "9**9**9**9",
+        "2 ** (2 ** 64)",
+        "1" * 5000,
+        "(" * 400 + "1" + ")" * 400,
+        "-" * 5000 + "1",
+        "(1" + "+1" * 480 + ") // 0",
     ],
-)  # fmt: skip
+)
 def test_nothing_hangs(text: str) -> None:
     """A power computed in full would take hours."""
     with pytest.raises(ValueError):
@@ -279,5 +390,7 @@ def test_what_is_guarded_is_not_looked_at() -> None:
 
 
 def test_words_and_what_is_not_given() -> None:
-    assert parse_expression("schedule == '1f1b' and chunks == 'none' and chunks == none and not false").value(NAMES)
+    assert parse_expression(
+        "schedule == '1f1b' and chunks == 'none' and chunks == none and not false"
+    ).value(NAMES)
     assert parse_expression("schedule in ('zb-h1', 'interleaved')").value(NAMES) is False

@@ -1,4 +1,7 @@
-"""The spaces that come along: the paper's Table V, a wider one with its best recipe, a small one."""
+"""The spaces that come along: the paper's Table V, a wider one with its best recipe, a small
+one.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,34 +29,49 @@ def frontier() -> Cluster:
 
 
 def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]) -> Enumeration:
-    """The layouts of a space, or of the part in which parameters have these values alone, which the whole has too."""
+    """The layouts of a space, or of the part in which parameters have these values alone, which the
+    whole has too.
+    """
     space = load_space(name)
-    assert all(set(values) <= set(p.values) for p in space.parameters for values in [only.get(p.name, ())])
-    parameters = tuple(dataclasses.replace(p, values=tuple(only.get(p.name, p.values))) for p in space.parameters)
+    assert all(
+        set(values) <= set(p.values) for p in space.parameters for values in [only.get(p.name, ())]
+    )
+    parameters = tuple(
+        dataclasses.replace(p, values=tuple(only.get(p.name, p.values))) for p in space.parameters
+    )
     space = dataclasses.replace(space, parameters=parameters)
     return enumerate_candidates(space, shlex.split(flags), machine, predict=False)
 
 
 def settings(candidate: Candidate) -> dict[str, Any]:
     """Of a run, without where its ranks are."""
-    config = parse_args([*candidate.flags, "--mock-data", "--train-iters", "1"], candidate.processes).to_dict()
+    config = parse_args(
+        [*candidate.flags, "--mock-data", "--train-iters", "1"], candidate.processes
+    ).to_dict()
     places = ("rank_order", "device_order", "cluster", "mock_data")
-    return {name: value for name, value in config.items() if name not in places and "iters" not in name}
+    return {
+        name: value for name, value in config.items() if name not in places and "iters" not in name
+    }
 
 
 @pytest.mark.parametrize("sizes_of_batch", [(4, 20), pytest.param(range(4, 21), marks=WHOLE)])
 def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
-    """PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes {12,16}; ten iterations.
+    """PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes
+    {12,16}; ten iterations.
 
-    Without a device's memory TP x PP must divide the GCDs of 12 or 16 nodes, and nothing else is in the way; with one
-    replica ZeRO-1 changes nothing.
+    Without a device's memory TP x PP must divide the GCDs of 12 or 16 nodes, and nothing else is in
+    the way; with one replica ZeRO-1 changes nothing.
     """
     space = load_space("paper-175b")
     values = {parameter.name: parameter.values for parameter in space.parameters}
     assert values == {
-        "pp": (1, 2, 4, 8, 12, 16), "tp": (1, 2, 4, 8), "mbs": tuple(range(4, 21)), "accumulation": (5, 10),
-        "zero": (0, 1), "nodes": (12, 16),
-    }  # fmt: skip
+        "pp": (1, 2, 4, 8, 12, 16),
+        "tp": (1, 2, 4, 8),
+        "mbs": tuple(range(4, 21)),
+        "accumulation": (5, 10),
+        "zero": (0, 1),
+        "nodes": (12, 16),
+    }
     assert space.combinations == 3264 == 6 * 4 * 17 * 2 * 2 * 2 and space.iterations == 10
     sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
     whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
@@ -64,16 +82,22 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
     for candidate in found.candidates[::41]:
         of: Mapping[str, Any] = candidate.values
         run = settings(candidate)
-        assert run["global_batch_size"] == of["mbs"] * run["data_parallel_size"] * of["accumulation"]
+        assert (
+            run["global_batch_size"] == of["mbs"] * run["data_parallel_size"] * of["accumulation"]
+        )
         assert candidate.nodes == of["nodes"] and candidate.processes == 8 * candidate.nodes
-        assert run["zero_stage"] == of["zero"] and run["fp16"] and run["recompute_granularity"] == "full"
+        assert (
+            run["zero_stage"] == of["zero"]
+            and run["fp16"]
+            and run["recompute_granularity"] == "full"
+        )
         assert run["num_layers"] == 96 and run["hidden_size"] == 12288 and run["seq_length"] == 2048
 
 
 @pytest.mark.parametrize("sizes_of_batch", [(4,), pytest.param(range(4, 21), marks=WHOLE)])
 def test_what_of_table_five_fits(frontier: Cluster, sizes_of_batch: Sequence[int]) -> None:
-    """On 64 GiB a weight, gradient and optimizer state of 16 bytes each allow no fewer than 43 parts of the model, or
-    of 4 + 12 / dp with ZeRO-1."""
+    """On 64 GiB a weight, gradient and optimizer state of 16 bytes each allow no fewer than 43
+    parts of the model, or of 4 + 12 / dp with ZeRO-1."""
     found = listed("paper-175b", Machine(frontier, 8, 16, 64 * GIB), mbs=sizes_of_batch)
     assert 5 < len(found.candidates) < 200
     for candidate in found.candidates:
@@ -83,16 +107,25 @@ def test_what_of_table_five_fits(frontier: Cluster, sizes_of_batch: Sequence[int
         assert 175e9 * each / (tp * pp) < 64 * GIB
 
 
-@pytest.mark.parametrize("only", [{"tp": (4,), "pp": (16,), "mbs": (1, 2)}, pytest.param({}, marks=WHOLE)])
-def test_the_wide_space_has_the_paper_s_best_recipe(frontier: Cluster, only: dict[str, Sequence[Value]]) -> None:
-    """TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16: the recipe on 16 nodes."""
+@pytest.mark.parametrize(
+    "only", [{"tp": (4,), "pp": (16,), "mbs": (1, 2)}, pytest.param({}, marks=WHOLE)]
+)
+def test_the_wide_space_has_the_paper_s_best_recipe(
+    frontier: Cluster, only: dict[str, Sequence[Value]]
+) -> None:
+    """TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16: the recipe
+    on 16 nodes.
+    """
     (recipe,) = (r for r in RECIPES if (r.model, r.kind, r.note) == ("175B", "paper", ""))
     wide = listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB), **only)
-    wanted = parse_plan([*recipe.flags.split(), "--initial-loss-scale", "4096", "--world-size", "128"]).to_dict()
+    wanted = parse_plan(
+        [*recipe.flags.split(), "--initial-loss-scale", "4096", "--world-size", "128"]
+    ).to_dict()
     matching = [
-        candidate for candidate in wide.candidates
+        candidate
+        for candidate in wide.candidates
         if all(wanted[name] == value for name, value in settings(candidate).items())
-    ]  # fmt: skip
+    ]
     assert [{n: c.values[n] for n in ("tp", "pp", "mbs", "recompute")} for c in matching] == [
         {"tp": 4, "pp": 16, "mbs": 1, "recompute": "full:uniform:1"}
     ]

@@ -1,4 +1,7 @@
-"""tools/tune.py: a search without processes, killed anywhere; what it says before; a search of real trials."""
+"""tools/tune.py: a search without processes, killed anywhere; what it says before; a search of real
+trials.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -47,7 +50,9 @@ Told = list[tuple[int, str, str, float | None]]
 
 
 def told(found: Search) -> Told:
-    return [(t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())]
+    return [
+        (t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())
+    ]
 
 
 def again(found: Search) -> list[int]:
@@ -59,7 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     no_files(monkeypatch)
 
 
-# -- a search ----------------------------------------------------------------------------------------------------------
+# -- a search --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("made")
@@ -85,11 +90,15 @@ def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("words", [
-    ("--confirm", "2"), ("--max-trials", "5", "--confirm", "2"),
-    pytest.param(("--search", "optuna", "--max-trials", "8"), marks=pytest.mark.slow),
-    pytest.param(("--search", "deephyper", "--max-trials", "7"), marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--confirm", "2"),
+        ("--max-trials", "5", "--confirm", "2"),
+        pytest.param(("--search", "optuna", "--max-trials", "8"), marks=pytest.mark.slow),
+        pytest.param(("--search", "deephyper", "--max-trials", "7"), marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
     tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +108,11 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
 
     def noisy(values: dict[str, Any]) -> float | Ending:
         found = truth(values)
-        return found if isinstance(found, Ending) else 1 + 0.01 * found + 0.001 * (7 * values["number"] % 5)
+        return (
+            found
+            if isinstance(found, Ending)
+            else 1 + 0.01 * found + 0.001 * (7 * values["number"] % 5)
+        )
 
     undisturbed, why = search(setup(tmp_path / "whole", *words), runner := Made(noisy))
     turns = range(1, runner.turn, 7 if slow else 1)
@@ -108,7 +121,9 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
         first, _ = search(own, Made(noisy, stop=lambda now, turn=turn: now == turn))
         second, ended = search(own, again := Made(noisy))
         assert told(second) == told(undisturbed) and ended == why, turn
-        assert first.done + second.done == len(told(undisturbed)) == undisturbed.done, "nothing is run again"
+        assert first.done + second.done == len(told(undisturbed)) == undisturbed.done, (
+            "nothing is run again"
+        )
         assert sum(what == "start" for what, _ in again.log) == second.done
 
 
@@ -122,11 +137,15 @@ def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("made")
-def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(tmp_path: Path) -> None:
+def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
+    tmp_path: Path,
+) -> None:
     def larger(c: Candidate) -> Candidate:
         return dataclasses.replace(c, nodes=4 if c.index == 4 else 1 + c.index % 2)
 
-    found, why = search(setup(tmp_path), runner := Made(hosts=[f"n{i}" for i in range(5)], turns=4), larger)
+    found, why = search(
+        setup(tmp_path), runner := Made(hosts=[f"n{i}" for i in range(5)], turns=4), larger
+    )
     starts = [number for what, number in runner.log if what == "start"]
     assert why == EXHAUSTED and starts == sorted(starts) and len(starts) == 12
     assert runner.turn < 12 * 4, "some ran at the same time"
@@ -161,26 +180,37 @@ def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> No
     found, why = search(setup(tmp_path, "--max-trials", "4", "--retry-failed"), runner := Made())
     assert why == BUDGET and runner.log == [("start", 2), ("end", 2)]
     found, _ = search(setup(tmp_path, "--max-trials", "5", "--retry-failed"), runner := Made())
-    assert runner.log == [("start", 4), ("end", 4)] and all(trial.result.step_s for trial in found.trials.values())
+    assert runner.log == [("start", 4), ("end", 4)] and all(
+        trial.result.step_s for trial in found.trials.values()
+    )
 
 
 @pytest.mark.usefixtures("made")
 def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Path) -> None:
-    """Layouts within 1 % of each other; a search that goes on with more trials has another best to confirm."""
+    """Layouts within 1 % of each other; a search that goes on with more trials has another best to
+    confirm.
+    """
+
     def flat(values: dict[str, Any]) -> float:
         return 1 + 0.001 * values["number"]
 
     for most, confirm, ended in ((4, 0, 4), (4, 2, 2), (4, 1, 0), (6, 1, 3), (6, 3, 2)):
-        found, why = search(setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), Made(flat))
+        found, why = search(
+            setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), Made(flat)
+        )
         assert found.done == ended and why == BUDGET, (most, confirm)
     assert again(found) == [5, 6, 9, 10, 11]
-    assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, "none is proposed again"
+    assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, (
+        "none is proposed again"
+    )
     # Of layouts that differ much there is no doubt.
     assert again(search(setup(tmp_path / "clear", "--confirm", "3"))[0]) == []
 
 
 @pytest.mark.usefixtures("made")
-def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s(tmp_path: Path) -> None:
+def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s(
+    tmp_path: Path,
+) -> None:
     def larger(c: Candidate) -> Candidate:
         return dataclasses.replace(c, nodes=2 if c.index > 2 else 1)
 
@@ -191,8 +221,13 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
     runner = Made(hosts=("n1", "n2", "n3"), die=((5, "n1"), (5, "n2")))
     found, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
     assert why == NODES and 3 <= found.done < 12
-    found, why = search(setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger)
-    assert why == EXHAUSTED and sum(t.by != CONFIRM and bool(t.result.status) for t in found.trials.values()) == 12
+    found, why = search(
+        setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger
+    )
+    assert (
+        why == EXHAUSTED
+        and sum(t.by != CONFIRM and bool(t.result.status) for t in found.trials.values()) == 12
+    )
 
 
 @pytest.mark.usefixtures("made")
@@ -200,8 +235,11 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
     search(setup(tmp_path, "--max-trials", "2"))
     with pytest.raises(ConfigError, match="seed was 0, now it is 1"):
         search(setup(tmp_path, "--seed", "1"))
-    for name, text in (("result.json", '{"status": "failed", "reason": 3}'), ("point.json", "[]"),
-                       ("result.json", "{")):  # fmt: skip
+    for name, text in (
+        ("result.json", '{"status": "failed", "reason": 3}'),
+        ("point.json", "[]"),
+        ("result.json", "{"),
+    ):
         kept = (tmp_path / "out/trials/0001" / name).read_text()
         (tmp_path / "out/trials/0001" / name).write_text(text)
         with pytest.raises(ConfigError, match="0001"):
@@ -212,16 +250,22 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("made")
 def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> None:
-    """Trials of a layout scatter by 2 % before any was repeated: 3 % is within two deviations of a difference."""
+    """Trials of a layout scatter by 2 % before any was repeated: 3 % is within two deviations of a
+    difference.
+    """
     for seconds, near in ((1.03, True), (1.2, False)):
         said = list[str]()
         own = setup(tmp_path / f"{seconds}", "--max-trials", "2")
-        search(own, Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s), say=said.append)
+        search(
+            own,
+            Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s),
+            say=said.append,
+        )
         (line,) = [line for line in said if line.startswith("trial 2") and "tokens/s" in line]
         assert ("trial 1 within the noise" in line) is near and "best so far: trial 2" in line
 
 
-# -- its words ---------------------------------------------------------------------------------------------------------
+# -- its words -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -234,8 +278,19 @@ def space(tmp_path: Path) -> Path:
 @pytest.fixture
 def words(space: Path, tmp_path: Path) -> list[str]:
     """Of a search in that space."""
-    return ["--space", str(space), "--no-prior", "--search", "optuna", "--seed", "1", "--processes", "2", "--out",
-            str(tmp_path / "out")]  # fmt: skip
+    return [
+        "--space",
+        str(space),
+        "--no-prior",
+        "--search",
+        "optuna",
+        "--seed",
+        "1",
+        "--processes",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -258,38 +313,59 @@ def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFi
         'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", "128"]\n'
         '[parameters]\ntp = [1, 2, 4, 8, 16]\n[derived]\nprocesses = "tp * pp"\n'
     )
-    code, text = call(capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20")
+    code, text = call(
+        capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20"
+    )
     assert code == 0, text
     for part in ("tp=8", "--preset gpt-22b", "--cluster frontier", "at most 3 trials"):
         assert part in text, part
-    assert text.index(" tp=4 ") < text.index(" tp=2 ") < text.index(" tp=1 "), "the fastest by the planner first"
+    assert text.index(" tp=4 ") < text.index(" tp=2 ") < text.index(" tp=1 "), (
+        "the fastest by the planner first"
+    )
 
 
 def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
     capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
 ) -> None:
     """Trials of half an hour on one node; of a single layout there is nothing to confirm."""
-    for more, trials, hours in (((), 2, "2.5"), (("--confirm", "0"), 2, "1.0"), (("--max-trials", "1"), 1, "0.5")):
+    for more, trials, hours in (
+        ((), 2, "2.5"),
+        (("--confirm", "0"), 2, "1.0"),
+        (("--max-trials", "1"), 1, "0.5"),
+    ):
         code, text = call(capsys, *words, "--dry-run", *more, "--", "--num-layers", "3")
         assert code == 0 and f"{trials} trials" in text and f"{hours} node-hours" in text, text
         assert "--num-layers 3" in text and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ((), "--space FILE|NAME"), (("--space", "nowhere"), "nowhere"),
-    (("--space", "two-cores"), "tools/calibrate.py"),
-    (("--space", "two-cores", "--no-prior", "--walltime", "soon"), "--walltime soon"),
-    (("--space", "two-cores", "--no-prior", "--parallel", "2"), "--launcher slurm"),
-    (("--space", "two-cores", "--no-prior", "--launcher", "local", "--nodes", "2"), "--nodes"),
-    (("--space", "paper-175b", "--launcher", "slurm"), "--hosts-file"),
-    (("--space", "paper-175b", "--launcher", "slurm", "--processes", "4", "--dry-run"), "--tasks-per-node"),
-    (("--space", "paper-175b", "--hosts-file", "/nowhere"), "/nowhere"),
-    (("--space", "two-cores", "--no-prior", "--launcher", "slurm", "--report-only"), "--nodes"),
-    (("--space", "two-cores", "--no-prior", "--report-only"), "no trials"),
-    (("--space", "two-cores", "--no-prior", "--dry-run", "--report-only"), "--report-only"),
-    (("--space", "two-cores", "--cluster", "frontier", "--headroom", "200%"), "--headroom 200%"),
-    (("--space", "two-cores", "--no-prior", "--dry-run", "--", "--train-iters", "5"), "--iterations"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--space FILE|NAME"),
+        (("--space", "nowhere"), "nowhere"),
+        (("--space", "two-cores"), "tools/calibrate.py"),
+        (("--space", "two-cores", "--no-prior", "--walltime", "soon"), "--walltime soon"),
+        (("--space", "two-cores", "--no-prior", "--parallel", "2"), "--launcher slurm"),
+        (("--space", "two-cores", "--no-prior", "--launcher", "local", "--nodes", "2"), "--nodes"),
+        (("--space", "paper-175b", "--launcher", "slurm"), "--hosts-file"),
+        (
+            ("--space", "paper-175b", "--launcher", "slurm", "--processes", "4", "--dry-run"),
+            "--tasks-per-node",
+        ),
+        (("--space", "paper-175b", "--hosts-file", "/nowhere"), "/nowhere"),
+        (("--space", "two-cores", "--no-prior", "--launcher", "slurm", "--report-only"), "--nodes"),
+        (("--space", "two-cores", "--no-prior", "--report-only"), "no trials"),
+        (("--space", "two-cores", "--no-prior", "--dry-run", "--report-only"), "--report-only"),
+        (
+            ("--space", "two-cores", "--cluster", "frontier", "--headroom", "200%"),
+            "--headroom 200%",
+        ),
+        (
+            ("--space", "two-cores", "--no-prior", "--dry-run", "--", "--train-iters", "5"),
+            "--iterations",
+        ),
+    ],
+)
 def test_mistakes_end_with_what_to_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
@@ -297,7 +373,12 @@ def test_mistakes_end_with_what_to_do(
     if here:
         here[2:2] = ["--search", "optuna", "--out", str(tmp_path / "out")]
     code, text = call(capsys, *here)
-    assert code == 2 and text.startswith("error: ") and said in text and not (tmp_path / "out").exists(), text
+    assert (
+        code == 2
+        and text.startswith("error: ")
+        and said in text
+        and not (tmp_path / "out").exists()
+    ), text
 
 
 def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -310,10 +391,16 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     hosts.write_text("\n".join(f"n{i}" for i in range(12)))
     found = make_setup(tune.build_parser().parse_args(words), [])
     assert found.place.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
-    assert found.place.launcher == "slurm" and found.place.parallel == 12 and found.machine.processes_per_node == 8
+    assert (
+        found.place.launcher == "slurm"
+        and found.place.parallel == 12
+        and found.machine.processes_per_node == 8
+    )
     assert found.cluster is not None and found.cluster.name == "frontier" and found.prior
     # Without one and --nodes: the most nodes that the space speaks of.
-    dry = tune.build_parser().parse_args(["--space", "paper-175b", "--launcher", "slurm", "--dry-run"])
+    dry = tune.build_parser().parse_args(
+        ["--space", "paper-175b", "--launcher", "slurm", "--dry-run"]
+    )
     assert make_setup(dry, []).machine.max_nodes == 16
 
 
@@ -341,11 +428,17 @@ class Ends:
         return Ends.why
 
 
-@pytest.mark.parametrize(("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)])
+@pytest.mark.parametrize(
+    ("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)]
+)
 def test_exit_codes_of_what_has_no_best(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str, done: int,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    why: str,
+    done: int,
     code: int,
-) -> None:  # fmt: skip
+) -> None:
     """What started nothing would start nothing again."""
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)
@@ -353,7 +446,9 @@ def test_exit_codes_of_what_has_no_best(
     assert call(capsys, *words)[0] == code
 
 
-def test_one_tuner_at_a_time(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_tuner_at_a_time(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     claim = FolderClaim(tmp_path / "out", "the folder")
     claim.take(print)
     found, text = call(capsys, *words)
@@ -367,29 +462,45 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """pretrain_gpt.py twice: one layout runs out of the memory that it may take, the other has figures."""
+    """pretrain_gpt.py twice: one layout runs out of the memory that it may take, the other has
+    figures.
+    """
     command = running.training_command
     limited = ["bash", "-c", 'ulimit -d 1048576; exec "$@"', "limited"]
     monkeypatch.setattr(running, "training_command", lambda flags: [*limited, *command(flags)])
-    monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)  # test_report.py has the pictures
+    # test_report.py has the pictures
+    monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)
     out = tmp_path / "out"
     code, text = call(capsys, *words, "--max-trials", "1")
     assert code == 1 and OUT_OF_MEMORY in text and not (out / "report/best.txt").exists(), text
     code, text = call(capsys, *words)
     first, second = results(out)
-    assert code == 0 and (first["status"], first["kind"]) == (FAILED, OUT_OF_MEMORY) and second["status"] == DONE, text
+    assert (
+        code == 0
+        and (first["status"], first["kind"]) == (FAILED, OUT_OF_MEMORY)
+        and second["status"] == DONE
+    ), text
     lines = map(json.loads, (out / "trials/0002/metrics.jsonl").read_text().splitlines())
     steps = [r["step_time_s"] for r in lines if r["event"] == "iteration"]
-    assert len(steps) == 4 and second["steady"] == 3 and second["step_s"] == statistics.median(steps[1:])
+    assert (
+        len(steps) == 4
+        and second["steady"] == 3
+        and second["step_s"] == statistics.median(steps[1:])
+    )
     assert second["tokens_per_s"] == pytest.approx(8 * 32 / second["step_s"])
     best = (out / "report/best.txt").read_text()
     assert "--micro-batch-size 2" in best and "--hidden-size 32" in best and best.strip() in text
     # Once more: nothing is left, nothing is run, the report is written again.
     (out / "report/best.txt").unlink()
     code, text = call(capsys, *words)
-    assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), text
+    assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), (
+        text
+    )
     assert not list(out.glob("trials/*/attempt-*"))
 
 
@@ -399,6 +510,13 @@ def test_a_report_alone_needs_no_library_that_searches(
     own = setup(tmp_path, "--max-trials", "3")
     search(own)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    code, text = call(capsys, "--space", str(tmp_path / "made.toml"), "--no-prior", "--out", str(own.out),
-                      "--report-only")  # fmt: skip
+    code, text = call(
+        capsys,
+        "--space",
+        str(tmp_path / "made.toml"),
+        "--no-prior",
+        "--out",
+        str(own.out),
+        "--report-only",
+    )
     assert code == 0 and (own.out / "report/trials.md").exists() and "Best: " in text

@@ -1,4 +1,7 @@
-"""Waiting for processes without a clock deciding anything: FIFOs that tell of a start and of an end."""
+"""Waiting for processes without a clock deciding anything: FIFOs that tell of a start and of an
+end.
+"""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """A library for the tests of kernels: never torch's own operators by accident."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from megatron.kernels import build, library
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[library.Found]:
-    """The library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the host's.
+    """The library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the
+    host's.
 
-    One that is there but cannot serve, as after a change of csrc/ without `make setup`, is a failure.
+    One that is there but cannot serve, as after a change of csrc/ without `make setup`, is a
+    failure.
     """
     library.forget()
     found = library.find("cpu")

@@ -1,4 +1,7 @@
-"""Optional packages: stand-ins on the import path take the place of those that this machine lacks."""
+"""Optional packages: stand-ins on the import path take the place of those that this machine
+lacks.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -32,7 +35,9 @@ def make(folder: Path, module: str, source: str = "", version: str | None = None
     if version:
         info = folder / f"{module}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: {version}\n"
+        )
     importlib.invalidate_caches()
 
 
@@ -57,8 +62,12 @@ def flash(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(packages, "flash_attn", "def flash_attn_func(): ...", version="2.8.3")
 
 
-@pytest.mark.parametrize(("device", "dtype", "named"), [("cpu", "bfloat16", "cpu"), ("cuda", "float32", "float32")])
-def test_flash_attention_where_it_cannot_run(packages: Path, device: str, dtype: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "dtype", "named"), [("cpu", "bfloat16", "cpu"), ("cuda", "float32", "float32")]
+)
+def test_flash_attention_where_it_cannot_run(
+    packages: Path, device: str, dtype: str, named: str
+) -> None:
     make(packages, "flash_attn", "raise RuntimeError('imported without need')", version="2.8.3")
     found = choose.flash_attention(device, dtype)
     assert (found.version, found.usable) == ("2.8.3", False) and named in found.reason
@@ -66,7 +75,11 @@ def test_flash_attention_where_it_cannot_run(packages: Path, device: str, dtype:
 
 def test_flash_attention_that_works(flash: None) -> None:
     expected = {
-        "auto": "flash", "flash": "flash", "fused": "torch", "blocked": "blocked", "unfused": "unfused",
+        "auto": "flash",
+        "flash": "flash",
+        "fused": "torch",
+        "blocked": "blocked",
+        "unfused": "unfused",
         "local": "unfused",
     }
     for dtype in ("bfloat16", "float16"):
@@ -77,27 +90,47 @@ def test_flash_attention_that_works(flash: None) -> None:
 
 
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our kernels, in bf16, in fp32 where sequences are short; other values of the flag mean what they say."""
+    """With our kernels, in bf16, in fp32 where sequences are short; other values of the flag mean
+    what they say.
+    """
     without(monkeypatch)
     cpu = torch.device("cpu")
 
     def chosen(backend: str, dtype: str, sequence: int = 512) -> str:
-        return choose.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype, sequence)
+        return choose.choose_attention(
+            KernelConfig(attention_backend=backend), cpu, dtype, sequence
+        )
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
         found = library.Found(None, "host", "", "", handle)
         monkeypatch.setattr(library, "find", lambda device_type, found=found: found)
-        assert [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")] == [expected, expected, "torch"]
-        assert [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")] == [
-            "torch", "torch", "blocked", "unfused"
+        assert [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")] == [
+            expected,
+            expected,
+            "torch",
         ]
-        assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == ["torch", expected]
-    dropping = {b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
-                for b in ("auto", "fused", "local")}
-    assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, "the masks of any layout"
+        assert [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")] == [
+            "torch",
+            "torch",
+            "blocked",
+            "unfused",
+        ]
+        assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == [
+            "torch",
+            expected,
+        ]
+    dropping = {
+        b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
+        for b in ("auto", "fused", "local")
+    }
+    assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, (
+        "the masks of any layout"
+    )
 
 
-def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_on_a_device_that_is_too_old(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
@@ -109,7 +142,10 @@ def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("raise ImportError('undefined symbol: _ZN3c10')", "undefined symbol"), ("", "flash_attn_func")],
+    [
+        ("raise ImportError('undefined symbol: _ZN3c10')", "undefined symbol"),
+        ("", "flash_attn_func"),
+    ],
 )
 def test_flash_attention_that_is_broken(packages: Path, source: str, reason: str) -> None:
     make(packages, "flash_attn", source)

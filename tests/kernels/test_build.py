@@ -1,4 +1,7 @@
-"""Building the kernels: what, by what, when, and what is said where it cannot be. Most compilers are scripts."""
+"""Building the kernels: what, by what, when, and what is said where it cannot be. Most compilers
+are scripts.
+"""
+
 from __future__ import annotations
 
 import ctypes.util
@@ -24,10 +27,14 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     for name in ("HIPCC", "NVCC", "CXX", "ROCM_PATH", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(build, "_COMPILERS", {
-        target: (variable, tuple(n for n in names if not n.startswith("/")), advice)
-        for target, (variable, names, advice) in build._COMPILERS.items()
-    })
+    monkeypatch.setattr(
+        build,
+        "_COMPILERS",
+        {
+            target: (variable, tuple(n for n in names if not n.startswith("/")), advice)
+            for target, (variable, names, advice) in build._COMPILERS.items()
+        },
+    )
 
     def make(*names: str, fails: bool = False) -> Path:
         for name in names:
@@ -36,7 +43,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
                 f"#!/bin/sh\n"
                 f'echo "{name} $HIP_PLATFORM $*" >> {log}\n'
                 f"case $* in *fsyntax-only*) exit 0;; esac\n"
-                f'{"echo kernel.cpp:1: error: no such thing >&2; exit 1" if fails else ""}\n'
+                f"{'echo kernel.cpp:1: error: no such thing >&2; exit 1' if fails else ''}\n"
                 "for last; do :; done; arch=; for a; do case $a in -DMK_ARCH=*) arch=${a#*=};; "
                 '-DMK_SOURCES=*) said=${a#*=};; *.o) parts="$parts $a";; esac; done\n'
                 'case $* in *-shared*) /bin/cat $parts > "$last";; *) '
@@ -60,9 +67,11 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"// {name}")
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setattr(build, "source_hash", lambda f=folder, real=build.source_hash: real(f))
-    monkeypatch.setattr(build, "description", lambda t, a, tool, flags, s=folder, real=build.description: (
-        real(t, a, tool, flags, folder)
-    ))
+    monkeypatch.setattr(
+        build,
+        "description",
+        lambda t, a, tool, flags, s=folder, real=build.description: real(t, a, tool, flags, folder),
+    )
     real_build = build.build
     monkeypatch.setattr(build, "build", lambda *a, **k: real_build(*a, **{"sources": folder, **k}))
     return folder
@@ -81,13 +90,18 @@ def test_plans() -> None:
     words = ["--arch", "x86-64-v3", "--arch=x86-64,sm_90"]
     assert build.given(words, "--arch") == ["x86-64-v3", "x86-64", "sm_90"]
     for targets, archs, name in (
-        (["rocm"], [], "rocm"), (["hip"], ["sm_90"], "sm_90"), ([], ["gfx90a:xnack-"], "XNACK"), ([], ["pent"], "pent")
+        (["rocm"], [], "rocm"),
+        (["hip"], ["sm_90"], "sm_90"),
+        ([], ["gfx90a:xnack-"], "XNACK"),
+        ([], ["pent"], "pent"),
     ):
         with pytest.raises(build.BuildError, match=name):
             build.plan(targets, archs)
 
 
-def test_all_whose_compiler_is_there(compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_whose_compiler_is_there(
+    compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By its usual name, or by the variable that names it; what was looked for in vain is said."""
     with pytest.raises(build.BuildError, match=r"(?s)--target host.*--target hip.*hipcc"):
         build.plan([], [])
@@ -101,7 +115,9 @@ def test_all_whose_compiler_is_there(compilers: Callable[..., Path], monkeypatch
         build.make(["hip"])
 
 
-def test_a_host_compiler_that_is_too_old_is_passed_over(compilers: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_host_compiler_that_is_too_old_is_passed_over(
+    compilers: Callable[..., Path], tmp_path: Path
+) -> None:
     compilers("g++-12")
     (tmp_path / "bin" / "c++").write_text("#!/bin/sh\necho no _Float16 >&2; exit 1\n")
     (tmp_path / "bin" / "c++").chmod(0o755)
@@ -115,9 +131,13 @@ def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(
     (path,) = build.make(["hip"], ["gfx90a", "gfx942"], folder=tmp_path / "lib")
     calls = log.read_text().splitlines()
     compiled = [c for c in calls if c.startswith("hipcc amd") and "-c" in c.split()]
-    assert len(compiled) == 2 and all("--offload-arch=gfx90a --offload-arch=gfx942" in c for c in compiled)
+    assert len(compiled) == 2 and all(
+        "--offload-arch=gfx90a --offload-arch=gfx942" in c for c in compiled
+    )
     assert [c.split()[0] for c in calls if "-shared" in c] == ["c++"]
-    assert path.name == "libmegatron-hip-gfx90a+gfx942.so" and [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.name == "libmegatron-hip-gfx90a+gfx942.so" and [
+        p.name for p in path.parent.iterdir()
+    ] == [path.name]
 
 
 def test_built_again_only_when_something_changed(
@@ -125,7 +145,11 @@ def test_built_again_only_when_something_changed(
 ) -> None:
     log = compilers("g++", "my-g++")
     # What the script's compilers write, they write for no target.
-    monkeypatch.setattr(build, "description", lambda *a, real=build.description: real(*a).replace("host", "TARGET", 1))
+    monkeypatch.setattr(
+        build,
+        "description",
+        lambda *a, real=build.description: real(*a).replace("host", "TARGET", 1),
+    )
 
     def links(**more: object) -> int:
         before = log.read_text().count("-shared") if log.exists() else 0
@@ -139,13 +163,17 @@ def test_built_again_only_when_something_changed(
     assert [links(), links()] == [1, 0]
     (sources / "notes.txt").write_text("nobody's")
     assert links() == 0
-    monkeypatch.setattr(build, "compile_flags", lambda t, a, real=build.compile_flags: [*real(t, a), "-g"])
+    monkeypatch.setattr(
+        build, "compile_flags", lambda t, a, real=build.compile_flags: [*real(t, a), "-g"]
+    )
     assert [links(), links()] == [1, 0]
     monkeypatch.setenv("CXX", "my-g++")
     assert [links(), links()] == [1, 0]
 
 
-def test_a_compiler_that_fails(compilers: Callable[..., Path], sources: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_fails(
+    compilers: Callable[..., Path], sources: Path, tmp_path: Path
+) -> None:
     """Its words are shown, what was there before stays, and nothing half is left."""
     compilers("hipcc", "c++", fails=True)
     folder = tmp_path / "lib"
@@ -182,7 +210,9 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     second = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
     third = f"{second} avx2 bmi1 bmi2 f16c fma abm movbe"
     for flags, archs in (
-        ("", ["x86-64"]), (second, ["x86-64-v2", "x86-64"]), (third, ["x86-64-v3", "x86-64-v2", "x86-64"])
+        ("", ["x86-64"]),
+        (second, ["x86-64-v2", "x86-64"]),
+        (third, ["x86-64-v3", "x86-64-v2", "x86-64"]),
     ):
         assert build.host_archs(frozenset(flags.split())) == archs
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
@@ -192,8 +222,12 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """setup.py runs in pip's build environment, where neither torch nor numpy is."""
     program = "import runpy, sys; runpy.run_path('megatron/kernels/build.py'); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "megatron"} & {name.partition(".")[0] for name in loaded.stdout.split()}
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "numpy", "megatron"} & {
+        name.partition(".")[0] for name in loaded.stdout.split()
+    }
 
 
 def needs(target: str) -> None:
@@ -204,7 +238,9 @@ def needs(target: str) -> None:
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
 def test_a_real_build(target: str, tmp_path: Path) -> None:
-    """It holds its own description, so that it is known to be current, and every exported function."""
+    """It holds its own description, so that it is known to be current, and every exported
+    function.
+    """
     needs(target)
     path = build.build(target, folder=tmp_path)
     assert build.is_current(path, target, build.default_archs(target))

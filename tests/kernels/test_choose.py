@@ -1,4 +1,7 @@
-"""Which operators go through the kernels: by flags, by what is loaded, and on a CPU by what was measured."""
+"""Which operators go through the kernels: by flags, by what is loaded, and on a CPU by what was
+measured.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +12,15 @@ import torch
 from megatron.config import Config
 from megatron.config.training import KernelConfig
 from megatron.kernels import choose, library
-from megatron.kernels.choose import ALL, EVERY_TYPE, HOST_FASTER, NORMS, OPERATORS, Fusions, choose_fusions
+from megatron.kernels.choose import (
+    ALL,
+    EVERY_TYPE,
+    HOST_FASTER,
+    NORMS,
+    OPERATORS,
+    Fusions,
+    choose_fusions,
+)
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
@@ -17,6 +28,7 @@ MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16,
 
 def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
     """As if a library were loaded for these kinds of device alone."""
+
     def find(device_type: str) -> library.Found:
         if device_type in device_types:
             return library.Found(Path("/lib/l.so"), "hip", "gfx90a", "", object())
@@ -33,7 +45,11 @@ def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor with that of another device."""
     load(monkeypatch)
     kernels = KernelConfig(norm_implementation="fused", optimizer_implementation="fused")
-    assert choose_fusions(kernels, CUDA, "bfloat16") == choose_fusions(kernels, CPU, "float32") == Fusions()
+    assert (
+        choose_fusions(kernels, CUDA, "bfloat16")
+        == choose_fusions(kernels, CPU, "float32")
+        == Fusions()
+    )
     load(monkeypatch, "cpu")
     for device in (CUDA, torch.device("meta")):
         assert choose_fusions(KernelConfig(), device, "bfloat16") == Fusions()
@@ -41,7 +57,10 @@ def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     load(monkeypatch, "cuda")
-    assert all(choose_fusions(KernelConfig(), CUDA, dtype) == ALL for dtype in ("float32", "float16", "bfloat16"))
+    assert all(
+        choose_fusions(KernelConfig(), CUDA, dtype) == ALL
+        for dtype in ("float32", "float16", "bfloat16")
+    )
     assert choose_fusions(KernelConfig(), CUDA, "float64") == Fusions()
 
 
@@ -57,7 +76,9 @@ def test_each_flag_switches_its_own_operator(monkeypatch: pytest.MonkeyPatch) ->
         (dict(norm_implementation="torch"), *NORMS),
         (dict(optimizer_implementation="torch"), "optimizer"),
     ):
-        assert named(choose_fusions(KernelConfig(**values), CUDA, "bfloat16")) == {*OPERATORS} - {*names}
+        assert named(choose_fusions(KernelConfig(**values), CUDA, "bfloat16")) == {*OPERATORS} - {
+            *names
+        }
 
 
 def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +93,9 @@ def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> No
         assert getattr(choose_fusions(KernelConfig(), CPU, "bfloat16"), name)
         wished = KernelConfig(**{f"{setting}_implementation": "fused"})
         assert getattr(choose_fusions(wished, CPU, "float32"), name)
-    assert choose_fusions(KernelConfig(), None, "float32") == choose_fusions(KernelConfig(), CPU, "float32")
+    assert choose_fusions(KernelConfig(), None, "float32") == choose_fusions(
+        KernelConfig(), CPU, "float32"
+    )
 
 
 def finding(usable: bool) -> choose.Finding:
@@ -113,15 +136,23 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
     load(monkeypatch, "cuda")
     assert "/lib/l.so" in choose.report(Config.create(**MODEL), CUDA)[0]
     used, reasons = report(CUDA, persist_layer_norm=False, bf16=True)
-    assert all(name in used for name in ("bias_activation", "bias_dropout", "cross_entropy", "optimizer"))
+    assert all(
+        name in used for name in ("bias_activation", "bias_dropout", "cross_entropy", "optimizer")
+    )
     for name, flag in (
-        ("attention_block", "--attention-backend blocked"), ("masked_softmax", "--attention-backend unfused"),
-        ("layer_norm", "--no-persist-layer-norm"), ("rms_norm", "--normalization layernorm"),
+        ("attention_block", "--attention-backend blocked"),
+        ("masked_softmax", "--attention-backend unfused"),
+        ("layer_norm", "--no-persist-layer-norm"),
+        ("rms_norm", "--normalization layernorm"),
         ("rotary", "--position-embedding-type learned_absolute"),
     ):
         assert flag in reasons[name]
-    used, reasons = report(CUDA, attention_backend="unfused", position_embedding_type="rope", bf16=True)
+    used, reasons = report(
+        CUDA, attention_backend="unfused", position_embedding_type="rope", bf16=True
+    )
     assert set(reasons) == {"attention_block", "rms_norm"}
     reasons = report(CUDA, bf16=True, fp32_residual_connection=True, optimizer="sgd")[1]
-    assert all("--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout"))
+    assert all(
+        "--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout")
+    )
     assert "--optimizer sgd" in reasons["optimizer"]

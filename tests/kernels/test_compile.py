@@ -1,8 +1,10 @@
-"""torch.compile passes through every fused operator in one graph, forward and backward, with the results of eager mode.
+"""torch.compile passes through every fused operator in one graph, forward and backward, with the
+results of eager mode.
 
-Also without a compiled library, where an operator is made of torch's own. The numbers themselves are tested in
-numerics/.
+Also without a compiled library, where an operator is made of torch's own. The numbers themselves
+are tested in numerics/.
 """
+
 from __future__ import annotations
 
 import functools
@@ -51,7 +53,10 @@ def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
     """A block of queries with all their keys, then the gradients of the block of its last keys."""
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
-    scores, law = draw(3, 2 * rows, rows + TILE, grad=False), (2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE)
+    scores, law = (
+        draw(3, 2 * rows, rows + TILE, grad=False),
+        (2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
+    )
     again, gradients = scores[..., TILE:].contiguous(), draw(3, 2 * rows, rows, seed=2, grad=False)
     attention_weights_(scores, logarithms, slope, 1, TILE, *law)
     attention_gradient_(again, gradients, logarithms, logarithms.cos(), slope, 1, TILE, TILE, *law)
@@ -79,15 +84,30 @@ def step(rows: int) -> list[Any]:
     copies = [p.bfloat16() for p in weights]
     norm = scale_and_norm_(gradients, 0.5)
     adamw_(
-        weights, gradients, first, [t.square() for t in second], copies, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8,
-        weight_decay=0.1, step=3, gradient_scale=0.5,
-    )  # fmt: skip
+        weights,
+        gradients,
+        first,
+        [t.square() for t in second],
+        copies,
+        lr=1e-2,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        gradient_scale=0.5,
+    )
     return [norm, weights, first, copies, scale_and_norm_(weights)]
 
 
-def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[Any, ...]:
+def norms(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[Any, ...]:
     plus = layer_norm(x, weight, bias, 1e-5, one_plus=True)
-    sums = (*add_layer_norm(plus, residual, weight, bias, 1e-5), *add_rms_norm(x, residual, weight, 1e-5))
+    sums = (
+        *add_layer_norm(plus, residual, weight, bias, 1e-5),
+        *add_rms_norm(x, residual, weight, 1e-5),
+    )
     return (*sums, rms_norm(x, weight, 1e-5))
 
 
@@ -97,11 +117,16 @@ def turn(qkv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def block(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, matrix: torch.Tensor,
-    seed: int, ids: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    matrix: torch.Tensor,
+    seed: int,
+    ids: torch.Tensor,
 ) -> torch.Tensor:
-    """A stretch of a model: norm, linear and activations, dropout and residual, head and loss, which takes the logits'
-    place."""
+    """A stretch of a model: norm, linear and activations, dropout and residual, head and loss,
+    which takes the logits' place."""
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
     y = bias_activation(torch.cat((y, y), -1), None, "swiglu")
@@ -114,15 +139,26 @@ def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
     return draw(rows, H), draw(rows, H, seed=2), *weights, seed, labels(rows)
 
 
-# Calls of every operator, and what they are called on: fresh tensors each time, with as many rows as asked for.
+# Calls of every operator, and what they are called on: fresh tensors each time, with as many rows
+# as asked for.
 PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "attention": (lambda rows: attention(rows.shape[0], True), lambda rows: (torch.empty(rows),)),
-    "attention without slopes": (lambda rows: attention(rows.shape[0], False), lambda rows: (torch.empty(rows),)),
+    "attention without slopes": (
+        lambda rows: attention(rows.shape[0], False),
+        lambda rows: (torch.empty(rows),),
+    ),
     "softmax": (
         lambda x, y, hidden: (causal_softmax(x, 0.5), masked_softmax(y, hidden, 0.5)),
-        lambda rows: (draw(2, rows, rows + 3), draw(2, 3, rows, 50), draw(2, 1, rows, 50, grad=False) > 0),
+        lambda rows: (
+            draw(2, rows, rows + 3),
+            draw(2, 3, rows, 50),
+            draw(2, 1, rows, 50, grad=False) > 0,
+        ),
     ),
-    "norms": (norms, lambda rows: (draw(rows, H), draw(rows, H, seed=2), draw(H, seed=8), draw(H, seed=9))),
+    "norms": (
+        norms,
+        lambda rows: (draw(rows, H), draw(rows, H, seed=2), draw(H, seed=8), draw(H, seed=9)),
+    ),
     "rotate": (turn, lambda rows: (draw(rows, 2, 3, 30), draw(rows, 1, 1, 4, grad=False))),
     "vocabulary": (lambda rows: vocabulary(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "table": (lambda rows: table(rows.shape[0]), lambda rows: (torch.empty(rows),)),
@@ -134,7 +170,9 @@ COMPILED = ["softmax", "norms", "rotate", "block"]  # the others draw their tens
 
 @pytest.fixture(params=["library", "none"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """With the compiled library for CPU tensors, and without any; nothing compiled is left from another test."""
+    """With the compiled library for CPU tensors, and without any; nothing compiled is left from
+    another test.
+    """
     torch._dynamo.reset()
     if request.param == "none":
         monkeypatch.setenv(library.OVERRIDE, "none")
@@ -169,12 +207,19 @@ def everything(call: Call, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """To the bit: the same implementations were called on the same numbers."""
     for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+        assert (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.stride() == b.stride()
+            and torch.equal(a, b)
+        )
     assert any(t.isfinite().all() and t.any() for t in expected)
 
 
 def test_one_graph_for_any_seed(kernels: str) -> None:
-    """Every step has seeds of its own: the first two may be compiled for, no more (torch sees a number change once)."""
+    """Every step has seeds of its own: the first two may be compiled for, no more (torch sees a
+    number change once).
+    """
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     losses = []
@@ -203,15 +248,19 @@ def test_inductor(name: str, kernels: str) -> None:
     """What torch's compiler makes around the operators; they themselves run as they are."""
     call, arguments = PUBLIC[name]
     compiled = torch.compile(call, fullgraph=True, backend="inductor")
-    for a, b in zip(everything(compiled, arguments(ROWS)), everything(call, arguments(ROWS)), strict=True):
+    for a, b in zip(
+        everything(compiled, arguments(ROWS)), everything(call, arguments(ROWS)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-# ---- the registered operators --------------------------------------------------------------------------------------
+# ---- the registered operators --------------------------------------------------------------------
 
 
 def copy_of(value: Any, grad: bool) -> Any:
-    """A copy with the strides of the original; it wants a gradient where `grad` and the original does."""
+    """A copy with the strides of the original; it wants a gradient where `grad` and the original
+    does.
+    """
     if isinstance(value, (list, tuple)):
         return [copy_of(item, grad) for item in value]
     if not isinstance(value, torch.Tensor):
@@ -221,7 +270,9 @@ def copy_of(value: Any, grad: bool) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of every call of a megatron operator; `grad` while a forward pass runs."""
+    """Keeps the arguments of every call of a megatron operator; `grad` while a forward pass
+    runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,13 +282,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megatron":
             arguments = tuple(copy_of(a, self.grad) for a in args)
-            self.calls.setdefault(func.name().removeprefix("megatron::"), []).append((func, arguments))
+            self.calls.setdefault(func.name().removeprefix("megatron::"), []).append(
+                (func, arguments)
+            )
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
 def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
-    """What the public functions call, forward and backward: operators by name, with arguments of each call."""
+    """What the public functions call, forward and backward: operators by name, with arguments of
+    each call.
+    """
     with Recorder() as recorder:
         for call, arguments in PUBLIC.values():
             recorder.grad = True
@@ -251,13 +306,15 @@ def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
 def registered() -> list[str]:
     """Names of what is registered under torch.ops.megatron."""
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(name.removeprefix("megatron::") for name in names if name.startswith("megatron::"))
+    return sorted(
+        name.removeprefix("megatron::") for name in names if name.startswith("megatron::")
+    )
 
 
 @pytest.mark.parametrize("name", registered())
 def test_registration(name: str, kernels: str) -> None:
-    """torch's own checks: schema, autograd registration, fake tensors, and the compiler's view with dynamic shapes,
-    which does not depend on who computes."""
+    """torch's own checks: schema, autograd registration, fake tensors, and the compiler's view with
+    dynamic shapes, which does not depend on who computes."""
     calls = recorded()[name]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,4 +1,7 @@
-"""Sizes that the numerical tests do not reach: more than 2^31 elements, and rows of 65,536 columns and more."""
+"""Sizes that the numerical tests do not reach: more than 2^31 elements, and rows of 65,536 columns
+and more.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +26,8 @@ large_devices = pytest.mark.parametrize(
 
 GiB = 1 << 30
 WIDTH = 4096
-# 129 squares of 4,096: the first element past 2^31 begins row 524,288, the last lies 16 million further.
+# 129 squares of 4,096: the first element past 2^31 begins row 524,288, the last lies 16 million
+# further.
 ROWS = 129 * WIDTH
 BOUNDARY = (1 << 31) // WIDTH
 # Around the boundary, and the last.
@@ -46,8 +50,12 @@ def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
     return x
 
 
-def check_rows(run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor) -> None:
-    """Each row of the large result is that of its row alone, to the bit, as the same code computes it."""
+def check_rows(
+    run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor
+) -> None:
+    """Each row of the large result is that of its row alone, to the bit, as the same code computes
+    it.
+    """
     whole, part = run(*large), run(*(x[LOOKED_AT] for x in large))
     if isinstance(whole, torch.Tensor):
         whole, part = (whole,), (part,)
@@ -96,28 +104,41 @@ def test_softmax_past_2_31(device: str) -> None:
 
 @large_devices
 def test_attention_past_2_31(device: str) -> None:
-    """Squares of scores before and after the boundary, with dropout, which knows its place in the whole, to the bit."""
+    """Squares of scores before and after the boundary, with dropout, which knows its place in the
+    whole, to the bit.
+    """
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
     gradients, law = scores.clone(), (1, 0.5, 0.25, 7, origins, WIDTH)
     logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
-    few = {sample: (scores[sample, None].clone(), gradients[sample, None].clone()) for sample in (0, 127, 128)}
+    few = {
+        sample: (scores[sample, None].clone(), gradients[sample, None].clone())
+        for sample in (0, 127, 128)
+    }
     attention_gradient_(scores, gradients, logarithms, dots, None, 0, 0, 0, *law)
     for sample, (weights, changed) in few.items():
         attention_gradient_(weights, changed, logarithms, dots, None, sample, 0, 0, *law)
-        assert weights.any() and torch.equal(scores[sample], weights[0]) and torch.equal(gradients[sample], changed[0])
+        assert (
+            weights.any()
+            and torch.equal(scores[sample], weights[0])
+            and torch.equal(gradients[sample], changed[0])
+        )
         assert bool((weights == 0).tril().any())
     few = {sample: scores[sample, None].clone() for sample in few}
     attention_weights_(scores, logarithms, None, 0, 0, *law)
     for sample, weights in few.items():
         found = torch.empty_like(logarithms)
         attention_weights_(weights, found, None, sample, 0, *law)
-        assert torch.equal(scores[sample], weights[0]) and torch.equal(logarithms[sample], found[sample])
+        assert torch.equal(scores[sample], weights[0]) and torch.equal(
+            logarithms[sample], found[sample]
+        )
 
 
 @large_devices
 def test_sums_over_rows_past_2_31(device: str) -> None:
-    """The bias's gradient of squared ReLU, 2 dy max(x, 0): only the rows that are not zero add to it."""
+    """The bias's gradient of squared ReLU, 2 dy max(x, 0): only the rows that are not zero add to
+    it.
+    """
     x = large(device)
     bias = torch.zeros(WIDTH, dtype=torch.bfloat16, device=device)
     dx, dbias = torch.ops.megatron.bias_activation_backward(x, x, bias, "squared_relu")
@@ -131,7 +152,8 @@ def test_sums_over_rows_past_2_31(device: str) -> None:
 def test_norm_of_a_tensor_past_2_31(device: str) -> None:
     x = large(device)
     want = float(x[LOOKED_AT].double().square().sum())
-    assert float(scale_and_norm_([x])) == pytest.approx(want, rel=1e-6)  # the sum is rounded to fp32 once
+    # the sum is rounded to fp32 once
+    assert float(scale_and_norm_([x])) == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.gpu
@@ -142,23 +164,30 @@ def test_past_2_32_elements() -> None:
     rows = (1 << 32) // WIDTH + 2
     x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
     x[-2:] = random((2, WIDTH), torch.bfloat16, "cuda", 1)
-    for run in (lambda x: bias_activation(x, None, "squared_relu"), lambda x: rms_norm(x, x[-1], 1e-5)):
+    for run in (
+        lambda x: bias_activation(x, None, "squared_relu"),
+        lambda x: rms_norm(x, x[-1], 1e-5),
+    ):
         y = run(x)
         assert torch.equal(y[-2:], run(x[-2:])) and not y[:2].any()
 
 
-# ---- wide rows ------------------------------------------------------------------------------------------------------
-# Each holds the row in another way: 1,024, 2,048, 4,096 and 8,192 packs of bf16, then rows too wide to hold, then one
-# that is not made of packs. Norms and cross entropy have theirs in numerics/.
+# ---- wide rows -----------------------------------------------------------------------------------
+# Each holds the row in another way: 1,024, 2,048, 4,096 and 8,192 packs of bf16, then rows too wide
+# to hold, then one that is not made of packs. Norms and cross entropy have theirs in numerics/.
 CASES = [(65536, torch.bfloat16), (32768, torch.float32), (65544, torch.float16)]
-MORE = [(n, dtype) for n in (8192, 16384, 32768, 65535) for dtype in (torch.float16, torch.bfloat16)]
+MORE = [
+    (n, dtype) for n in (8192, 16384, 32768, 65535) for dtype in (torch.float16, torch.bfloat16)
+]
 wide = pytest.mark.parametrize(
-    ("n", "dtype"), [*CASES, *(pytest.param(*case, marks=campaign) for case in MORE)],
+    ("n", "dtype"),
+    [*CASES, *(pytest.param(*case, marks=campaign) for case in MORE)],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 
-# Sums of 65,536 terms in fp32, each lane's in turn, then over lanes: 2^-24 for each of at most 512 + 20 additions on a
-# GPU; on a CPU one lane of 1 adds all terms one by one, but the errors of 65,536 roundings add up like a random walk's.
+# Sums of 65,536 terms in fp32, each lane's in turn, then over lanes: 2^-24 for each of at most 512
+# + 20 additions on a GPU; on a CPU one lane of 1 adds all terms one by one, but the errors of
+# 65,536 roundings add up like a random walk's.
 SUM = 2.0**-24 * 600
 
 
@@ -168,7 +197,10 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
     x = random((1, 1, 2, n), dtype, device, 3, scale=3.0).requires_grad_()
     hidden = (torch.arange(n) % 3 == 0).expand(1, 1, 2, n).contiguous()
     causal = torch.ones(2, n, dtype=torch.bool).triu(n - 1)
-    for mask, y in ((hidden, masked_softmax(x, hidden.to(device), 0.7)), (causal, causal_softmax(x, 0.7))):
+    for mask, y in (
+        (hidden, masked_softmax(x, hidden.to(device), 0.7)),
+        (causal, causal_softmax(x, 0.7)),
+    ):
         want = (exact(x).detach() * 0.7).masked_fill(mask, float("-inf")).softmax(-1)
         assert_close(y, want, dtype, SUM * want)
         dy = random((1, 1, 2, n), dtype, device, 4)
@@ -181,7 +213,9 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
 @devices
 @wide
 def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
-    """The last eight queries of a sequence with all their keys, then the gradients of the second half of the scores."""
+    """The last eight queries of a sequence with all their keys, then the gradients of the second
+    half of the scores.
+    """
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may
     scores, law = random((1, queries, n), dtype, device, 10, scale=3.0), (1, 0.7, 0.0, 0)

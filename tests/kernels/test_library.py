@@ -1,4 +1,5 @@
 """Which library is loaded, what is said where none is, and the calls into it."""
+
 from __future__ import annotations
 
 import ctypes
@@ -42,7 +43,12 @@ def fake(path: Path, description: str, code: int = 0) -> Path:
         }}
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source, text=True, check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)],
+        input=source,
+        text=True,
+        check=True,
+    )
     return path
 
 
@@ -60,7 +66,11 @@ def reason(device_type: str = "cpu") -> str:
 
 def test_nothing_is_there(folder: Path) -> None:
     found = library.find("cpu")
-    assert found.handle is None and not library.available(torch.device("cpu")) and library.fingerprint("cpu") == 0
+    assert (
+        found.handle is None
+        and not library.available(torch.device("cpu"))
+        and library.fingerprint("cpu") == 0
+    )
     assert all(part in found.line for part in (HOST, str(folder), "--target host"))
     assert "mps" in reason("mps")
 
@@ -70,18 +80,32 @@ def test_the_best_that_this_processor_runs(folder: Path, monkeypatch: pytest.Mon
     for arch in ("x86-64", "x86-64-v2", "x86-64-v4"):
         fake(folder / f"libmegatron-host-{arch}.so", current("host", arch))
     found = library.find("cpu")
-    assert (found.target, found.arch, found.reason, found.sources) == ("host", "x86-64-v2", "", build.source_hash())
+    assert (found.target, found.arch, found.reason, found.sources) == (
+        "host",
+        "x86-64-v2",
+        "",
+        build.source_hash(),
+    )
     assert str(folder / "libmegatron-host-x86-64-v2.so") in found.line
 
 
 def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale, of another target, or no library; cut off, loading it would end the process with a bus error."""
+    """Stale, of another target, or no library; cut off, loading it would end the process with a bus
+    error.
+    """
     stale = f"host {ARCH} 0123456789abcdef-00000000"
     whole = fake(folder / "whole.so", current("host", ARCH)).read_bytes()
-    for i, (made, said) in enumerate((
-        (stale, "sources"), (current("hip", ARCH), "hip"), ("nonsense", HOST), (b"", HOST), (b"text", HOST),
-        (b"\x7fELF cut off", HOST), *((whole[:n], HOST) for n in (len(whole) - 1, len(whole) // 2, 100, 64)),
-    )):  # each in a folder of its own: the loader knows a file again
+    for i, (made, said) in enumerate(
+        (
+            (stale, "sources"),
+            (current("hip", ARCH), "hip"),
+            ("nonsense", HOST),
+            (b"", HOST),
+            (b"text", HOST),
+            (b"\x7fELF cut off", HOST),
+            *((whole[:n], HOST) for n in (len(whole) - 1, len(whole) // 2, 100, 64)),
+        )
+    ):  # each in a folder of its own: the loader knows a file again
         monkeypatch.setattr(library, "LIBRARIES", folder / str(i))
         place = folder / str(i) / HOST
         if isinstance(made, str):
@@ -99,7 +123,9 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot serve is an error; `none` means none, on any device."""
-    monkeypatch.setenv(library.OVERRIDE, str(fake(folder / "elsewhere" / "simulator.so", "simulator wave64 0-0")))
+    monkeypatch.setenv(
+        library.OVERRIDE, str(fake(folder / "elsewhere" / "simulator.so", "simulator wave64 0-0"))
+    )
     assert library.find("cpu").target == "simulator"
     fake(folder / "libmegatron-hip-gfx90a.so", current("hip", "gfx90a"))
     (folder / "broken.so").write_bytes(b"broken")
@@ -129,7 +155,9 @@ def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyP
     """Also with the ECC and XNACK modes that ROCm appends to the architecture."""
     gpu(monkeypatch, "gfx90a:sramecc+:xnack-", "6.4")
     fake(folder / "libmegatron-hip-gfx942.so", current("hip", "gfx942"))
-    assert "libmegatron-hip-gfx90a.so" in reason("cuda") and "--target hip --arch gfx90a" in reason("cuda")
+    assert "libmegatron-hip-gfx90a.so" in reason("cuda") and "--target hip --arch gfx90a" in reason(
+        "cuda"
+    )
     fake(folder / "libmegatron-hip-gfx908+gfx90a.so", current("hip", "gfx908+gfx90a"))
     library.forget()
     assert library.find("cuda").arch == "gfx908+gfx90a"
@@ -154,15 +182,24 @@ def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one for other sources and targets, the same for levels of one architecture; fits into an int64 tensor."""
+    """Another one for other sources and targets, the same for levels of one architecture; fits into
+    an int64 tensor.
+    """
+
     def of(description: str) -> int:
-        monkeypatch.setenv(library.OVERRIDE, str(fake(folder / f"{len(list(folder.iterdir()))}.so", description)))
+        monkeypatch.setenv(
+            library.OVERRIDE, str(fake(folder / f"{len(list(folder.iterdir()))}.so", description))
+        )
         library.forget()
         return library.fingerprint("cpu")
 
     prints = [of(f"host x86-64-v{level} aaaa-{level}") for level in (3, 4)]
     assert prints[0] == prints[1]
-    others = [of("host x86-64-v3 bbbb-3"), of("simulator x86-64-v3 aaaa-3"), of("host aarch64 aaaa-3")]
+    others = [
+        of("host x86-64-v3 bbbb-3"),
+        of("simulator x86-64-v3 aaaa-3"),
+        of("host aarch64 aaaa-3"),
+    ]
     assert len({prints[0], *others}) == 4 and all(0 < n < 2**63 for n in (*prints, *others))
 
 

@@ -1,4 +1,7 @@
-"""The check of registers and accesses: planted violations are found, in text, and as the compilers make them."""
+"""The check of registers and accesses: planted violations are found, in text, and as the compilers
+make them.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -50,16 +53,29 @@ def rules(tmp_path: Path) -> resources.Rules:
 
 
 def kernel(name: str, **values: int) -> Kernel:
-    good = dict(vgprs=60, agprs=0, sgprs=40, lds_bytes=0, scratch_bytes=0, spills=0, occupancy=8, narrow=0, wide=4)
+    good = dict(
+        vgprs=60,
+        agprs=0,
+        sgprs=40,
+        lds_bytes=0,
+        scratch_bytes=0,
+        spills=0,
+        occupancy=8,
+        narrow=0,
+        wide=4,
+    )
     return Kernel(name, **{**good, **values})
 
 
 def test_budgets_are_found_beside_the_operation(rules: resources.Rules) -> None:
     wanted = {
-        CAUSAL: 4, "void part_kernel<float>(float*)": 8, "void step_kernel<bf16, 8>(bf16*)": 8,
-        ROW.format("Around<Softmax<float, Causal> >", ""): 4, "void flat_kernel<Nobody<float>, 4>(long)": None,
+        CAUSAL: 4,
+        "void part_kernel<float>(float*)": 8,
+        "void step_kernel<bf16, 8>(bf16*)": 8,
+        ROW.format("Around<Softmax<float, Causal> >", ""): 4,
+        "void flat_kernel<Nobody<float>, 4>(long)": None,
         "void flat_kernel<Choosing<float>, 4>(long)": 4,
-    }  # fmt: skip
+    }
     assert {name: resources.waves_wanted(kernel(name), rules) for name in wanted} == wanted
     assert len(resources.check(kernel("void flat_kernel<Nobody<float>, 4>(long)"), rules)) == 1
 
@@ -67,24 +83,37 @@ def test_budgets_are_found_beside_the_operation(rules: resources.Rules) -> None:
 @pytest.mark.parametrize(
     ("values", "figures"),
     [
-        (dict(vgprs=129), ("129", "128")), (dict(spills=2), ("2",)), (dict(scratch_bytes=8, narrow=2), ("8",)),
-        (dict(agprs=4), ("4",)), (dict(occupancy=3), ("3", "4")), (dict(narrow=1), ("1", "0")), (dict(wide=0), ("16",)),
+        (dict(vgprs=129), ("129", "128")),
+        (dict(spills=2), ("2",)),
+        (dict(scratch_bytes=8, narrow=2), ("8",)),
+        (dict(agprs=4), ("4",)),
+        (dict(occupancy=3), ("3", "4")),
+        (dict(narrow=1), ("1", "0")),
+        (dict(wide=0), ("16",)),
     ],
 )
-def test_each_rule(rules: resources.Rules, values: dict[str, int], figures: tuple[str, ...]) -> None:
+def test_each_rule(
+    rules: resources.Rules, values: dict[str, int], figures: tuple[str, ...]
+) -> None:
     (found,) = resources.check(kernel(CAUSAL, **values), rules)
     assert all(figure in found for figure in figures), found
     assert resources.check(kernel(CAUSAL, vgprs=128), rules) == []
 
 
 def test_announced_narrow_accesses(rules: resources.Rules) -> None:
-    """Of the operation, of a struct among its arguments, and of a __global__ function; in V and ITEMS."""
+    """Of the operation, of a struct among its arguments, and of a __global__ function; in V and
+    ITEMS.
+    """
     streaming = MASKED.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<512, 8>")
     allowed = {
-        CAUSAL: 0, MASKED: 12, streaming: 3 * resources.UNROLLED, "void step_kernel<bf16, 8>(bf16*)": 17,
-        "void step_kernel<float, 4>(float*)": 9, "void part_kernel<float>(float*)": None,
+        CAUSAL: 0,
+        MASKED: 12,
+        streaming: 3 * resources.UNROLLED,
+        "void step_kernel<bf16, 8>(bf16*)": 17,
+        "void step_kernel<float, 4>(float*)": 9,
+        "void part_kernel<float>(float*)": None,
         CAUSAL.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<256, 1>"): None,
-    }  # fmt: skip
+    }
     assert {name: resources.narrow_allowed(kernel(name), rules) for name in allowed} == allowed
 
 
@@ -92,7 +121,9 @@ def test_an_announcement_that_is_too_generous(rules: resources.Rules) -> None:
     step, part = "void step_kernel<bf16, 8>(bf16*)", "void part_kernel<float>(float*)"
     good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part, narrow=2)]
     assert resources.check_all(good, rules) == []
-    wrong = resources.check_all([kernel(MASKED, narrow=11), kernel(step, narrow=16), kernel(part)], rules)
+    wrong = resources.check_all(
+        [kernel(MASKED, narrow=11), kernel(step, narrow=16), kernel(part)], rules
+    )
     assert [line.partition(":")[0] for line in wrong] == ["part_kernel", "Step", "Masked"]
     assert "16" in wrong[1]
 
@@ -206,11 +237,15 @@ def needs(target: str) -> None:
 
 @pytest.mark.slow
 def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
-    """Narrow loads and spills are found in real assembly, and nothing is said of a kernel that is good."""
+    """Narrow loads and spills are found in real assembly, and nothing is said of a kernel that is
+    good.
+    """
     needs("hip")
     plant(tmp_path)
     rules, kernels = resources.read_rules(tmp_path), resources.compile_kernels(folder=tmp_path)
-    wide = {k.words[0]: resources.check(k, rules) for k in kernels if resources.sizes(k, rules)["V"] > 1}
+    wide = {
+        k.words[0]: resources.check(k, rules) for k in kernels if resources.sizes(k, rules)["V"] > 1
+    }
     assert wide["Good"] == []
     assert len(wide["Narrow"]) == 1 and "4" in wide["Narrow"][0] and len(wide["Spilling"]) >= 1
     assert {dataclasses.replace(k, name="").wide for k in kernels if k.words[0] == "Good"} == {0, 2}
@@ -220,7 +255,12 @@ def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
 def test_planted_spills_in_what_nvcc_makes(tmp_path: Path) -> None:
     needs("cuda")
     plant(tmp_path)
-    text = (tmp_path / "planted.cpp").read_text().replace("held[24]", "held[96]").replace("< 24", "< 96")
+    text = (
+        (tmp_path / "planted.cpp")
+        .read_text()
+        .replace("held[24]", "held[96]")
+        .replace("< 24", "< 96")
+    )
     (tmp_path / "planted.cpp").write_text(text.replace("j = 23", "j = 95"))
     wrong = resources.cuda_spills(folder=tmp_path)
     assert wrong and all("Spilling" in line for line in wrong)
@@ -232,7 +272,9 @@ def test_no_cuda_kernel_spills() -> None:
     assert resources.cuda_spills() == []
 
 
-def test_what_checks_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_checks_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (["--only", "nonsense"], ["--jobs", "0"]):
         with pytest.raises(SystemExit) as stop:
             resources.main(arguments)

@@ -1,4 +1,7 @@
-"""What holds of all operators: no second derivative that is silently wrong, only widths that can be launched."""
+"""What holds of all operators: no second derivative that is silently wrong, only widths that can be
+launched.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "causal_softmax": causal_softmax,
-    "masked_softmax": lambda x: masked_softmax(x.view(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.bool)),
+    "masked_softmax": lambda x: masked_softmax(
+        x.view(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.bool)
+    ),
     "rms_norm": lambda x: rms_norm(x, torch.ones(8), 1e-5),
     "add_layer_norm": lambda x: add_layer_norm(x, x, torch.ones(8), torch.zeros(8), 1e-5)[0],
     "gelu": lambda x: bias_activation(x, None, "gelu"),
@@ -41,32 +46,49 @@ def test_second_derivatives_are_refused(name: str) -> None:
 def test_rotation_has_every_derivative() -> None:
     x = torch.randn(3, 1, 2, 4, dtype=torch.float32, requires_grad=True)
     angle = torch.rand(3, 1, 1, 2)
-    (first,) = torch.autograd.grad(rotate(x, angle.cos(), angle.sin()).pow(3).sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(
+        rotate(x, angle.cos(), angle.sin()).pow(3).sum(), x, create_graph=True
+    )
     (second,) = torch.autograd.grad(first.sum(), x)
     wide, table = x.detach().double().requires_grad_(), angle.double()
     low, high = wide.chunk(2, -1)
     c, s = table.cos(), table.sin()
     turned = torch.cat((low * c - high * s, high * c + low * s), -1)
     (g,) = torch.autograd.grad(turned.pow(3).sum(), wide, create_graph=True)
-    torch.testing.assert_close(second.double(), torch.autograd.grad(g.sum(), wide)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        second.double(), torch.autograd.grad(g.sum(), wide)[0], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_parameter_is_never_overwritten() -> None:
-    """The gradient of the cross entropy takes the place of its logits; a leaf, and a view of one, is copied first."""
-    for part in (lambda w: w.view(2, 2, 8), lambda w: w[:2].view(1, 2, 8), lambda w: w.unsqueeze(0), lambda w: w):
+    """The gradient of the cross entropy takes the place of its logits; a leaf, and a view of one,
+    is copied first.
+    """
+    for part in (
+        lambda w: w.view(2, 2, 8),
+        lambda w: w[:2].view(1, 2, 8),
+        lambda w: w.unsqueeze(0),
+        lambda w: w,
+    ):
         w = torch.randn(4, 8, requires_grad=True)
         before, logits = w.detach().clone(), part(w)
         labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
         cross_entropy(logits, labels).sum().backward()
         wide = before.double().requires_grad_()
-        torch.nn.functional.cross_entropy(part(wide).reshape(-1, 8), labels.flatten(), reduction="sum").backward()
+        torch.nn.functional.cross_entropy(
+            part(wide).reshape(-1, 8), labels.flatten(), reduction="sum"
+        ).backward()
         assert torch.equal(w.detach(), before)
         torch.testing.assert_close(w.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_widths_that_no_grid_has() -> None:
     wide = torch.empty(1, 2**28, dtype=torch.bfloat16)  # pages that nobody touches
-    for run in (causal_softmax, ONCE["gelu"], lambda x: dropout.bias_dropout_add(x, None, None, 0.1, 1)):
+    for run in (
+        causal_softmax,
+        ONCE["gelu"],
+        lambda x: dropout.bias_dropout_add(x, None, None, 0.1, 1),
+    ):
         refused(lambda run=run: run(wide), 2**28)
     refused(lambda: cross_entropy(torch.tensor(1.0), torch.tensor(0)), "dimension")
 
@@ -74,7 +96,9 @@ def test_widths_that_no_grid_has() -> None:
 def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
     scores = torch.full((1, 4, 4), float("-inf"))
     assert torch.equal(causal_softmax(scores), torch.zeros(1, 4, 4))
-    assert torch.equal(reference(scores, torch.zeros(4, 4, dtype=torch.bool), 1.0), torch.zeros(1, 4, 4))
+    assert torch.equal(
+        reference(scores, torch.zeros(4, 4, dtype=torch.bool), 1.0), torch.zeros(1, 4, 4)
+    )
 
 
 def test_long_odd_rows_keep_their_accuracy() -> None:

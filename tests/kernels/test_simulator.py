@@ -1,4 +1,7 @@
-"""The simulator of GPU lanes: whether it finds what it says it finds. Numerical tests run on it in test_mutants.py."""
+"""The simulator of GPU lanes: whether it finds what it says it finds. Numerical tests run on it in
+test_mutants.py.
+"""
+
 from __future__ import annotations
 
 import subprocess
@@ -144,9 +147,20 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
             place = tmp_path_factory.mktemp("misuse")
             (place / "misuse.cpp").write_text(KERNELS)
             command = [
-                str(compiler("simulator")), "-std=c++17", f"-DMK_SIMULATE={wave}", f"-I{SOURCES}", *flags, "-Wall",
-                "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "misuse.cpp", "-o", "misuse",
-            ]  # fmt: skip
+                str(compiler("simulator")),
+                "-std=c++17",
+                f"-DMK_SIMULATE={wave}",
+                f"-I{SOURCES}",
+                *flags,
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-Wno-unknown-pragmas",
+                "-Wno-unused-function",
+                "misuse.cpp",
+                "-o",
+                "misuse",
+            ]
             done = subprocess.run(command, capture_output=True, text=True, cwd=place)
             assert done.returncode == 0, done.stderr
             made[wave, flags] = place / "misuse"
@@ -162,7 +176,9 @@ def test_misuse_is_found(wave: int, program: Program) -> None:
     outcomes = {case: run_process([file, str(case)], variables) for case in (0, *FOUND)}
     right = outcomes.pop(0)
     assert right.passed and "x[100] 256" in right.output, right.end
-    missed = {case: o.end for case, o in outcomes.items() if o.passed or FOUND[case] not in o.output}
+    missed = {
+        case: o.end for case, o in outcomes.items() if o.passed or FOUND[case] not in o.output
+    }
     assert not missed
     assert "block 0,0,0" in outcomes[6].output
 
@@ -172,13 +188,15 @@ def test_misuse_is_found(wave: int, program: Program) -> None:
 @pytest.mark.parametrize("wave", [64, 32])
 def test_without_sanitizers(wave: int, flags: tuple[str, ...], program: Program) -> None:
     """What is right passes; LDS that nobody has written is NaN."""
-    right, unwritten = (run_process([str(program(wave, flags)), case], environment(None, ())) for case in "01")
+    right, unwritten = (
+        run_process([str(program(wave, flags)), case], environment(None, ())) for case in "01"
+    )
     assert right.passed and "x[100] 256" in right.output, right.end
     assert unwritten.passed and "x[0] nan" in unwritten.output, unwritten.end
 
 
-# What lies behind a tensor of torch. Of all kernels the rotary embedding is compiled fastest; it is told of a head of
-# 64 for one of 8.
+# What lies behind a tensor of torch. Of all kernels the rotary embedding is compiled fastest; it is
+# told of a head of 64 for one of 8.
 OVERRUN = """
 import torch
 from megatron.kernels.ops.rotary import _ROTARY
@@ -198,7 +216,8 @@ _ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 1, 1.0)
 def test_sanitizers_see_tensors(tmp_path: Path) -> None:
     library = simulator_library(tmp_path, 64, SANITIZED, ("rotary",))
     for script, message in (
-        (OVERRUN, "AddressSanitizer: heap-buffer-overflow"), (DIVISION, "runtime error: division by zero")
+        (OVERRUN, "AddressSanitizer: heap-buffer-overflow"),
+        (DIVISION, "runtime error: division by zero"),
     ):
         outcome = run_process([sys.executable, "-c", script], environment(library, SANITIZED))
         assert not outcome.passed and message in outcome.output, outcome.end

@@ -1,4 +1,7 @@
-"""Attention inside documents against a softmax in float64 that is told by an explicit mask what each query sees."""
+"""Attention inside documents against a softmax in float64 that is told by an explicit mask what
+each query sees.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -36,17 +39,26 @@ CASES = {
 
 def documents_of(lengths: list[list[int]]) -> Documents:
     joined = np.concatenate(lengths)
-    return Documents(torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)), joined, len(lengths))
+    return Documents(
+        torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)), joined, len(lengths)
+    )
 
 
-def inputs(s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def inputs(
+    s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes = [(s, b, n, D) for n in (heads, groups, groups)]
-    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes]
+    return [
+        torch.randn(x, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for x in shapes
+    ]
 
 
 def dense(q, k, v, slopes, lengths):
-    """The reference: all scores, those that are not seen taken out. Head h reads group h // (heads / groups)."""
+    """The reference: all scores, those that are not seen taken out. Head h reads group h // (heads
+    / groups).
+    """
     s, _, heads, d = q.shape
     group = [h // (heads // k.shape[2]) for h in range(heads)]
     k, v = k[:, :, group], v[:, :, group]
@@ -54,7 +66,10 @@ def dense(q, k, v, slopes, lengths):
     i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
     if slopes is not None:
         scores = scores - slopes.double().view(heads, 1, 1) * (i - j)
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])  # [b, s]
+    # [b, s]
+    ids = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
+    )
     seen = (j <= i) & (ids.unsqueeze(2) == ids.unsqueeze(1))  # [b, s, s]
     weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
@@ -70,14 +85,18 @@ def output_and_gradients(attend, tensors):
     return [out.detach(), *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
 
 
-@pytest.mark.parametrize(("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, True), (6, 2, False)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, True), (6, 2, False)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_against_a_dense_mask(case, heads, groups, alibi):
     lengths = CASES[case]
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups)
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
-    found = output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors)
+    found = output_and_gradients(
+        lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     if case == "whole samples":
@@ -88,14 +107,22 @@ def test_against_a_dense_mask(case, heads, groups, alibi):
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
 def test_strided_inputs_in_bf16(alibi):
-    """Keys and values are slices of the fused projection; a few roundings of the format, relative to the whole."""
+    """Keys and values are slices of the fused projection; a few roundings of the format, relative
+    to the whole.
+    """
     lengths, heads, groups = CASES["two samples"], 4, 2
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     q, k, v = (x.detach() for x in inputs(sum(lengths[0]), 2, heads, groups, torch.bfloat16))
     fused = torch.cat((k, v), dim=-1)
-    tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
+    tensors = [
+        q.requires_grad_(),
+        fused[..., :D].detach().requires_grad_(),
+        fused[..., D:].detach().requires_grad_(),
+    ]
     assert not tensors[1].is_contiguous()
-    found = output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors)
+    found = output_and_gradients(
+        lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors
+    )
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     for a, b in zip(found, expected, strict=True):
@@ -103,7 +130,9 @@ def test_strided_inputs_in_bf16(alibi):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation gives, in forward and backward."""
+    """Remembers the most elements of any tensor that an operation gives, in forward and
+    backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,13 +153,17 @@ def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
     tensors = inputs(s, 2, heads, heads, torch.float32)
     bias = Alibi(alibi_slopes(heads)) if alibi else None
     with Largest() as seen:
-        output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), dropout), tensors)
+        output_and_gradients(
+            lambda *x: torch_attention(*x, bias, documents_of(lengths), dropout), tensors
+        )
     # Scores of documents, filled up, where dropout wants them: b * s * 1.25 * 32 for each head.
     assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
 
 def test_dropout_acts_inside_documents_and_repeats():
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    scaled up.
+    """
     p, b, heads = 0.25, 6, 8
     lengths = [[25, 14, 1, 24]] * b
     s = sum(lengths[0])
@@ -161,22 +194,45 @@ def test_dropout_acts_inside_documents_and_repeats():
 @pytest.mark.parametrize(
     ("attention", "fusions", "documents", "rope", "dropout"),
     [
-        ("torch", NONE, True, False, 0.0), ("torch", NONE, True, True, 0.3), ("blocked", ALL, True, False, 0.3),
-        ("blocked", ALL, False, True, 0.3), ("blocked", NONE, False, False, 0.3), ("unfused", ALL, True, False, 0.3),
-        ("unfused", ALL, False, True, 0.3), ("unfused", NONE, True, True, 0.3),
+        ("torch", NONE, True, False, 0.0),
+        ("torch", NONE, True, True, 0.3),
+        ("blocked", ALL, True, False, 0.3),
+        ("blocked", ALL, False, True, 0.3),
+        ("blocked", NONE, False, False, 0.3),
+        ("unfused", ALL, True, False, 0.3),
+        ("unfused", ALL, False, True, 0.3),
+        ("unfused", NONE, True, True, 0.3),
     ],
 )
 def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, rope, dropout):
     config = Config.create(
-        num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=23, vocab_size=8,
-        attention_dropout=dropout, micro_batch_size=2, global_batch_size=2,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        seq_length=23,
+        vocab_size=8,
+        attention_dropout=dropout,
+        micro_batch_size=2,
+        global_batch_size=2,
     )
-    call = CallContext(documents=documents_of(CASES["two samples"]) if documents else None, dropout=DropoutKey(1, 2))
+    call = CallContext(
+        documents=documents_of(CASES["two samples"]) if documents else None,
+        dropout=DropoutKey(1, 2),
+    )
     results = []
     for recompute in (False, True):
         rotary = RotaryEmbedding(8, 1e4, fusions.rotary) if rope else None
         layer = SelfAttention(
-            context(fusions), "a", config.model, 0, normal(0.2), normal(0.2), rotary, recompute, attention
+            context(fusions),
+            "a",
+            config.model,
+            0,
+            normal(0.2),
+            normal(0.2),
+            rotary,
+            recompute,
+            attention,
         )
         x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
         out, _ = layer(x, call)
@@ -187,7 +243,9 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
 
 
 def test_flash_attention_is_given_the_lengths(monkeypatch):
-    """A stand-in with the interface of flash-attn 2: packed rows, int32 bounds, the longest as a number."""
+    """A stand-in with the interface of flash-attn 2: packed rows, int32 bounds, the longest as a
+    number.
+    """
     seen = []
 
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes):
@@ -211,7 +269,9 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
     lengths, (slopes, bias) = CASES["two samples"], slopes_and_bias(4)
     tensors = inputs(23, 2, 4, 2)
     for cut, documents in ((lengths, documents_of(lengths)), ([[23], [23]], None)):
-        found = output_and_gradients(lambda *x, d=documents: flash_attention(*x, bias, d, 0.0), tensors)
+        found = output_and_gradients(
+            lambda *x, d=documents: flash_attention(*x, bias, d, 0.0), tensors
+        )
         expected = output_and_gradients(lambda *x, n=cut: dense(*x, slopes, n), tensors)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -220,10 +280,12 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
 
 
 class Copies(TorchDispatchMode):
-    """Counts the operators that bring at least so many elements into another layout, and no more than that.
+    """Counts the operators that bring at least so many elements into another layout, and no more
+    than that.
 
-    Before its backward pass each of torch's kernels copies an output and a gradient that are not contiguous as
-    [samples, s, heads, d] (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
+    Before its backward pass each of torch's kernels copies an output and a gradient that are not
+    contiguous as [samples, s, heads, d]
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
     """
 
     def __init__(self, elements: int) -> None:
@@ -244,20 +306,35 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("rope", [False, True], ids=["no rope", "rope"])
 @pytest.mark.parametrize("groups", [8, 4], ids=["MHA", "GQA"])
 @pytest.mark.parametrize(
-    ("device", "tp", "kernels"), [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
+    ("device", "tp", "kernels"),
+    [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
     ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
 )
 def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
-    """On a CPU torch's attention of a CPU; on tensors without data the kernels of a GPU, by torch's own description.
+    """On a CPU torch's attention of a CPU; on tensors without data the kernels of a GPU, by torch's
+    own description.
 
-    Queries of groups that no rotation writes anew are copied once: heads of different groups have no common stride.
+    Queries of groups that no rotation writes anew are copied once: heads of different groups have
+    no common stride.
     """
     heads, s, b = 8, 16, 2
     config = Config.create(
-        num_layers=1, hidden_size=heads * D, num_attention_heads=heads, num_key_value_heads=groups, seq_length=s,
-        vocab_size=64, attention_dropout=0.0, micro_batch_size=b, global_batch_size=b, bf16=device == "meta" or None,
-        position_embedding_type="rope" if rope else "none", tensor_model_parallel_size=tp, world_size=tp,
-        sequence_parallel=tp > 1, attention_backend="fused", rope_fusion=kernels,
+        num_layers=1,
+        hidden_size=heads * D,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        seq_length=s,
+        vocab_size=64,
+        attention_dropout=0.0,
+        micro_batch_size=b,
+        global_batch_size=b,
+        bf16=device == "meta" or None,
+        position_embedding_type="rope" if rope else "none",
+        tensor_model_parallel_size=tp,
+        world_size=tp,
+        sequence_parallel=tp > 1,
+        attention_backend="fused",
+        rope_fusion=kernels,
     )
     dtype = torch.bfloat16 if device == "meta" else torch.float32
     with contextlib.ExitStack() as stack:
@@ -273,17 +350,31 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
         layer(x, CallContext())  # makes the tables of the rotation
         with Copies(s * b * groups * D // tp) as seen:
             out, _ = layer(x, CallContext())
-            torch.autograd.grad(out, [x, layer.query_key_value.weight, layer.dense.weight], gradient)
+            torch.autograd.grad(
+                out, [x, layer.query_key_value.weight, layer.dense.weight], gradient
+            )
     assert seen.count == (1 if groups < heads and not rope else 0)
 
 
 def test_all_layers_of_a_rank_share_one_bias_of_alibi():
-    """What they keep for the backward pass, in two chunks: one tensor of the size of all pairs of positions."""
+    """What they keep for the backward pass, in two chunks: one tensor of the size of all pairs of
+    positions.
+    """
     heads, s, b = 4, 64, 2
     config = Config.create(
-        num_layers=8, hidden_size=heads * D, num_attention_heads=heads, seq_length=s, vocab_size=8, micro_batch_size=b,
-        global_batch_size=2 * b, attention_dropout=0.0, position_embedding_type="alibi", attention_backend="fused",
-        pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, world_size=2,
+        num_layers=8,
+        hidden_size=heads * D,
+        num_attention_heads=heads,
+        seq_length=s,
+        vocab_size=8,
+        micro_batch_size=b,
+        global_batch_size=2 * b,
+        attention_dropout=0.0,
+        position_embedding_type="alibi",
+        attention_backend="fused",
+        pipeline_model_parallel_size=2,
+        num_layers_per_virtual_pipeline_stage=2,
+        world_size=2,
     )
     topology = Topology.from_layout(Layout(pipeline=2), 0, device=torch.device("cpu"))
     layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]

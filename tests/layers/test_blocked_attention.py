@@ -1,4 +1,5 @@
 """--attention-backend blocked against a dense softmax in float64, and against torch's attention."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,19 +20,26 @@ def projection(s: int, b: int, groups: int, share: int, d: int, dtype: torch.dty
 
 
 def dense_of(mixed, slopes, lengths):
-    return dense(mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :], slopes, lengths)
+    return dense(
+        mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :], slopes, lengths
+    )
 
 
 def compare(mixed, slopes, lengths, documents, fused, bound):
-    """Output and gradient within `bound` of float64, in the Frobenius norm relative to the whole."""
-    found = output_and_gradients(lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed])
+    """Output and gradient within `bound` of float64, in the Frobenius norm relative to the
+    whole.
+    """
+    found = output_and_gradients(
+        lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed]
+    )
     exact = mixed.detach().double().requires_grad_()
     expected = output_and_gradients(lambda x: dense_of(x, slopes, lengths), [exact])
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == mixed.dtype and (a.double() - b).norm() <= bound * b.norm()
 
 
-# One block; blocks that end within a tile; several blocks, of which the last is short; blocks of more than the least.
+# One block; blocks that end within a tile; several blocks, of which the last is short; blocks of
+# more than the least.
 SHAPES = [(1, 1, 1, 1, 4), (5, 2, 3, 2, 3), (70, 2, 2, 3, 16), (131, 2, 3, 1, 8), (520, 1, 2, 1, 8)]
 
 
@@ -43,10 +51,10 @@ def test_in_float64(shape):
         compare(projection(*shape, torch.float64), slopes, [[s]] * b, None, False, 1e-14)
 
 
-# fp32: sums of up to 520 terms, some units of 2^-24, through two products. 16 bits: scores, weights, their gradients
-# and the results are rounded to 2^-9 (2^-12) of themselves at most; a score of size 3 is an exponent, so that its
-# rounding, in the root mean square 2^-9 / 3^(1/2), comes up to 3 times into its weight: together less than 2^-7
-# (2^-10).
+# fp32: sums of up to 520 terms, some units of 2^-24, through two products. 16 bits: scores,
+# weights, their gradients and the results are rounded to 2^-9 (2^-12) of themselves at most; a
+# score of size 3 is an exponent, so that its rounding, in the root mean square 2^-9 / 3^(1/2),
+# comes up to 3 times into its weight: together less than 2^-7 (2^-10).
 BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
@@ -61,7 +69,11 @@ def test_in_every_format(shape, dtype, fused):
     with Operators() as seen:
         compare(projection(*shape, dtype), slopes, [[s]] * b, None, fused, BOUNDS[dtype])
     blocks = -(-s // block_length(s, dtype))
-    expected = {"attention_weights_": blocks, "attention_gradient_": blocks, "row_dots": 1} if fused else {}
+    expected = (
+        {"attention_weights_": blocks, "attention_gradient_": blocks, "row_dots": 1}
+        if fused
+        else {}
+    )
     assert dict(seen.calls) == expected
 
 
@@ -83,13 +95,17 @@ def test_documents(case, fused):
 
 @pytest.mark.parametrize("share", [1, 2])
 def test_queries_keys_and_values_apart(share):
-    """As after a rotary embedding: the same numbers, gradients for each; also against torch's attention."""
+    """As after a rotary embedding: the same numbers, gradients for each; also against torch's
+    attention.
+    """
     s, b, groups, d = 140, 2, 2, 8
     mixed = projection(s, b, groups, share, d, torch.float64).detach()
     parts = [mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]]
     assert not parts[1].is_contiguous()
     parts = [x.requires_grad_() for x in parts]
-    apart = output_and_gradients(lambda *x: blocked_attention(x, None, None, 0.0, None, False), parts)
+    apart = output_and_gradients(
+        lambda *x: blocked_attention(x, None, None, 0.0, None, False), parts
+    )
     same = output_and_gradients(lambda *x: torch_attention(*x, None, None, 0.0), parts)
     for a, b in zip(apart, same, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -104,10 +120,12 @@ def test_without_a_seed_nothing_is_dropped():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
-    """Eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which alone would be lost.
+    """Eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which alone
+    would be lost.
 
-    All scores are 0, so that the last query has weights of exactly 2^-8; values, and the weights' gradients, are 1 and
-    -1 in turn, their mean is 0, and with keys of the same sign each product is positive.
+    All scores are 0, so that the last query has weights of exactly 2^-8; values, and the weights'
+    gradients, are 1 and -1 in turn, their mean is 0, and with keys of the same sign each product is
+    positive.
     """
     monkeypatch.setattr(module, "_LEAST_16_BIT", 32)
     monkeypatch.setattr(module, "_MOST_TIMES", 1)
@@ -123,13 +141,18 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
 
 
 @pytest.mark.slow
-# Products of one head may add up in another order than those of four: in fp32 some units of 2^-24. In bf16 a sum may
-# then be rounded to its neighbour: 2^-8 of it, after which scores of size 3 move weights by 3 times that at most.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str)
+# Products of one head may add up in another order than those of four: in fp32 some units of 2^-24.
+# In bf16 a sum may then be rounded to its neighbour: 2^-8 of it, after which scores of size 3 move
+# weights by 3 times that at most.
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str
+)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype, bound):
-    """Heads come in parts where their scores would be many; ALiBi and dropout know which heads they are."""
+    """Heads come in parts where their scores would be many; ALiBi and dropout know which heads they
+    are.
+    """
     lengths = CASES["two samples"] if documents else [[70], [70]]
     packed = documents_of(lengths) if documents else None
     mixed = projection(sum(lengths[0]), 2, 2, 2, 8, dtype)
@@ -149,7 +172,9 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype,
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_documents_have_masks_of_their_own(fused):
-    """Also those of different lengths, which come in different batches; other seeds give other masks."""
+    """Also those of different lengths, which come in different batches; other seeds give other
+    masks.
+    """
     p, lengths, heads = 0.5, [[31, 20, 4], [31, 20, 4]], 2
     s = sum(lengths[0])
     zeros = torch.zeros(s, 2, heads, s)
@@ -157,9 +182,12 @@ def test_documents_have_masks_of_their_own(fused):
     packed = documents_of(lengths)
     masks = []
     for seed in (3, 4):
-        out = blocked_attention((zeros, zeros, values), None, packed, p, seed, fused).permute(1, 2, 0, 3)
+        out = blocked_attention((zeros, zeros, values), None, packed, p, seed, fused).permute(
+            1, 2, 0, 3
+        )
         for start, end in ((0, 31), (31, 51)):
-            # The first 20 queries and keys of each document and head, without the diagonals' upper side.
+            # The first 20 queries and keys of each document and head, without the diagonals' upper
+            # side.
             block = out[:, :, start:end, start:end][..., :20, :20] != 0
             masks += [tuple(row) for row in block.reshape(2 * heads, -1).tolist()]
     assert len(set(masks)) == len(masks) == 2 * 2 * 2 * heads
@@ -169,7 +197,9 @@ def test_documents_have_masks_of_their_own(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_dropout_acts_on_the_weights_and_repeats(fused):
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    scaled up.
+    """
     p, s, b, heads = 0.25, 70, 2, 8
     zeros = torch.zeros(s, b, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
@@ -181,7 +211,9 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
     weights = a.permute(1, 2, 0, 3)  # [b, heads, query, key]
     assert not weights[..., ~seen].any()
     full = (1 / torch.arange(1, s + 1) / (1 - p)).view(s, 1).expand(s, s)
-    torch.testing.assert_close(weights[weights != 0], full.expand_as(weights)[weights != 0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        weights[weights != 0], full.expand_as(weights)[weights != 0], rtol=1e-5, atol=0
+    )
     kept = (weights != 0)[..., seen].double()
     assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
     assert len({tuple(row) for row in kept.view(b * heads, -1).tolist()}) == b * heads
@@ -191,7 +223,9 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_gradients_with_dropout(fused):
-    """The mask is read off outputs for one-hot values; then autograd through a dense softmax with it, in float64."""
+    """The mask is read off outputs for one-hot values; then autograd through a dense softmax with
+    it, in float64.
+    """
     p, s, heads, d = 0.4, 75, 2, 75
     mixed = projection(s, 1, heads, 1, d, torch.float32)
     q, k = (mixed[..., i, :].detach() for i in range(2))
@@ -206,7 +240,9 @@ def test_gradients_with_dropout(fused):
         mask = (dropped.permute(1, 2, 0, 3) != 0) / (1 - p)
         return torch.einsum("bhij,jbhd->ibhd", weights * mask, x[..., 2, :])
 
-    found = output_and_gradients(lambda x: blocked_attention((x,), None, None, p, 5, fused), [mixed])
+    found = output_and_gradients(
+        lambda x: blocked_attention((x,), None, None, p, 5, fused), [mixed]
+    )
     for a, b in zip(found, output_and_gradients(reference, [exact]), strict=True):
         assert (a.double() - b).norm() <= 2.0**-20 * b.norm()
 

@@ -1,4 +1,7 @@
-"""The order of messages and products in chunks, with messages that only write down when they were sent."""
+"""The order of messages and products in chunks, with messages that only write down when they were
+sent.
+"""
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,7 +76,17 @@ def test_a_chunk_is_gathered_behind_the_product_of_the_one_before(log):
     x, matrix = tensors(4)  # three chunks of 1, 1 and 2 rows of each rank
     with log:
         y, whole = gathered_product(x, matrix, messages(True), keep=True)
-    assert log.lines == ["send 0", "send 1", "wait 0", "mm", "send 2", "wait 1", "mm", "wait 2", "mm"]
+    assert log.lines == [
+        "send 0",
+        "send 1",
+        "wait 0",
+        "mm",
+        "send 2",
+        "wait 1",
+        "mm",
+        "wait 2",
+        "mm",
+    ]
     assert torch.equal(whole, torch.cat([x, x])) and torch.equal(y, torch.cat([x, x]) @ matrix)
 
 
@@ -91,7 +104,11 @@ def test_a_chunk_is_summed_behind_the_product_of_the_next(log, sequence_parallel
 
 def layer(log, kind, sequence_parallel, overlap=True):
     context = LayerContext(
-        Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), sequence_parallel, overlap, chunks=2
+        Group((0, 1), 0),
+        ParameterFactory(1, 0, TP, torch.device("cpu")),
+        sequence_parallel,
+        overlap,
+        chunks=2,
     )
     column = kind is ColumnParallelLinear
     made = kind(context, "layer", (TP * OUT, IN) if column else (OUT, TP * IN), normal(1.0), False)
@@ -104,10 +121,22 @@ def layer(log, kind, sequence_parallel, overlap=True):
 
 
 def test_the_weight_gradient_is_made_behind_the_last_message(log):
-    """Which messages are under way during which product; backward, the products are dx' two halves and dW."""
+    """Which messages are under way during which product; backward, the products are dx' two halves
+    and dW.
+    """
     forward, backward = layer(log, ColumnParallelLinear, True)
     assert forward == ["send 0", "send 1", "wait 0", "mm", "wait 1", "mm"]
-    assert backward == ["send 2", "mm", "send 3", "mm", "send 4", "wait 2", "mm", "wait 3", "wait 4"]
+    assert backward == [
+        "send 2",
+        "mm",
+        "send 3",
+        "mm",
+        "send 4",
+        "wait 2",
+        "mm",
+        "wait 3",
+        "wait 4",
+    ]
 
 
 def test_overlap_with_the_weight_gradient_can_be_turned_off(log):
@@ -118,7 +147,9 @@ def test_overlap_with_the_weight_gradient_can_be_turned_off(log):
 
 
 def test_a_weight_gradient_that_waits_gathers_its_input_last(log):
-    context = LayerContext(Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), True, chunks=2)
+    context = LayerContext(
+        Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), True, chunks=2
+    )
     made = ColumnParallelLinear(context, "layer", (TP * OUT, IN), normal(1.0), False)
     y = made(torch.ones(4, 1, IN, requires_grad=True))
     log.lines.clear()

@@ -1,4 +1,7 @@
-"""Vocabulary-parallel cross entropy against torch's on the whole, unpadded vocabulary in float64."""
+"""Vocabulary-parallel cross entropy against torch's on the whole, unpadded vocabulary in
+float64.
+"""
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,9 @@ from tests.helpers.processes import run_processes
 
 def reference(logits, labels, weights):
     x = logits.double().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    losses = torch.nn.functional.cross_entropy(
+        x.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(labels.shape)
     (losses * weights).sum().backward()
     return losses.detach(), x.grad
 
@@ -23,7 +28,8 @@ def data(vocab):
     return logits, torch.randint(0, vocab, (5, 3), generator=g), torch.rand(5, 3, generator=g)
 
 
-CASES = [(vocab, fused) for vocab in (64, 50, 20) for fused in (False, True)]  # of 20 the last two ranks have no entry
+# of 20 the last two ranks have no entry
+CASES = [(vocab, fused) for vocab in (64, 50, 20) for fused in (False, True)]
 PADDED = 64
 
 
@@ -35,7 +41,9 @@ def body(rank):
         mine = torch.full((5, 3, PADDED // 4), 50.0)  # what stands in the padding must not matter
         mine[..., : s.extent[0]] = logits[..., s.offset[0] : s.offset[0] + s.extent[0]]
         mine.requires_grad_()
-        losses = vocab_parallel_cross_entropy(mine, labels, group, s.offset[0], s.extent[0], fused=fused)
+        losses = vocab_parallel_cross_entropy(
+            mine, labels, group, s.offset[0], s.extent[0], fused=fused
+        )
         (losses * weights).sum().backward()
         found.append((losses.detach().numpy(), mine.grad.numpy(), s.extent[0]))
     return found
@@ -49,7 +57,8 @@ def test_four_ranks_equal_one():
             np.testing.assert_allclose(found, losses.numpy(), rtol=2e-6, atol=2e-6)
             assert not np.any(g[..., real:])
         whole = np.concatenate([g[..., :real] for _, g, real in ranks], axis=-1)
-        np.testing.assert_allclose(whole, gradient.numpy(), atol=3e-7)  # fp32 rounding of numbers up to 1
+        # fp32 rounding of numbers up to 1
+        np.testing.assert_allclose(whole, gradient.numpy(), atol=3e-7)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,4 +1,5 @@
 """Batches of documents against a search through all positions."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -27,7 +28,9 @@ def test_each_document_is_read_in_order_and_put_back(case: tuple[np.ndarray, int
         for _ in range(n):
             read = [rows[k] for k in groups.gather[at : at + longest].tolist()]
             number = document[read[0][1], read[0][0]]
-            places = [(i, row) for row in range(samples) for i in range(s) if document[row, i] == number]
+            places = [
+                (i, row) for row in range(samples) for i in range(s) if document[row, i] == number
+            ]
             assert read[: len(places)] == places
             back = [groups.scatter[rows.index(place)].item() for place in places]
             assert back == list(range(at, at + len(places)))

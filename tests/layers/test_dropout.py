@@ -1,4 +1,7 @@
-"""Masks: keyed, with the right probability, equal where they must be and independent where they must be."""
+"""Masks: keyed, with the right probability, equal where they must be and independent where they
+must be.
+"""
+
 import pytest
 import torch
 
@@ -37,6 +40,7 @@ def test_keys_differ_where_masks_must():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_a_part_has_its_part_of_the_mask(fused):
     """Of one sample of a micro-batch, of a part of the sequence, and of some of the heads."""
+
     def drop(shape, place):
         return keyed_dropout(torch.ones(shape), 0.5, 7, fused, place)
 
@@ -45,8 +49,12 @@ def test_a_part_has_its_part_of_the_mask(fused):
     x = torch.ones(s, b, h)
     hidden, weights = drop((s, b, h), key.hidden(x)), drop((b, heads, s, s), key.weights(s, heads))
     for rank in range(3):
-        assert torch.equal(drop((4, b, h), key.hidden(x[:4], rank, 3)), hidden[4 * rank : 4 * rank + 4])
-        assert torch.equal(drop((b, 2, s, s), key.weights(s, 2, rank, 3)), weights[:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(
+            drop((4, b, h), key.hidden(x[:4], rank, 3)), hidden[4 * rank : 4 * rank + 4]
+        )
+        assert torch.equal(
+            drop((b, 2, s, s), key.weights(s, 2, rank, 3)), weights[:, 2 * rank : 2 * rank + 2]
+        )
     assert torch.equal(drop((s, 1, h), third.hidden(x[:, :1])), hidden[:, 2:])
     assert torch.equal(drop((1, heads, s, s), third.weights(s, heads)), weights[2:])
     rows = [*(hidden != 0).view(-1, h).tolist(), *(weights != 0).view(-1, s).tolist()]

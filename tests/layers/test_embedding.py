@@ -1,4 +1,5 @@
 """Token and position embeddings whose gradients have a sink, against autograd's dense gradients."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.layers.context import LayerContext, ParameterFactory, normal
-from megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding, word_embedding_weight
+from megatron.layers.embedding import (
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    word_embedding_weight,
+)
 from megatron.parallel.sink import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -65,14 +70,19 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known:
+        if (
+            isinstance(result, torch.Tensor)
+            and result.untyped_storage().data_ptr() not in self.known
+        ):
             self.largest = max(self.largest, result.numel())
         return result
 
 
 def test_nothing_of_the_tables_size_is_made():
     context = LayerContext.single()
-    words = VocabParallelEmbedding(context, word_embedding_weight(context, 1000, 1000, H, normal(1.0)))
+    words = VocabParallelEmbedding(
+        context, word_embedding_weight(context, 1000, 1000, H, normal(1.0))
+    )
     sink, _ = hang_sink(words.weight)
     tokens, target = data()
     with Allocated(words.weight, sink.total) as seen:
@@ -84,7 +94,9 @@ def body(rank):
     """The gradient of this rank's rows without and with sequence parallelism."""
     topology, totals = join(tensor=2), []
     for sequence_parallel in (False, True):
-        context = LayerContext(topology.tensor, ParameterFactory(1234, rank, 2, torch.device("cpu")), sequence_parallel)
+        context = LayerContext(
+            topology.tensor, ParameterFactory(1234, rank, 2, torch.device("cpu")), sequence_parallel
+        )
         words = modules(context)[0]
         sink, _ = hang_sink(words.weight)
         tokens, target = data()
@@ -101,4 +113,6 @@ def test_two_ranks_equal_one():
     words = modules(LayerContext.single())[0]
     (words(tokens) * target).sum().backward()
     for parts in zip(*run_processes(2, body), strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), words.weight.grad.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.concatenate(parts), words.weight.grad.numpy(), rtol=1e-5, atol=1e-6
+        )

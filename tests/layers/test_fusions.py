@@ -1,9 +1,12 @@
-"""Layers with and without the fused kernels: the same to rounding, and the kernels run exactly where they are chosen.
+"""Layers with and without the fused kernels: the same to rounding, and the kernels run exactly
+where they are chosen.
 
-Both ways compute in fp32 inside. In fp32 they differ by the order of a few operations: some units in the last place of
-the largest number, 2^-23 each, so 1e-5 relative to it leaves room for sums of 64 and more. In bf16 a kernel rounds once
-where torch rounds after each operation: two or three half-units of 2^-8 each, 2e-2 relative to the largest number.
+Both ways compute in fp32 inside. In fp32 they differ by the order of a few operations: some units
+in the last place of the largest number, 2^-23 each, so 1e-5 relative to it leaves room for sums of
+64 and more. In bf16 a kernel rounds once where torch rounds after each operation: two or three
+half-units of 2^-8 each, 2e-2 relative to the largest number.
 """
+
 from __future__ import annotations
 
 import sys
@@ -101,12 +104,23 @@ def test_norm_through_apex(monkeypatch, kind, one_plus):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("activation", "bias"),
-    [("gelu", True), ("openai_gelu", True), ("swiglu", False), ("swiglu", True), ("squared_relu", False)],
+    [
+        ("gelu", True),
+        ("openai_gelu", True),
+        ("swiglu", False),
+        ("swiglu", True),
+        ("squared_relu", False),
+    ],
 )
 def test_mlp(activation, bias, dtype):
     flags = {} if activation == "gelu" else {activation: True}
     config = Config.create(
-        num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, ffn_hidden_size=56, add_bias_linear=bias,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        seq_length=8,
+        ffn_hidden_size=56,
+        add_bias_linear=bias,
         **flags,
     )
     assert config.model.activation == activation
@@ -139,7 +153,9 @@ def test_bias_dropout_add(bias, p, dtype):
         return bias_dropout_add(x, bias, residual, p, 11, fused=True)
 
     def formula(x, residual, bias=None):
-        return (residual.float() + (x.float() + (0 if bias is None else bias.float())) * scaled).to(dtype)
+        return (residual.float() + (x.float() + (0 if bias is None else bias.float())) * scaled).to(
+            dtype
+        )
 
     scaled = kept(shape, p, 11) / (1 - p)
     found, seen = results(fused, tensors)
@@ -151,7 +167,9 @@ def test_bias_dropout_add(bias, p, dtype):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "bias"])
 def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
-    """Each value is finite in fp16, and so is the sum over any part of a sequence that a rank may have, in fp32."""
+    """Each value is finite in fp16, and so is the sum over any part of a sequence that a rank may
+    have, in fp32.
+    """
     x, bias, norm = randn(6000, 16, seed=1).half(), torch.nn.Parameter(torch.zeros(16)), None
     if kind == "bias":
         layer = torch.nn.ParameterList([bias])
@@ -167,13 +185,22 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
         out = norm(x)
         wide = x.double()
         centred = wide if kind == "rmsnorm" else wide - wide.mean(1, keepdim=True)
-        expected = [(100 * centred * (centred.square().mean(1, keepdim=True) + 1e-5).rsqrt() * wide.sign()).sum(0)]
+        expected = [
+            (
+                100
+                * centred
+                * (centred.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+                * wide.sign()
+            ).sum(0)
+        ]
         expected += [(100 * wide.sign()).sum(0)] if norm.bias is not None else []
     gradient = torch.full_like(out, 100.0) * (x.sign() if norm is not None else 1.0)
     out.backward(gradient)
     assert out.dtype == torch.float16
     for p, total in zip(layer.parameters(), expected, strict=True):
-        assert p.grad is None and p.gradient_sink.total.double() == pytest.approx(total, rel=1e-4, abs=0.5)
+        assert p.grad is None and p.gradient_sink.total.double() == pytest.approx(
+            total, rel=1e-4, abs=0.5
+        )
     assert expected[0].abs().max() > 65504
 
 
@@ -184,7 +211,10 @@ def test_dropout_without_residual():
     assert dict(seen.calls) == {"bias_dropout_add": 1}
     torch.testing.assert_close(found, x * kept(x.shape, 0.25, 3) / 0.75)
     with Operators() as seen:
-        assert keyed_dropout(x, 0.25, None, fused=True) is x and keyed_dropout(x, 0.0, 3, fused=True) is x
+        assert (
+            keyed_dropout(x, 0.25, None, fused=True) is x
+            and keyed_dropout(x, 0.0, 3, fused=True) is x
+        )
         assert not keyed_dropout(x, 1.0, 3, fused=True).any()
         torch.testing.assert_close(bias_dropout_add(x, None, x, 1.0, 3, fused=True), x)
         # Half-precision output beside a residual stream in fp32.
@@ -197,7 +227,11 @@ def test_dropout_without_residual():
 @pytest.mark.parametrize(("dimension", "queries"), [(16, 1), (6, 3)])
 def test_rotary(dimension, queries, positions, dtype):
     s, b, groups, d = 7, 2, 4, 16
-    ids = None if positions == "plain" else torch.stack((torch.arange(s), torch.tensor([0, 1, 2, 0, 1, 0, 1])))
+    ids = (
+        None
+        if positions == "plain"
+        else torch.stack((torch.arange(s), torch.tensor([0, 1, 2, 0, 1, 0, 1])))
+    )
     out = []
     for fused in (True, False):
         rotary = RotaryEmbedding(dimension, 100.0, fused)
@@ -215,13 +249,23 @@ def test_rotary(dimension, queries, positions, dtype):
 
 
 LAYER = dict(
-    num_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=12, micro_batch_size=2,
-    global_batch_size=2, position_embedding_type="rope", hidden_dropout=0.0, attention_dropout=0.0,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    seq_length=12,
+    micro_batch_size=2,
+    global_batch_size=2,
+    position_embedding_type="rope",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 
 
 def layer_results(fusions, dtype, key=None, rounded=None, **fields):
-    """Results of one layer in `dtype`; `rounded`: weights and input have been through this dtype before."""
+    """Results of one layer in `dtype`; `rounded`: weights and input have been through this dtype
+    before.
+    """
     config = Config.create(**{**LAYER, **fields})
     rotary = RotaryEmbedding(8, 1e4, fusions.rotary)
     layer = TransformerLayer(context(fusions), config.model, 0, rotary, attention="unfused")
@@ -246,7 +290,9 @@ SHAPES = pytest.mark.parametrize(
 @pytest.mark.slow
 @SHAPES
 def test_whole_layer(fields):
-    (found, seen), (expected, unseen) = (layer_results(f, torch.float32, **fields) for f in (ALL, NONE))
+    (found, seen), (expected, unseen) = (
+        layer_results(f, torch.float32, **fields) for f in (ALL, NONE)
+    )
     check_close(found, expected, torch.float32)
     assert seen.calls["causal_softmax"] == 1 and not unseen.calls
     norm = "rms_norm" if fields.get("normalization") == "rmsnorm" else "layer_norm"
@@ -258,10 +304,12 @@ def test_whole_layer(fields):
 @pytest.mark.slow
 @SHAPES
 def test_kernels_round_no_more_than_torch(fields):
-    """bf16, against the same layer in fp32: one rounding where torch has several, so its error is the bound.
+    """bf16, against the same layer in fp32: one rounding where torch has several, so its error is
+    the bound.
 
-    Both errors are sums of some dozen roundings with signs of their own, so that the smaller one may come out larger by
-    chance in one tensor; by half is enough for tensors of 32 numbers and more.
+    Both errors are sums of some dozen roundings with signs of their own, so that the smaller one
+    may come out larger by chance in one tensor; by half is enough for tensors of 32 numbers and
+    more.
     """
     exact, found, torchs = (
         layer_results(fusions, dtype, rounded=torch.bfloat16, **fields)[0]
@@ -274,6 +322,8 @@ def test_kernels_round_no_more_than_torch(fields):
 
 def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
     seeds, run = [], dropout_kernel.bias_dropout_add
-    monkeypatch.setattr(dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1])
+    monkeypatch.setattr(
+        dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1]
+    )
     layer_results(ALL, torch.float32, DropoutKey(1, 2), hidden_dropout=0.2, attention_dropout=0.1)
     assert len(seeds) == len(set(seeds)) == 3

@@ -1,7 +1,10 @@
-"""Parallel linear layers against plain autograd in one process: messages, chunks, sinks, deferral, recomputation.
+"""Parallel linear layers against plain autograd in one process: messages, chunks, sinks, deferral,
+recomputation.
 
-All values are small multiples of 1/8, so that every sum is exact in any order and results are compared bit by bit.
+All values are small multiples of 1/8, so that every sum is exact in any order and results are
+compared bit by bit.
 """
+
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +30,8 @@ class Case(NamedTuple):
     overlap: bool = True
     defer: bool = False
     recompute: bool = False
-    sinks: str = ""  # "direct"; "autograd" as with --no-gradient-accumulation-fusion; "" for plain gradients
+    # "direct"; "autograd" as with --no-gradient-accumulation-fusion; "" for plain gradients
+    sinks: str = ""
 
 
 CASES = [
@@ -73,11 +77,14 @@ def parameters(up, down):
 
 
 def hang_sinks(parameters, direct):
-    """What the engine does: a sink for each parameter, and a hook for what comes through autograd."""
+    """What the engine does: a sink for each parameter, and a hook for what comes through
+    autograd.
+    """
     added = []
 
     def take(parameter):
-        if parameter.grad is None:  # the layer added it itself; autograd calls the hook all the same
+        # the layer added it itself; autograd calls the hook all the same
+        if parameter.grad is None:
             return
         parameter.gradient_sink.add(parameter.grad)
         parameter.grad = None
@@ -130,7 +137,10 @@ def body(rank):
     out = []
     for case in CASES:
         context = LayerContext(
-            topology.tensor, ParameterFactory(9, rank, 2, torch.device("cpu")), case.sequence_parallel, case.overlap,
+            topology.tensor,
+            ParameterFactory(9, rank, 2, torch.device("cpu")),
+            case.sequence_parallel,
+            case.overlap,
             case.chunks,
         )
         x, target = inputs()
@@ -147,7 +157,9 @@ def two_ranks():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The same by plain torch operators: y, and the gradients of x, up.weight, up.bias, down.weight, down.bias."""
+    """The same by plain torch operators: y, and the gradients of x, up.weight, up.bias,
+    down.weight, down.bias.
+    """
     up, down = block(LayerContext.single(seed=9))
     x, target = inputs()
     x.requires_grad_()
@@ -177,10 +189,19 @@ def test_two_ranks_equal_plain_autograd(index, two_ranks, plain):
         same(np.concatenate([g[i] for g in found], 1), expected[i])
 
 
-@pytest.mark.parametrize("case", [
-    Case(), Case(sinks="direct"), Case(sinks="autograd"), Case(sinks="direct", recompute=True, chunks=4),
-    Case(sinks="direct", defer=True), Case(sinks="autograd", defer=True, recompute=True), Case(defer=True),
-], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(sinks="direct"),
+        Case(sinks="autograd"),
+        Case(sinks="direct", recompute=True, chunks=4),
+        Case(sinks="direct", defer=True),
+        Case(sinks="autograd", defer=True, recompute=True),
+        Case(defer=True),
+    ],
+    ids=str,
+)
 def test_one_rank_equals_plain_autograd(case, plain):
     x, target = inputs()
     y, found = results(x, target, LayerContext.single(seed=9), case)

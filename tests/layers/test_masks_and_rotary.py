@@ -1,4 +1,5 @@
 """ALiBi slopes and rotations against the papers' formulas, the bias against loops."""
+
 import cmath
 
 import numpy as np
@@ -9,7 +10,9 @@ from megatron.layers.positions import Alibi, RotaryEmbedding, alibi_bias, alibi_
 
 
 def test_slopes():
-    """12 heads have the 8 of the power of two below, then every second of the 16 of the power above."""
+    """12 heads have the 8 of the power of two below, then every second of the 16 of the power
+    above.
+    """
     eight = [2.0**-i for i in range(1, 9)]
     expected = eight + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]
     assert alibi_slopes(8).tolist() == pytest.approx(eight)
@@ -31,7 +34,9 @@ def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
         found = alibi.bias(length, 100, dtype, scale)
         assert torch.equal(found, alibi_bias(alibi_slopes(2) / scale, length, dtype))
         assert found.stride(2) % 16 == 0 and found.stride(3) == 1
-        assert found.untyped_storage().nbytes() <= 2 * 112 * 112 * dtype.itemsize, "no longer than the sequence"
+        assert found.untyped_storage().nbytes() <= 2 * 112 * 112 * dtype.itemsize, (
+            "no longer than the sequence"
+        )
         return found.untyped_storage().data_ptr()
 
     assert storage(33) == storage(5) == storage(64) == storage(17)
@@ -44,7 +49,9 @@ def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
 @pytest.mark.parametrize("rotary", [8, 4])
 def test_rotation_is_multiplication_by_a_complex_number(rotary):
     d, base = 8, 10000.0
-    x = torch.randn(6, 2, 3, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
+    x = torch.randn(
+        6, 2, 3, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).float()
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
     embedding = RotaryEmbedding(rotary, base)
     out = embedding.rotate(x, embedding.angles(6, positions, x.device)).numpy()

@@ -1,4 +1,5 @@
 """Initial weights: the same on any layout, with the right distribution."""
+
 import threading
 import weakref
 
@@ -26,7 +27,9 @@ def threads():
 
 def whole(name, shape, dim, size, padded=None):
     parts = [
-        ParameterFactory(7, rank, size, CPU).create(name, shape, dim, normal(0.5), padded=padded).detach()
+        ParameterFactory(7, rank, size, CPU)
+        .create(name, shape, dim, normal(0.5), padded=padded)
+        .detach()
         for rank in range(size)
     ]
     return torch.cat(parts, dim)
@@ -34,7 +37,13 @@ def whole(name, shape, dim, size, padded=None):
 
 @pytest.mark.parametrize(
     ("shape", "dim", "padded"),
-    [((192, 40), 0, None), ((40, 192), 1, None), ((2, 96, 16), 1, None), ((100, 8), 0, 128), ((3 * BLOCK, 4), 0, None)],
+    [
+        ((192, 40), 0, None),
+        ((40, 192), 1, None),
+        ((2, 96, 16), 1, None),
+        ((100, 8), 0, 128),
+        ((3 * BLOCK, 4), 0, None),
+    ],
 )
 def test_weights_do_not_depend_on_the_tensor_parallel_size(shape, dim, padded):
     one = whole("w", shape, dim, 1, padded)
@@ -52,7 +61,8 @@ def test_padding_is_zero_and_does_not_change_the_rest():
 
 def test_names_and_blocks_are_independent():
     a, b = whole("a", (512, 64), 0, 1), whole("b", (512, 64), 0, 1)
-    # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them is a sure sign.
+    # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them is a
+    # sure sign.
     n = a.numel()
     assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 5 / n**0.5
     first, second = a[:BLOCK].flatten(), a[BLOCK : 2 * BLOCK].flatten()
@@ -82,8 +92,14 @@ def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
     """Also where a shard begins and ends inside a block: parts of 250."""
     blocks = []
     for block in range(-(-1000 // BLOCK)):
-        values = torch.empty(min(BLOCK, 1000 - block * BLOCK), *(n for d, n in enumerate(shape) if d != dim))
-        blocks.append(values.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(mix(7, name_key("w"), block))))
+        values = torch.empty(
+            min(BLOCK, 1000 - block * BLOCK), *(n for d, n in enumerate(shape) if d != dim)
+        )
+        blocks.append(
+            values.normal_(
+                0.0, 0.5, generator=torch.Generator().manual_seed(mix(7, name_key("w"), block))
+            )
+        )
     assert torch.equal(whole("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))
 
 

@@ -1,4 +1,5 @@
 """A transformer layer on two tensor-parallel ranks against the same layer in one process."""
+
 import dataclasses
 
 import numpy as np
@@ -13,14 +14,23 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 S, B, H = 8, 2, 32
-CASES = [(sequence_parallel, dropout) for sequence_parallel in (False, True) for dropout in (0.0, 0.3)]
+CASES = [
+    (sequence_parallel, dropout) for sequence_parallel in (False, True) for dropout in (0.0, 0.3)
+]
 
 
 def run(context, dropout):
     """(output, gradient of the input) of this rank."""
     config = Config.create(
-        num_layers=1, hidden_size=H, num_attention_heads=4, seq_length=S, vocab_size=8, micro_batch_size=B,
-        global_batch_size=B, hidden_dropout=dropout, attention_dropout=dropout,
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=4,
+        seq_length=S,
+        vocab_size=8,
+        micro_batch_size=B,
+        global_batch_size=B,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
     )
     layer = TransformerLayer(context, config.model, 0, attention="blocked")
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3))
@@ -40,12 +50,18 @@ def body(rank):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one():
-    """Copies of the residual stream drop the same entries, and parts of it and of the heads theirs of one process."""
+    """Copies of the residual stream drop the same entries, and parts of it and of the heads theirs
+    of one process.
+    """
     ranks = run_processes(2, body)
     for (sequence_parallel, dropout), *found in zip(CASES, *ranks, strict=True):
         if not sequence_parallel:
             assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
         expected = run(LayerContext.single(), dropout)
-        whole = [np.concatenate(parts) for parts in zip(*found, strict=True)] if sequence_parallel else found[0]
+        whole = (
+            [np.concatenate(parts) for parts in zip(*found, strict=True)]
+            if sequence_parallel
+            else found[0]
+        )
         for a, b in zip(whole, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

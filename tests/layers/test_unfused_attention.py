@@ -1,4 +1,7 @@
-"""--attention-backend unfused: an explicit softmax against a dense one in float64 and against torch's attention."""
+"""--attention-backend unfused: an explicit softmax against a dense one in float64 and against
+torch's attention.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -8,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.choose import Fusions
 from megatron.layers.attention import torch_attention, unfused_attention
 from tests.helpers.fusions import Operators
-from tests.layers.test_attention import CASES, D, dense, documents_of, inputs, output_and_gradients, slopes_and_bias
+from tests.layers.test_attention import (
+    CASES,
+    D,
+    dense,
+    documents_of,
+    inputs,
+    output_and_gradients,
+    slopes_and_bias,
+)
 
 SOFTMAX, NONE = Fusions(masked_softmax=True), Fusions()
 
@@ -17,7 +28,9 @@ SOFTMAX, NONE = Fusions(masked_softmax=True), Fusions()
 @pytest.mark.parametrize(("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, False)])
 @pytest.mark.parametrize("case", ["one sample", "two samples", "whole samples", "no documents"])
 def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fusions):
-    """fp32: sums of up to 23 terms of size 1 and gradients through them, so some 10 units of 2^-23."""
+    """fp32: sums of up to 23 terms of size 1 and gradients through them, so some 10 units of
+    2^-23.
+    """
     lengths = CASES.get(case, [[23], [23]])
     documents = None if case == "no documents" else documents_of(lengths)
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
@@ -27,7 +40,9 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
             lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors
         )
     softmax = "causal_softmax" if documents is None else "masked_softmax"
-    assert dict(seen.calls) == ({softmax: 1, "softmax_backward": 1} if fusions.masked_softmax else {})
+    assert dict(seen.calls) == (
+        {softmax: 1, "softmax_backward": 1} if fusions.masked_softmax else {}
+    )
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     same = output_and_gradients(lambda *x: torch_attention(*x, bias, documents, 0.0), tensors)
@@ -39,15 +54,23 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
 @pytest.mark.parametrize("fusions", [SOFTMAX, NONE], ids=["fused", "torch"])
 @pytest.mark.parametrize(("case", "alibi"), [("two samples", True), ("no documents", False)])
 def test_strided_inputs_in_bf16(case, alibi, fusions):
-    """Queries, keys and values are slices of the fused projection; a few roundings of the format."""
+    """Queries, keys and values are slices of the fused projection; a few roundings of the
+    format.
+    """
     lengths, heads, groups = CASES["two samples"] if case in CASES else [[23], [23]], 4, 2
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     documents = documents_of(lengths) if case in CASES else None
     q, k, v = (x.detach() for x in inputs(23, 2, heads, groups, torch.bfloat16))
     fused = torch.cat((k, v), dim=-1)
-    tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
+    tensors = [
+        q.requires_grad_(),
+        fused[..., :D].detach().requires_grad_(),
+        fused[..., D:].detach().requires_grad_(),
+    ]
     assert not tensors[1].is_contiguous()
-    found = output_and_gradients(lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors)
+    found = output_and_gradients(
+        lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors
+    )
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     for a, b in zip(found, expected, strict=True):
@@ -63,7 +86,12 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::clone", "aten::_to_copy", "aten::copy_", "aten::repeat_interleave"):
+        if func._schema.name in (
+            "aten::clone",
+            "aten::_to_copy",
+            "aten::copy_",
+            "aten::repeat_interleave",
+        ):
             self.sizes.append(result.numel())
         return result
 
@@ -79,7 +107,9 @@ def test_grouped_keys_and_values_are_not_copied():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_acts_on_the_weights_and_repeats(fused):
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    scaled up.
+    """
     p, s, b, heads = 0.25, 32, 6, 8
     zeros = torch.zeros(s, b, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)

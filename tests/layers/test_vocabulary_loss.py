@@ -1,4 +1,7 @@
-"""Output layer with cross entropy, in chunks of tokens, against plain torch on the whole vocabulary in float64."""
+"""Output layer with cross entropy, in chunks of tokens, against plain torch on the whole vocabulary
+in float64.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,7 +39,9 @@ def data():
 def reference(x, weight, labels, mask):
     """Loss, and the gradients of UPSTREAM times the loss."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    losses = cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    losses = cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
     loss = (losses * mask).sum() / mask.sum()
     (loss * UPSTREAM).backward()
     return loss.item(), x.grad, weight.grad
@@ -54,7 +59,8 @@ def one_rank(fused=False, tokens=7, dtype=torch.float32):
 
 def hang_sink(parameter):
     done = []
-    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)  # fresh: never read
+    # fresh: never read
+    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)
     parameter.gradient_sink = sink
     return sink, done
 
@@ -72,7 +78,8 @@ def test_late_loss(fused, tokens, sunk):
     assert loss.item() == pytest.approx(expected[0], rel=1e-6)
     torch.testing.assert_close(x.grad.double(), expected[1], **CLOSE)
     if sunk:
-        assert v.weight.grad is None and done == [v.weight]  # one contribution, in however many parts
+        # one contribution, in however many parts
+        assert v.weight.grad is None and done == [v.weight]
     dw = sink.total if sunk else v.weight.grad
     torch.testing.assert_close(dw[:V].double(), expected[2], **CLOSE)
     assert not dw[V:].any()
@@ -89,9 +96,13 @@ def test_loss_at_once_and_without_gradients(fused):
     torch.testing.assert_close(v.weight.grad[:V].double(), expected[2], **CLOSE)
     with torch.no_grad():
         for late in (False, True):
-            assert vocabulary_loss(x, labels, mask, v, late).item() == pytest.approx(expected[0], rel=1e-6)
+            assert vocabulary_loss(x, labels, mask, v, late).item() == pytest.approx(
+                expected[0], rel=1e-6
+            )
     frozen = dataclasses.replace(v, weight=v.weight.detach())
-    assert vocabulary_loss(x.detach(), labels, mask, frozen, late=True).item() == pytest.approx(expected[0], rel=1e-6)
+    assert vocabulary_loss(x.detach(), labels, mask, frozen, late=True).item() == pytest.approx(
+        expected[0], rel=1e-6
+    )
 
 
 def test_frozen_weight_and_input():
@@ -105,8 +116,9 @@ def test_frozen_weight_and_input():
 
 
 def test_the_graph_goes_with_the_loss():
-    """What a node of autograd keeps goes with it; a node held by a cycle in C++ is found by no garbage collector, and a
-    few of them in every step cost memory for good, themselves and as pins in the heap."""
+    """What a node of autograd keeps goes with it; a node held by a cycle in C++ is found by no
+    garbage collector, and a few of them in every step cost memory for good, themselves and as pins
+    in the heap."""
     x, labels, mask, v = one_rank()
     loss = vocabulary_loss(x, labels, mask, v, late=True)
     kept = weakref.ref(v)  # an attribute of the node
@@ -124,7 +136,9 @@ def test_everything_masked_gives_zero():
 
 
 class Products(TorchDispatchMode):
-    """Shape of each product, where the logits lie, and bytes of the largest tensor that an operation returns."""
+    """Shape of each product, where the logits lie, and bytes of the largest tensor that an
+    operation returns.
+    """
 
     def __init__(self):
         super().__init__()
@@ -145,7 +159,9 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("late", [True, False])
 def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
-    """With 1024 entries the logits of 7 tokens are the largest thing; the gradient of the weight is in its sink."""
+    """With 1024 entries the logits of 7 tokens are the largest thing; the gradient of the weight is
+    in its sink.
+    """
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())
     hang_sink(weight)
@@ -163,7 +179,9 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
 
 
 def test_fp16_needs_the_loss_scale_before_rounding():
-    """A gradient of 2^-26 per logit is below fp16's least number, 2^-24; the scale of 2^16 keeps it."""
+    """A gradient of 2^-26 per logit is below fp16's least number, 2^-24; the scale of 2^16 keeps
+    it.
+    """
     context = LayerContext.single()
     weight = torch.nn.Parameter(torch.eye(64).half())
     x = torch.zeros(64, 1, 64).half().requires_grad_()  # all probabilities are 2^-6
@@ -197,7 +215,8 @@ def test_scores_of_positions():
 
 
 PARALLEL = [
-    # padding, sequence parallel, fused, deferred, overlap, sunk; with 128 the second rank has no entry
+    # padding, sequence parallel, fused, deferred, overlap, sunk; with 128 the second rank has no
+    # entry
     (64, False, True, False, True, True),
     (64, False, False, False, False, False),
     (64, True, True, False, True, True),
@@ -213,7 +232,10 @@ def body(rank):
     found = []
     for vocab_padding, sequence_parallel, fused, deferred, overlap, sunk in PARALLEL:
         context = LayerContext(
-            topology.tensor, ParameterFactory(1, rank, 2, torch.device("cpu")), sequence_parallel, overlap,
+            topology.tensor,
+            ParameterFactory(1, rank, 2, torch.device("cpu")),
+            sequence_parallel,
+            overlap,
             fusions=ALL if fused else NONE,
         )
         x, weight, labels, mask = data()
@@ -242,7 +264,9 @@ def body(rank):
 @pytest.mark.slow
 def test_two_ranks_equal_one():
     expected = reference(*data())
-    for case, (first, second) in zip(PARALLEL, zip(*run_processes(2, body), strict=True), strict=True):
+    for case, (first, second) in zip(
+        PARALLEL, zip(*run_processes(2, body), strict=True), strict=True
+    ):
         for loss in (*first[:2], *second[:2]):
             assert loss == pytest.approx(expected[0], rel=1e-6), case
         assert first[0] == second[0], "all ranks add in the same order"
@@ -250,4 +274,6 @@ def test_two_ranks_equal_one():
         np.testing.assert_allclose(dx, expected[1].numpy(), **CLOSE)
         if not case[1]:
             assert np.array_equal(first[2], second[2])
-        np.testing.assert_allclose(np.concatenate([first[3], second[3]]), expected[2].numpy(), **CLOSE)
+        np.testing.assert_allclose(
+            np.concatenate([first[3], second[3]]), expected[2].numpy(), **CLOSE
+        )

@@ -1,4 +1,7 @@
-"""Counts of parameters and operations against published totals, closed forms and torch's own counter."""
+"""Counts of parameters and operations against published totals, closed forms and torch's own
+counter.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,20 +22,31 @@ from megatron.model.formulas import (
 )
 
 
-def gpt(layers: int, hidden: int, heads: int, seq: int, vocab: int, **changes: object) -> ModelConfig:
+def gpt(
+    layers: int, hidden: int, heads: int, seq: int, vocab: int, **changes: object
+) -> ModelConfig:
     """A GPT-2 style model; `changes` make it another one."""
     values: dict[str, object] = {
-        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "kv_channels": hidden // heads, "seq_length": seq,
-        "max_position_embeddings": seq, "vocab_size": vocab,
-    }  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_channels": hidden // heads,
+        "seq_length": seq,
+        "max_position_embeddings": seq,
+        "vocab_size": vocab,
+    }
     return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
 LLAMA = {
-    "normalization": "rmsnorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
-}  # fmt: skip
+}
 GPT2_124M = gpt(12, 768, 12, 1024, 50257)
 LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA)
 
@@ -44,14 +58,17 @@ def test_totals_of_released_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "named"), [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
+    ("layers", "hidden", "heads", "named"),
+    [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)],
 )
 def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named: float) -> None:
     vocab, seq = 51200, 2048
     total = total_parameters(gpt(layers, hidden, heads, seq, vocab))
     assert total == pytest.approx(named, rel=0.01)
     # Narayanan et al., arXiv 2104.04473, equation 2, leaves out the final norm (2h).
-    closed = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
+    closed = (
+        12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
+    )
     assert total - 2 * hidden == pytest.approx(closed, rel=1e-12)
 
 
@@ -61,7 +78,10 @@ def torch_layer(model: ModelConfig) -> torch.nn.ModuleList:
     n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
     norm = torch.nn.LayerNorm if model.normalization == "layernorm" else torch.nn.RMSNorm
     with torch.device("meta"):
-        modules: list[torch.nn.Module] = [torch.nn.Linear(h, n * d, b), torch.nn.Linear(h, g * d, b)]
+        modules: list[torch.nn.Module] = [
+            torch.nn.Linear(h, n * d, b),
+            torch.nn.Linear(h, g * d, b),
+        ]
         modules += [torch.nn.Linear(h, g * d, b), torch.nn.Linear(n * d, h, b)]
         modules += [torch.nn.Linear(h, f, b) for _ in range(2 if model.swiglu else 1)]
         modules += [torch.nn.Linear(f, h, b), norm(h), norm(h)]
@@ -72,19 +92,37 @@ def torch_layer(model: ModelConfig) -> torch.nn.ModuleList:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_layer_parameters_are_those_of_torch_modules(swiglu: bool, bias: bool, groups: int, norm: str) -> None:
+def test_layer_parameters_are_those_of_torch_modules(
+    swiglu: bool, bias: bool, groups: int, norm: str
+) -> None:
     model = gpt(
-        1, 48, 6, 16, 96, ffn_hidden_size=100, kv_channels=10, num_key_value_heads=groups, swiglu=swiglu,
-        add_bias_linear=bias, normalization=norm,
-    )  # fmt: skip
+        1,
+        48,
+        6,
+        16,
+        96,
+        ffn_hidden_size=100,
+        kv_channels=10,
+        num_key_value_heads=groups,
+        swiglu=swiglu,
+        add_bias_linear=bias,
+        normalization=norm,
+    )
     two = dataclasses.replace(model, num_layers=2)
     expected = sum(p.numel() for p in torch_layer(model).parameters())
     assert total_parameters(two) - total_parameters(model) == expected
 
 
 def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
-    """Forward and backward of a plain GPT in torch, counted by torch; unmasked attention, written out."""
-    n, g, d, s = model.num_attention_heads, model.num_key_value_heads, model.kv_channels, model.seq_length
+    """Forward and backward of a plain GPT in torch, counted by torch; unmasked attention, written
+    out.
+    """
+    n, g, d, s = (
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.kv_channels,
+        model.seq_length,
+    )
     h, f, vocab = model.hidden_size, model.ffn_hidden_size, model.vocab_size
     assert vocab is not None
     torch.manual_seed(0)
@@ -94,14 +132,24 @@ def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
 
     x = weight(batch, s, h)
     layers = [
-        {"qkv": weight((n + 2 * g) * d, h), "out": weight(h, n * d), "up": weight(f, h), "gate": weight(f, h),
-         "down": weight(h, f)}
+        {
+            "qkv": weight((n + 2 * g) * d, h),
+            "out": weight(h, n * d),
+            "up": weight(f, h),
+            "gate": weight(f, h),
+            "down": weight(h, f),
+        }
         for _ in range(model.num_layers)
-    ]  # fmt: skip
+    ]
     head = weight(vocab, h)
     with FlopCounterMode(display=False) as counter:
         for w in layers:
-            q, k, v = F.linear(x, w["qkv"]).view(batch, s, n + 2 * g, d).transpose(1, 2).split([n, g, g], dim=1)
+            q, k, v = (
+                F.linear(x, w["qkv"])
+                .view(batch, s, n + 2 * g, d)
+                .transpose(1, 2)
+                .split([n, g, g], dim=1)
+            )
             k, v = (t.repeat_interleave(n // g, dim=1) for t in (k, v))
             probabilities = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
             attention = torch.matmul(probabilities, v).transpose(1, 2).reshape(batch, s, n * d)
@@ -114,14 +162,17 @@ def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_key_value_heads": 2, "swiglu": True, "ffn_hidden_size": 72, "kv_channels": 6}]
+    "changes",
+    [{}, {"num_key_value_heads": 2, "swiglu": True, "ffn_hidden_size": 72, "kv_channels": 6}],
 )
 def test_model_flops_are_those_that_torch_counts(changes: dict[str, object]) -> None:
     model, batch = gpt(3, 32, 4, 24, 40, **changes), 2
     assert model_flops_per_token(model) * model.seq_length * batch == plain_gpt_flops(model, batch)
 
 
-@pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 6144, 48), (96, 12288, 96), (128, 25600, 128)])
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads"), [(48, 6144, 48), (96, 12288, 96), (128, 25600, 128)]
+)
 def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: int) -> None:
     batch, seq, vocab = 640, 2048, 51200
     model = gpt(layers, hidden, heads, seq, vocab)
@@ -146,16 +197,25 @@ def test_recomputation_adds_what_is_run_again() -> None:
 def test_causal_attention_counts_the_pairs_that_the_mask_keeps() -> None:
     model = gpt(1, 8, 2, 5, 16)
     kept = torch.ones(5, 5).tril().sum().item()  # 15 of 25
-    full, causal = formulas.attention_score_flops(model), formulas.attention_score_flops(model, causal=True)
+    full, causal = (
+        formulas.attention_score_flops(model),
+        formulas.attention_score_flops(model, causal=True),
+    )
     assert causal / full == pytest.approx(kept / 25)
     saved = model_flops_per_token(model) - model_flops_per_token(model, causal=True)
     assert saved == pytest.approx(3 * (full - causal))
 
 
-@pytest.mark.parametrize(("name", "unit"), [
-    ("AMD Instinct MI250X", "GCD"), ("MI250X GCD", "GCD"), ("AMD Instinct MI300X", "device"),
-    ("AMD Instinct MI210", "device"),
-    ("NVIDIA H100", "device"), ("", "device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("AMD Instinct MI250X", "GCD"),
+        ("MI250X GCD", "GCD"),
+        ("AMD Instinct MI300X", "device"),
+        ("AMD Instinct MI210", "device"),
+        ("NVIDIA H100", "device"),
+        ("", "device"),
+    ],
+)
 def test_half_an_mi250_is_a_device_of_its_own(name: str, unit: str) -> None:
     assert formulas.device_unit(name) == unit

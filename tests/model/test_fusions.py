@@ -1,4 +1,7 @@
-"""A whole stage through the kernels: equal to rounding, to the bit under recomputation, and by each flag."""
+"""A whole stage through the kernels: equal to rounding, to the bit under recomputation, and by each
+flag.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -12,8 +15,13 @@ from tests.model.test_gpt import build, micro_batch, tokens
 GPT = dict(attention_backend="unfused")
 BLOCKED = dict(attention_backend="blocked")
 LLAMA = dict(
-    attention_backend="local", num_key_value_heads=2, position_embedding_type="rope", normalization="rmsnorm",
-    swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
+    attention_backend="local",
+    num_key_value_heads=2,
+    position_embedding_type="rope",
+    normalization="rmsnorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
 )
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -32,7 +40,9 @@ def step(monkeypatch, fusions, dtype=torch.float32, **fields):
 
 @pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_equal_to_rounding(monkeypatch, fields):
-    """fp32 through three layers: a hundred roundings of 2^-24, of each tensor's largest gradient."""
+    """fp32 through three layers: a hundred roundings of 2^-24, of each tensor's largest
+    gradient.
+    """
     loss, gradients, seen = step(monkeypatch, ALL, **fields)
     plain, expected, unseen = step(monkeypatch, Fusions(), **fields)
     assert seen and not unseen
@@ -42,13 +52,19 @@ def test_equal_to_rounding(monkeypatch, fields):
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=2e-5 * largest, msg=name)
 
 
-@pytest.mark.parametrize(("fields", "recompute", "dtype"), [
-    (GPT, FULL, torch.bfloat16), (GPT, SELECTIVE, torch.float32), (LLAMA, FULL, torch.float32),
-    (LLAMA, SELECTIVE, torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "recompute", "dtype"),
+    [
+        (GPT, FULL, torch.bfloat16),
+        (GPT, SELECTIVE, torch.float32),
+        (LLAMA, FULL, torch.float32),
+        (LLAMA, SELECTIVE, torch.bfloat16),
+    ],
+)
 def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
     loss, gradients, seen = step(monkeypatch, ALL, dtype, **fields, **DROPOUT)
-    assert seen["bias_dropout_add"] == 1 + 3 * 3  # the embedding; attention weights and two sums in each layer
+    # the embedding; attention weights and two sums in each layer
+    assert seen["bias_dropout_add"] == 1 + 3 * 3
     again, repeated, more = step(monkeypatch, ALL, dtype, **fields, **DROPOUT, **recompute)
     assert more["bias_dropout_add"] > seen["bias_dropout_add"]
     assert torch.equal(loss, again)
@@ -64,7 +80,8 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     together = step(monkeypatch, ALL, **fields)[2]
     alone = {
         name: step(monkeypatch, Fusions(**{name: True}), **fields)[2]
-        for name in choose.OPERATORS if name != "optimizer"
+        for name in choose.OPERATORS
+        if name != "optimizer"
     }
     assert sum(alone.values(), start=type(together)()) == together
     used = {name for name, calls in alone.items() if calls}

@@ -1,4 +1,7 @@
-"""One stage in one process: documents, masks, padding, recomputation, residual precision, dropout sites."""
+"""One stage in one process: documents, masks, padding, recomputation, residual precision, dropout
+sites.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,8 +20,17 @@ from megatron.parallel.topology import Layout, Topology
 
 V, S, B = 50, 16, 2
 FIELDS = dict(
-    num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=S, vocab_size=V, make_vocab_size_divisible_by=8,
-    hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2, micro_batch_size=B, global_batch_size=B,
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=S,
+    vocab_size=V,
+    make_vocab_size_divisible_by=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.2,
+    micro_batch_size=B,
+    global_batch_size=B,
 )
 
 
@@ -30,8 +42,12 @@ def build(**fields):
 def micro_batch(tokens, mask=None, first_sample=0):
     b, s = tokens.shape[0], tokens.shape[1] - 1
     return MicroBatch(
-        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(b, s) if mask is None else mask,
-        position_ids=torch.arange(s).expand(b, s), cu_seqlens=None, first_sample=first_sample,
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(b, s) if mask is None else mask,
+        position_ids=torch.arange(s).expand(b, s),
+        cu_seqlens=None,
+        first_sample=first_sample,
     )
 
 
@@ -41,7 +57,9 @@ def tokens(seed=0, s=S, b=B):
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
 def test_packed_documents_equal_documents_alone(positions):
-    """Pieces of packed samples against each of them as a batch of its own; what is left of a sample is padding."""
+    """Pieces of packed samples against each of them as a batch of its own; what is left of a sample
+    is padding.
+    """
     fields = dict(position_embedding_type=positions, num_key_value_heads=2)
     model, t = build(**fields), tokens()
     pieces = [[6, 1, 4, 6], [9, 5]]  # 17 and 14 of 17 tokens
@@ -53,8 +71,11 @@ def test_packed_documents_equal_documents_alone(positions):
             for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
                 alone = t[row : row + 1, start : start + n]
                 scores = model.logits(micro_batch(torch.cat((alone, alone[:, :1]), 1)), None)[:, 0]
-                inside = min(start + n, S) - start  # the last token of a full sample is a label only
-                torch.testing.assert_close(packed[start : start + inside, row], scores[:inside], rtol=1e-5, atol=1e-5)
+                # the last token of a full sample is a label only
+                inside = min(start + n, S) - start
+                torch.testing.assert_close(
+                    packed[start : start + inside, row], scores[:inside], rtol=1e-5, atol=1e-5
+                )
                 losses.append(cross_entropy(scores[: n - 1, :V], alone[0, 1:], reduction="none"))
         torch.testing.assert_close(loss, torch.cat(losses).mean(), rtol=1e-5, atol=0)
         joined = model.logits(micro_batch(t), None)
@@ -63,7 +84,9 @@ def test_packed_documents_equal_documents_alone(positions):
 
 
 def test_documents_by_their_end_equal_the_pieces():
-    """The same documents, found by eod and given as pieces: the same scores; only the loss masks differ."""
+    """The same documents, found by eod and given as pieces: the same scores; only the loss masks
+    differ.
+    """
     t = tokens()
     t[t == 0] = 1
     t[0, 5] = t[0, 8] = t[1, 11] = 0
@@ -76,7 +99,9 @@ def test_documents_by_their_end_equal_the_pieces():
 
 
 def test_positions_that_restart_without_a_mask():
-    """Where every token is the first of its document, rotating by the position does nothing; and it is still seen."""
+    """Where every token is the first of its document, rotating by the position does nothing; and it
+    is still seen.
+    """
     fields, batch = dict(reset_position_ids=True), micro_batch(tokens())
     firsts = dataclasses.replace(batch, position_ids=torch.zeros_like(batch.position_ids))
     rotated = build(position_embedding_type="rope", **fields)
@@ -112,7 +137,9 @@ def gradients(model, batch):
     model.zero_grad()
     loss = model(batch, None)
     loss.backward()
-    return loss.detach(), {sharding_of(p).name: p.grad[: sharding_of(p).extent[0]].clone() for p in model.parameters()}
+    return loss.detach(), {
+        sharding_of(p).name: p.grad[: sharding_of(p).extent[0]].clone() for p in model.parameters()
+    }
 
 
 def test_padding_changes_no_number():
@@ -140,7 +167,9 @@ def test_recomputation_repeats_every_bit_with_dropout_on(recompute, documents):
     fields = dict(hidden_dropout=0.3, attention_dropout=0.2)
     batch = micro_batch(tokens())
     if documents:
-        batch = make_micro_batch(tokens().numpy(), segments=[np.array([6, 1, 4, 6]), np.array([9, 5])])
+        batch = make_micro_batch(
+            tokens().numpy(), segments=[np.array([6, 1, 4, 6]), np.array([9, 5])]
+        )
     loss, grads = gradients(build(**fields), batch)
     again, grads_again = gradients(build(**fields, **recompute), batch)
     assert torch.equal(loss, again)
@@ -187,5 +216,9 @@ def test_initial_scale_of_residual_projections():
     model = build(hidden_size=256, init_method_std=0.02)
     layer = model.layers[0]
     assert layer.mlp.dense_h_to_4h.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert layer.mlp.dense_4h_to_h.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.02)
-    assert layer.self_attention.dense.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.02)
+    assert layer.mlp.dense_4h_to_h.weight.std().item() == pytest.approx(
+        0.02 / math.sqrt(6), rel=0.02
+    )
+    assert layer.self_attention.dense.weight.std().item() == pytest.approx(
+        0.02 / math.sqrt(6), rel=0.02
+    )

@@ -1,4 +1,5 @@
 """What a training pass keeps, against its trace."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,12 +14,23 @@ from megatron.planner.trace import trace
 
 S, B, H, V = 128, 2, 64, 256
 FIELDS = dict(
-    hidden_size=H, num_attention_heads=4, seq_length=S, vocab_size=V, micro_batch_size=B, global_batch_size=B,
-    hidden_dropout=0.0, attention_dropout=0.0,
+    hidden_size=H,
+    num_attention_heads=4,
+    seq_length=S,
+    vocab_size=V,
+    micro_batch_size=B,
+    global_batch_size=B,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 LLAMA = dict(
-    position_embedding_type="rope", normalization="rmsnorm", swiglu=True, add_bias_linear=False,
-    untie_embeddings_and_output_weights=True, num_key_value_heads=2, ffn_hidden_size=160,
+    position_embedding_type="rope",
+    normalization="rmsnorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    num_key_value_heads=2,
+    ffn_hidden_size=160,
 )
 
 
@@ -29,31 +41,46 @@ def again(*modules: str) -> dict[str, object]:
 def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
     """Of all parameters, after one micro-batch."""
     config = Config.create(**{**FIELDS, "num_layers": 2, **fields})
-    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(dtype)
+    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(
+        dtype
+    )
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(5))
     batch = MicroBatch(
-        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S),
-        position_ids=torch.arange(S).expand(B, S), cu_seqlens=None, first_sample=0,
-    )  # fmt: skip
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(B, S),
+        position_ids=torch.arange(S).expand(B, S),
+        cu_seqlens=None,
+        first_sample=0,
+    )
     stages_of(chunks)[0](batch, None).backward()
     return {name: p.grad for name, p in chunks.named_parameters() if p.grad is not None}
 
 
 def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
-    """Bytes of the tensors that autograd saves in a forward pass, shared memory counted once, parameters not."""
+    """Bytes of the tensors that autograd saves in a forward pass, shared memory counted once,
+    parameters not.
+    """
     config = Config.create(**{**FIELDS, **fields})
-    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(dtype)
+    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(
+        dtype
+    )
     parameters = {p.untyped_storage().data_ptr() for p in chunks.parameters()}
     tokens = torch.randint(0, V, (B, S + 1))
     batch = MicroBatch(
-        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S),
-        position_ids=torch.arange(S).expand(B, S), cu_seqlens=None, first_sample=0,
-    )  # fmt: skip
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(B, S),
+        position_ids=torch.arange(S).expand(B, S),
+        cu_seqlens=None,
+        first_sample=0,
+    )
     saved: dict[int, torch.Tensor] = {}
 
     def note(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
-            saved[x.untyped_storage().data_ptr()] = x  # held, so that no other tensor takes its place
+            # held, so that no other tensor takes its place
+            saved[x.untyped_storage().data_ptr()] = x
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
@@ -72,10 +99,18 @@ def kept(part: Part) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}, LLAMA, again("mlp_act"), again("layernorm"),
-    LLAMA | again("mlp_act", "layernorm"),
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_dropout": 0.1},
+        {"recompute_granularity": "full"},
+        LLAMA,
+        again("mlp_act"),
+        again("layernorm"),
+        LLAMA | again("mlp_act", "layernorm"),
+    ],
+)
 def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
     """One layer more keeps its tensors once, in bf16."""
     dtype = dict(bf16=True)
@@ -86,11 +121,14 @@ def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}]
+    "model",
+    [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}],
 )
 def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> None:
     """Also where a kernel adds the residual and normalises in one pass."""
-    kept, made = (gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm")))
+    kept, made = (
+        gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm"))
+    )
     assert kept.keys() == made.keys() and len(kept) > 10
     assert all(torch.equal(kept[name], made[name]) for name in kept)
 

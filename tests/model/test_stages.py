@@ -1,4 +1,5 @@
 """Layers of pipeline stages: none is lost, none comes twice, and the stated rule holds."""
+
 from __future__ import annotations
 
 import pytest
@@ -30,18 +31,32 @@ def test_layout_is_followed(counts: list[int]) -> None:
     assert assign_layers(sum(counts), len(counts), counts) == stages
 
 
-@pytest.mark.parametrize("num_layers, num_stages, counts", [
-    (8, 4, [2, 2, 2, 2]), (9, 4, [2, 2, 3, 2]), (10, 4, [2, 3, 3, 2]), (11, 4, [3, 3, 3, 2]),
-    (5, 1, [5]), (3, 2, [2, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "num_layers, num_stages, counts",
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (5, 1, [5]),
+        (3, 2, [2, 1]),
+    ],
+)
 def test_the_rule(num_layers: int, num_stages: int, counts: list[int]) -> None:
     assert [len(stage) for stage in assign_layers(num_layers, num_stages)] == counts
 
 
-@pytest.mark.parametrize("num_layers, num_stages, layout, named", [
-    (3, 4, None, ["3", "4"]), (14, 4, "3,4,4", ["3,4,4", "4"]), (15, 4, "3,4,4,3", ["3,4,4,3", "14", "15"]),
-    (8, 4, "4,0,2,2", ["4,0,2,2", "0", "1"]), (8, 4, "2,2,2,x", ["2,2,2,x"]), (8, 4, "", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "num_layers, num_stages, layout, named",
+    [
+        (3, 4, None, ["3", "4"]),
+        (14, 4, "3,4,4", ["3,4,4", "4"]),
+        (15, 4, "3,4,4,3", ["3,4,4,3", "14", "15"]),
+        (8, 4, "4,0,2,2", ["4,0,2,2", "0", "1"]),
+        (8, 4, "2,2,2,x", ["2,2,2,x"]),
+        (8, 4, "", []),
+    ],
+)
 def test_refused(num_layers: int, num_stages: int, layout: str | None, named: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         assign_layers(num_layers, num_stages, layout)

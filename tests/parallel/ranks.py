@@ -1,4 +1,7 @@
-"""Ranks for tests of the rendezvous: threads of this process, or processes, whose time limits the test ends."""
+"""Ranks for tests of the rendezvous: threads of this process, or processes, whose time limits the
+test ends.
+"""
+
 from __future__ import annotations
 
 import os
@@ -25,7 +28,8 @@ ANSWER_S, LINGER_S = 40.0, 20.0  # in place of 5 s each: by the real clock nobod
 
 
 class Patience:
-    """A clock that stands still until all has come that can come, for code that polls and sleeps by it.
+    """A clock that stands still until all has come that can come, for code that polls and sleeps by
+    it.
 
     Once for each of `over`, in their order: when that says so, `passing` seconds are gone.
     """
@@ -58,20 +62,23 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 def patient_connection(
     launch: Launch, survivors: Sequence[int] = (), placing: Placing = rendezvous.AS_LAUNCHED
 ) -> Rendezvous:
-    """Of a process that ends with its case: a roll call is over when the survivors have answered it, and the rank with
-    the store waits no longer when they have left."""
+    """Of a process that ends with its case: a roll call is over when the survivors have answered
+    it, and the rank with the store waits no longer when they have left."""
     be_patient(pytest.MonkeyPatch())
     met: list[Rendezvous] = []
     on("megatron.parallel.met", met.append)  # type: ignore[arg-type]
     keys, count = [f"answer/{rank}" for rank in survivors], len(survivors)
     clock = Patience(
-        lambda: bool(keys and met) and met[0].store.check(keys), lambda: met[0].store.add("left", 0) >= count
+        lambda: bool(keys and met) and met[0].store.check(keys),
+        lambda: met[0].store.add("left", 0) >= count,
     )
     return Rendezvous(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep).join()
 
 
 class Apart(Rendezvous):
-    """A rank that is one of several in this process: everything but torch.distributed, over a store on a port."""
+    """A rank that is one of several in this process: everything but torch.distributed, over a store
+    on a port.
+    """
 
     def _initialise(self) -> None:
         pass
@@ -93,22 +100,43 @@ Step = Callable[[Apart], Any]
 
 
 def ranks_in_threads(
-    numbers: Sequence[int], size: int, step: Step = lambda _: None, clocks: Mapping[int, Patience] | None = None,
-    kind: type[Apart] = InMemory, alike: Sequence[Alike | None] = (), **launch: Any,
+    numbers: Sequence[int],
+    size: int,
+    step: Step = lambda _: None,
+    clocks: Mapping[int, Patience] | None = None,
+    kind: type[Apart] = InMemory,
+    alike: Sequence[Alike | None] = (),
+    **launch: Any,
 ) -> list[Any]:
-    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so many, with alike[i]."""
+    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so
+    many, with alike[i].
+    """
     port = launch.pop("master_port", None) or free_port()
     found: list[Any] = [None] * len(numbers)
 
     def run(thread: int, rank: int) -> None:
         clock = (clocks or {}).get(thread) or Patience()
         described = Launch(
-            rank=rank, local_rank=rank, world_size=size, master_port=port, node=f"n{rank}",
-            job=f"test.{os.getpid()}.{port}", launcher="torchrun", **{"local_world_size": size, **launch},
-        )  # fmt: skip
+            rank=rank,
+            local_rank=rank,
+            world_size=size,
+            master_port=port,
+            node=f"n{rank}",
+            job=f"test.{os.getpid()}.{port}",
+            launcher="torchrun",
+            **{"local_world_size": size, **launch},
+        )
         try:
             own = (alike[thread] if alike else None) or {}
-            joined = kind(described, torch.device("cpu"), LONG, rendezvous.AS_LAUNCHED, clock, clock.sleep, own).join()
+            joined = kind(
+                described,
+                torch.device("cpu"),
+                LONG,
+                rendezvous.AS_LAUNCHED,
+                clock,
+                clock.sleep,
+                own,
+            ).join()
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -1,4 +1,7 @@
-"""The variables that a job sets for torch, HIP and CUDA: which of them where, and that the user's own stay."""
+"""The variables that a job sets for torch, HIP and CUDA: which of them where, and that the user's
+own stay.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,7 +13,9 @@ from megatron.config import Config
 from megatron.parallel.environment import TRACE_FILE, job_environment, torch_build
 from tests.helpers.fresh_python import run_python
 
-TINY: dict[str, Any] = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=32)
+TINY: dict[str, Any] = dict(
+    num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=32
+)
 HANG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 BOTH = {"TORCH_NCCL_HIGH_PRIORITY": "1", **HANG, **RECORDER}
@@ -20,7 +25,9 @@ ORDERED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 TP = {"tensor_model_parallel_size": 2, "world_size": 2}
 
 
-def chosen(build: str, given: dict[str, str] | None = None, **settings: Any) -> tuple[dict[str, str], list[str]]:
+def chosen(
+    build: str, given: dict[str, str] | None = None, **settings: Any
+) -> tuple[dict[str, str], list[str]]:
     """What is set for a job while it lasts, and the lines about it."""
     environ = {**(given or {})}
     with job_environment(Config.create(**TINY, **settings), environ, build) as lines:
@@ -29,22 +36,31 @@ def chosen(build: str, given: dict[str, str] | None = None, **settings: Any) -> 
     return found, lines
 
 
-@pytest.mark.parametrize(("build", "settings", "expected"), [
-    ("cuda", {}, CUDA),
-    ("rocm", {}, ROCM),
-    ("cpu", {}, {}),
-    ("cuda", {"distributed_backend": "gloo"}, {}),
-    ("cuda", TP, CUDA),
-    ("cuda", {**TP, "sequence_parallel": True}, {**CUDA, **ORDERED}),
-    ("cuda", {**TP, "sequence_parallel": True, "tp_comm_overlap": True}, {**CUDA, **ORDERED}),
-    ("rocm", {**TP, "sequence_parallel": True}, ROCM),  # HIP does not read it
-    ("cuda", {"hang_timeout": 0.0}, {k: v for k, v in CUDA.items() if k not in HANG}
-     | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("build", "settings", "expected"),
+    [
+        ("cuda", {}, CUDA),
+        ("rocm", {}, ROCM),
+        ("cpu", {}, {}),
+        ("cuda", {"distributed_backend": "gloo"}, {}),
+        ("cuda", TP, CUDA),
+        ("cuda", {**TP, "sequence_parallel": True}, {**CUDA, **ORDERED}),
+        ("cuda", {**TP, "sequence_parallel": True, "tp_comm_overlap": True}, {**CUDA, **ORDERED}),
+        ("rocm", {**TP, "sequence_parallel": True}, ROCM),  # HIP does not read it
+        (
+            "cuda",
+            {"hang_timeout": 0.0},
+            {k: v for k, v in CUDA.items() if k not in HANG}
+            | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+        ),
+    ],
+)
 def test_what_is_set(build: str, settings: dict[str, Any], expected: dict[str, str]) -> None:
     found, lines = chosen(build, **settings)
     assert found == expected
-    assert all(f"{name}={value}" in lines[0] for name, value in expected.items()) and bool(lines) == bool(expected)
+    assert all(f"{name}={value}" in lines[0] for name, value in expected.items()) and bool(
+        lines
+    ) == bool(expected)
 
 
 def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path: Path) -> None:
@@ -55,9 +71,14 @@ def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path: Path) -> None:
 def test_what_the_user_has_set_stays_and_a_contradiction_is_told() -> None:
     mine = {"GPU_MAX_HW_QUEUES": "4", "TORCH_NCCL_HIGH_PRIORITY": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     found, lines = chosen("rocm", mine)
-    assert found == {**mine, **HANG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}  # no older name beside TORCH_FR_BUFFER_SIZE
+    # no older name beside TORCH_FR_BUFFER_SIZE
+    assert found == {**mine, **HANG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     said = " ".join(line for line in lines if line.startswith("note: "))
-    assert "GPU_MAX_HW_QUEUES=4" in said and "TORCH_FR_BUFFER_SIZE=7" in said and "HIGH_PRIORITY" not in said
+    assert (
+        "GPU_MAX_HW_QUEUES=4" in said
+        and "TORCH_FR_BUFFER_SIZE=7" in said
+        and "HIGH_PRIORITY" not in said
+    )
 
 
 def test_an_empty_value_is_none() -> None:
@@ -75,15 +96,24 @@ def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
     return f"import sys; sys.path.insert(0, {str(folder)!r})\n"
 
 
-@pytest.mark.parametrize(("cuda", "hip", "build"), [
-    ("None", "None", None), ("'12.8'", "None", "cuda"), ("None", "'7.0.51831'", "rocm"),
-])  # fmt: skip
-def test_the_build_is_told_without_importing_torch(tmp_path: Path, cuda: str, hip: str, build: str | None) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "hip", "build"),
+    [
+        ("None", "None", None),
+        ("'12.8'", "None", "cuda"),
+        ("None", "'7.0.51831'", "rocm"),
+    ],
+)
+def test_the_build_is_told_without_importing_torch(
+    tmp_path: Path, cuda: str, hip: str, build: str | None
+) -> None:
     code = torch_of(tmp_path, cuda, hip, "raise ImportError('torch was imported')\n")
     assert run_python(code + BUILD).strip() == str(build)
 
 
-def test_pretrain_sets_them_before_it_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrain_sets_them_before_it_imports_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
     seen = "import os\nprint(os.environ.get('GPU_MAX_HW_QUEUES'), flush=True)\nos._exit(0)\n"
     code = torch_of(tmp_path, "None", "'7.0.51831'", seen) + PRETRAIN
@@ -91,10 +121,15 @@ def test_pretrain_sets_them_before_it_imports_torch(tmp_path: Path, monkeypatch:
 
 
 BUILD = "from megatron.parallel.environment import torch_build; print(torch_build())\n"
-PRETRAIN = "import megatron.program; megatron.program.run('--preset tiny --mock-data --train-iters 1'.split())\n"
+PRETRAIN = (
+    "import megatron.program; megatron.program.run('--preset tiny --mock-data --train-iters "
+    "1'.split())\n"
+)
 
 
 def test_the_installed_torch() -> None:
     import torch
 
-    assert torch_build() == ("rocm" if torch.version.hip else "cuda" if torch.version.cuda else None)
+    assert torch_build() == (
+        "rocm" if torch.version.hip else "cuda" if torch.version.cuda else None
+    )

@@ -1,4 +1,5 @@
 """The flight record and its file, from the side of another process."""
+
 from __future__ import annotations
 
 import os
@@ -21,13 +22,28 @@ from megatron.parallel.flight import (
     file_name,
 )
 from megatron.parallel.launch import Launch
-from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, process_start, process_state
+from megatron.parallel.processes import (
+    DEAD,
+    GONE,
+    STOPPED,
+    kill_process,
+    process_start,
+    process_state,
+)
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for, wait_until_stopped
 
 
 def launch(rank: int, job: str = "a", node: str = "n1") -> Launch:
-    return Launch(rank=rank, local_rank=rank, world_size=4, local_world_size=4, master_port=7, node=node, job=job)
+    return Launch(
+        rank=rank,
+        local_rank=rank,
+        world_size=4,
+        local_world_size=4,
+        master_port=7,
+        node=node,
+        job=job,
+    )
 
 
 def read(recorder: FlightRecorder) -> FlightState:
@@ -43,7 +59,12 @@ def test_a_record_says_what_its_rank_does() -> None:
     flight.step(16)
     with flight.phase("saving"):
         inside = read(flight)
-    assert (inside.rank, inside.pid, inside.place, inside.process_start) == (5, 4711, "n1:cuda:3", 99)
+    assert (inside.rank, inside.pid, inside.place, inside.process_start) == (
+        5,
+        4711,
+        "n1:cuda:3",
+        99,
+    )
     assert (inside.step, inside.phase) == (16, "saving")
     assert read(flight).phase == "set-up"
     flight.instruction(b"BACKWARD", 3, 7)
@@ -68,9 +89,13 @@ def test_every_write_but_an_answer_is_progress() -> None:
     flight = FlightRecorder()
     flight.describe(0, 1, "n\udcff")  # of a host whose name is no text
     writes = [
-        lambda: flight.step(1), flight.alive, lambda: flight.instruction(b"FORWARD", 0, 0),
-        lambda: flight.enter(b"reduce", "world", 1), flight.leave, lambda: flight.enter_wait(b"reduce", "world", 1, 1),
-    ]  # fmt: skip
+        lambda: flight.step(1),
+        flight.alive,
+        lambda: flight.instruction(b"FORWARD", 0, 0),
+        lambda: flight.enter(b"reduce", "world", 1),
+        flight.leave,
+        lambda: flight.enter_wait(b"reduce", "world", 1, 1),
+    ]
     for write in writes:
         before = flight.progress()
         write()
@@ -81,7 +106,8 @@ def test_every_write_but_an_answer_is_progress() -> None:
     assert flight.progress() == before
     state = read(flight)
     assert state.inquiry == 3 and 2000 < len(state.stack) < RECORD_BYTES
-    assert state.posted == [1] * 7 and state.call == Call("reduce", "world", -1, 1, 1)  # the host's own comes first
+    # the host's own comes first
+    assert state.posted == [1] * 7 and state.call == Call("reduce", "world", -1, 1, 1)
     flight.leave()
     assert read(flight).call == Call("reduce", "world", -1, 8, 2)
 
@@ -102,7 +128,7 @@ def test_a_sign_of_life_ends_the_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(flight).quiet_s == 9
 
 
-# -- the file of a node ------------------------------------------------------------------------------------------------
+# -- the file of a node ----------------------------------------------------------------------------
 
 
 def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path: Path) -> None:
@@ -152,7 +178,9 @@ def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path: Path) -> No
 
 
 def test_a_process_is_known_by_its_start() -> None:
-    """One that is suspended, and one that nobody has waited for: what Linux says of them is never for a moment only."""
+    """One that is suspended, and one that nobody has waited for: what Linux says of them is never
+    for a moment only.
+    """
     child = forked(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     assert wait_until_stopped(child)
     start = process_start(child)
@@ -165,11 +193,13 @@ def test_a_process_is_known_by_its_start() -> None:
     assert wait_for(child) == -signal.SIGKILL and process_state(child, start) == GONE
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 class Stream:
-    """Events of a device that has come to `now`; each event is recorded at the time that is next in the list."""
+    """Events of a device that has come to `now`; each event is recorded at the time that is next in
+    the list.
+    """
 
     def __init__(self, times: list[float]) -> None:
         self.times, self.now = times, 0.0
@@ -243,7 +273,13 @@ def test_where_a_device_is_that_its_host_has_left_behind() -> None:
         calls.leave()
         calls.end()
     host = [0, 2, 0, 0, 0, 0, 0]
-    expected = {0.5: (None, 0), 1.5: (infos[0], 1), 2.5: (None, 1), 3.5: (infos[1], 1), 5.5: (infos[2], 2)}
+    expected = {
+        0.5: (None, 0),
+        1.5: (infos[0], 1),
+        2.5: (None, 1),
+        3.5: (infos[1], 1),
+        5.5: (infos[2], 2),
+    }
     for now, (current, reached) in expected.items():
         stream.now = now
         assert calls.where(host) == (current, [0, reached, 0, 0, 0, 0, 0])

@@ -1,4 +1,7 @@
-"""Groups of real processes are used once at the start; the one that fails is named on every rank."""
+"""Groups of real processes are used once at the start; the one that fails is named on every
+rank.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -22,7 +25,8 @@ from tests.parallel.ranks import patient_connection
 pytestmark = pytest.mark.slow
 
 EVENT, RANKS = "megatron.parallel.group", 4
-# (tensor, pipeline, ring) -> what the groups of each rank are used for: all-reduces and pairs of neighbours.
+# (tensor, pipeline, ring) -> what the groups of each rank are used for: all-reduces and pairs of
+# neighbours.
 USES = {
     (2, 1, False): [3, 3, 3, 3],  # tensor, data, world
     (2, 2, False): [4, 4, 4, 4],  # tensor, both ends, the pair, world, which is a replica, too
@@ -52,16 +56,26 @@ def test_each_group_and_each_neighbour_once_over_one_connection_to_the_store() -
 
 
 def test_an_all_reduce_waits_for_all_ranks_of_its_group() -> None:
-    """Also over the pipeline group, which is a replica where the tensor size is 1: there, messages have two ranks."""
+    """Also over the pipeline group, which is a replica where the tensor size is 1: there, messages
+    have two ranks.
+    """
     topology = Topology.from_layout(Layout(1, 3, 2), 2, new_group=tuple)
-    found = [(group.kind, call.split()[0], size) for _, call, group, size, *_ in group_check._uses(topology, False)]
+    found = [
+        (group.kind, call.split()[0], size)
+        for _, call, group, size, *_ in group_check._uses(topology, False)
+    ]
     messages = [("pipeline", "messages", 2)] * 2
-    assert found == [("data", "all-reduce", 2), ("pipeline", "all-reduce", 3), *messages, ("world", "all-reduce", 6)]
+    assert found == [
+        ("data", "all-reduce", 2),
+        ("pipeline", "all-reduce", 3),
+        *messages,
+        ("world", "all-reduce", 6),
+    ]
 
 
 def held(rank: int, met: Rendezvous) -> None:
-    """Ranks 0 and 1 are in their tensor group, of which rank 1 never comes out, ranks 2 and 3 wait for them in their
-    data groups. The time of rank 0 is over when all are there."""
+    """Ranks 0 and 1 are in their tensor group, of which rank 1 never comes out, ranks 2 and 3 wait
+    for them in their data groups. The time of rank 0 is over when all are there."""
     store = met.store
 
     def arrive(name: str) -> None:
@@ -69,7 +83,9 @@ def held(rank: int, met: Rendezvous) -> None:
         if rank == 1:
             threading.Event().wait()
 
-    def until_all_are_there(function: Callable[[], Any], seconds: float, failure: str, *wake: Any) -> Any:
+    def until_all_are_there(
+        function: Callable[[], Any], seconds: float, failure: str, *wake: Any
+    ) -> Any:
         threading.Thread(target=function, daemon=True).start()
         while not store.check([f"in/{other}" for other in range(RANKS)]):
             time.sleep(0.002)
@@ -84,7 +100,9 @@ def wrong(rank: int, met: Rendezvous) -> None:
     """Rank 1 counts twice as many in its tensor group."""
     plain = group_check.all_reduce
     if rank == 1:
-        group_check.all_reduce = lambda x, group: plain(x, group) * (2 if group.kind == "tensor" else 1)  # type: ignore[assignment]
+        group_check.all_reduce = lambda x, group: (
+            plain(x, group) * (2 if group.kind == "tensor" else 1)
+        )  # type: ignore[assignment]
 
 
 def check_failing(rank: int, plant: Callable[[int, Rendezvous], None]) -> tuple[str, str]:
@@ -99,8 +117,15 @@ def check_failing(rank: int, plant: Callable[[int, Rendezvous], None]) -> tuple[
 
 
 @pytest.mark.parametrize("plant", [held, wrong])
-def test_the_group_that_fails_is_named_on_every_rank_with_its_ranks(plant: Callable[..., None]) -> None:
+def test_the_group_that_fails_is_named_on_every_rank_with_its_ranks(
+    plant: Callable[..., None],
+) -> None:
     for kind, text in run_processes(RANKS, check_failing, plant):
         before, _, own = text.partition("Seen here as")
-        assert kind == "LostRankError" and "tensor" in before and "0-1" in before and "data" not in before, text
+        assert (
+            kind == "LostRankError"
+            and "tensor" in before
+            and "0-1" in before
+            and "data" not in before
+        ), text
         assert own

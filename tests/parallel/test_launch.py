@@ -1,4 +1,5 @@
 """Launchers' variables as real ones set them, node lists, and the device of a process."""
+
 from __future__ import annotations
 
 import re
@@ -11,42 +12,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device, variables_with_flags
+from megatron.parallel.launch import (
+    Launch,
+    detect_launch,
+    expand_hosts,
+    select_device,
+    variables_with_flags,
+)
 from megatron.parallel.participants import device_identity
 from megatron.parallel.topology import compress_ranks
 
 TORCHRUN = {
-    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node01",
-    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "r7", "TORCHELASTIC_USE_AGENT_STORE": "True",
-}  # fmt: skip
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node01",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "r7",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 # srun -N2 -n16 --ntasks-per-node=8, as a task sees it.
 SRUN = {
-    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_NODELIST": "frontier[00120-00123]",
-    "SLURM_STEP_NODELIST": "frontier[00121-00122]", "SLURMD_NODENAME": "frontier00122",
-}  # fmt: skip
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_JOB_NODELIST": "frontier[00120-00123]",
+    "SLURM_STEP_NODELIST": "frontier[00121-00122]",
+    "SLURMD_NODENAME": "frontier00122",
+}
 # The batch script of a job with --ntasks=16: rank-like variables, but no step.
 BATCH = {
-    "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "16",
-    "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_NODELIST": "frontier[00121-00122]",
-}  # fmt: skip
+    "SLURM_JOB_ID": "4711",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "16",
+    "SLURM_TASKS_PER_NODE": "8(x2)",
+    "SLURM_JOB_NODELIST": "frontier[00121-00122]",
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-a-17@1", "MASTER_ADDR": "a",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "prterun-a-17@1",
+    "MASTER_ADDR": "a",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "8", "PALS_APID": "x"}
+PALS = {
+    "PMI_RANK": "9",
+    "PMI_SIZE": "16",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "8",
+    "PALS_APID": "x",
+}
 
 
 LOGIN = "login05.frontier.olcf.ornl.gov"
 
 
 def without(environ: dict[str, str], *parts: str) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if not any(part in name for part in parts)}
+    return {
+        name: value for name, value in environ.items() if not any(part in name for part in parts)
+    }
 
 
-# (launcher, rank, local rank, world size, local world size, address of the first process), or what a refusal names.
+# (launcher, rank, local rank, world size, local world size, address of the first process), or what
+# a refusal names.
 LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     ({}, ("none", 0, 0, 1, 1, "127.0.0.1")),
     ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 0, 1, 1, "127.0.0.1")),
@@ -55,29 +95,52 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     (TORCHRUN | SRUN, ("torchrun", 5, 1, 8, 4, "node01")),  # torchrun started by srun
     (SRUN, ("slurm", 11, 3, 16, 8, "frontier00121")),
     (without(SRUN, "STEP_N", "STEP_T"), ("slurm", 11, 3, 16, 4, "frontier00120")),
-    (SRUN | {"SLURM_STEP_NODELIST": "x1", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"},
-     ("slurm", 11, 3, 16, 16, "127.0.0.1")),
+    (
+        SRUN
+        | {"SLURM_STEP_NODELIST": "x1", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"},
+        ("slurm", 11, 3, 16, 16, "127.0.0.1"),
+    ),
     (BATCH, ("none", 0, 0, 1, 1, "127.0.0.1")),
     (BATCH | {"SLURM_STEP_ID": "4294967291"}, ("none", 0, 0, 1, 1, "127.0.0.1")),
-    # salloc's interactive shell is a step too, with the job's number of tasks kept; srun -n1 --pty bash is one task.
-    (BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, ("none", 0, 0, 1, 1, "127.0.0.1")),
-    (BATCH | {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"}, ("slurm", 0, 0, 1, 1, "127.0.0.1")),
+    # salloc's interactive shell is a step too, with the job's number of tasks kept; srun -n1 --pty
+    # bash is one task.
+    (
+        BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        ("none", 0, 0, 1, 1, "127.0.0.1"),
+    ),
+    (
+        BATCH | {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        ("slurm", 0, 0, 1, 1, "127.0.0.1"),
+    ),
     (OPEN_MPI, ("mpi", 3, 1, 4, 2, "a")),
     (BATCH | OPEN_MPI, ("mpi", 3, 1, 4, 2, "a")),
     (without(OPEN_MPI, "MASTER") | BATCH, ("mpi", 3, 1, 4, 2, "frontier00121")),
     (SRUN | OPEN_MPI, ("mpi", 3, 1, 4, 2, "a")),  # mpirun starts its daemons as srun tasks
     (HYDRA, ("mpi", 1, 1, 2, 2, "127.0.0.1")),
     (PALS | {"MASTER_ADDR": "x"}, ("mpi", 9, 1, 16, 8, "x")),
-    (SRUN | {"PMI_RANK": "11", "PMI_SIZE": "16", "PMIX_RANK": "11"}, ("slurm", 11, 3, 16, 8, "frontier00121")),
-    # Frontier scripts that export torch's names inside each task, or an address; MASTER_ADDR=$SLURM_SUBMIT_HOST is a
-    # login node in a batch job, and one of the nodes in a job that a job submitted.
-    (SRUN | {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16"}, ("torchrun", 11, 3, 16, 4, "frontier00121")),
+    (
+        SRUN | {"PMI_RANK": "11", "PMI_SIZE": "16", "PMIX_RANK": "11"},
+        ("slurm", 11, 3, 16, 8, "frontier00121"),
+    ),
+    # Frontier scripts that export torch's names inside each task, or an address;
+    # MASTER_ADDR=$SLURM_SUBMIT_HOST is a login node in a batch job, and one of the nodes in a job that a job submitted.
+    (
+        SRUN | {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16"},
+        ("torchrun", 11, 3, 16, 4, "frontier00121"),
+    ),
     (SRUN | {"MASTER_ADDR": "10.0.0.7"}, ("slurm", 11, 3, 16, 8, "10.0.0.7")),
-    (SRUN | {"MASTER_ADDR": "frontier00121", "SLURM_SUBMIT_HOST": "frontier00121"},
-     ("slurm", 11, 3, 16, 8, "frontier00121")),
-    (SRUN | {"MASTER_ADDR": "frontier00122.x", "SLURM_SUBMIT_HOST": "frontier00122.x"},
-     ("slurm", 11, 3, 16, 8, "frontier00122.x")),
-    (SRUN | {"MASTER_ADDR": "elsewhere", "SLURM_SUBMIT_HOST": "login05"}, ("slurm", 11, 3, 16, 8, "elsewhere")),
+    (
+        SRUN | {"MASTER_ADDR": "frontier00121", "SLURM_SUBMIT_HOST": "frontier00121"},
+        ("slurm", 11, 3, 16, 8, "frontier00121"),
+    ),
+    (
+        SRUN | {"MASTER_ADDR": "frontier00122.x", "SLURM_SUBMIT_HOST": "frontier00122.x"},
+        ("slurm", 11, 3, 16, 8, "frontier00122.x"),
+    ),
+    (
+        SRUN | {"MASTER_ADDR": "elsewhere", "SLURM_SUBMIT_HOST": "login05"},
+        ("slurm", 11, 3, 16, 8, "elsewhere"),
+    ),
     # What cannot be.
     ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
     (SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "16"]),
@@ -105,7 +168,9 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
 
 
 @pytest.mark.parametrize(("environ", "expected"), LAUNCHES)
-def test_what_an_environment_says(environ: dict[str, str], expected: tuple[Any, ...] | list[str]) -> None:
+def test_what_an_environment_says(
+    environ: dict[str, str], expected: tuple[Any, ...] | list[str]
+) -> None:
     if isinstance(expected, list):
         with pytest.raises(LaunchError) as caught:
             detect_launch(environ)
@@ -123,18 +188,32 @@ def test_what_an_environment_says(environ: dict[str, str], expected: tuple[Any, 
     [
         ({"MASTER_ADDR": "10.0.0.7 10.0.1.7"}, "10.0.0.7", "10.0.1.7"),
         ({"MASTER_ADDR": "login05", "SLURM_SUBMIT_HOST": "login05"}, "frontier00121", "login05"),
-        ({"MASTER_ADDR": LOGIN, "SLURM_SUBMIT_HOST": LOGIN, "RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16"},
-         "frontier00121", LOGIN),
+        (
+            {
+                "MASTER_ADDR": LOGIN,
+                "SLURM_SUBMIT_HOST": LOGIN,
+                "RANK": "11",
+                "LOCAL_RANK": "3",
+                "WORLD_SIZE": "16",
+            },
+            "frontier00121",
+            LOGIN,
+        ),
     ],
-)  # fmt: skip
-def test_what_is_read_otherwise_than_it_is_written_is_said(changes: dict[str, str], address: str, named: str) -> None:
+)
+def test_what_is_read_otherwise_than_it_is_written_is_said(
+    changes: dict[str, str], address: str, named: str
+) -> None:
     found = detect_launch(SRUN | changes)
     (notice,) = found.notices
     assert found.master_addr == address and named in notice and "MASTER_ADDR" in notice
 
 
 def test_the_rest_of_a_launch() -> None:
-    assert (detect_launch(TORCHRUN).master_port, detect_launch(SRUN).node) == (29500, "frontier00122")
+    assert (detect_launch(TORCHRUN).master_port, detect_launch(SRUN).node) == (
+        29500,
+        "frontier00122",
+    )
     assert detect_launch(SRUN | {"MASTER_PORT": "3442"}).master_port == 3442
 
 
@@ -143,15 +222,28 @@ def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ() -> None:
         found = detect_launch(SRUN | changes)
         return found.master_port, found.job
 
-    other = dict(SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121")
+    other = dict(
+        SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121"
+    )
     assert port_and_job() == port_and_job(**other)
-    others = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [port_and_job(SLURM_JOB_ID="4712")]
+    others = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [
+        port_and_job(SLURM_JOB_ID="4712")
+    ]
     ports, jobs = map(set, zip(*others, strict=True))
     assert len(jobs) == len(ports) == 9  # a hash: these nine differ
     assert all(1024 <= port < 32768 for port in ports)
 
 
-FLAGS = ["--lr", "1", "--master-addr=10.0.0.1", "--master-port", "4000", "--local_rank", "1", "--fp16"]
+FLAGS = [
+    "--lr",
+    "1",
+    "--master-addr=10.0.0.1",
+    "--master-port",
+    "4000",
+    "--local_rank",
+    "1",
+    "--fp16",
+]
 
 
 def test_flags_fill_in_what_the_environment_lacks() -> None:
@@ -168,14 +260,16 @@ def test_flags_fill_in_what_the_environment_lacks() -> None:
         assert all(word in str(error.value) for word in words)
 
 
-# -- node lists ------------------------------------------------------------------------------------------------------
+# -- node lists ------------------------------------------------------------------------------------
 
 PREFIX = st.text("abcxyz-", min_size=1, max_size=5).map(lambda s: "n" + s + "z")
 RANGE = st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 5))
 
 
 @given(st.lists(st.tuples(PREFIX, st.lists(RANGE, max_size=4)), min_size=1, max_size=4))
-def test_node_lists_expand_to_what_they_were_made_from(parts: list[tuple[str, list[tuple[int, int, int]]]]) -> None:
+def test_node_lists_expand_to_what_they_were_made_from(
+    parts: list[tuple[str, list[tuple[int, int, int]]]],
+) -> None:
     expected: list[str] = []
     written: list[str] = []
     for prefix, ranges in parts:
@@ -194,7 +288,13 @@ def test_node_lists_expand_to_what_they_were_made_from(parts: list[tuple[str, li
 
 def test_node_lists() -> None:
     assert expand_hosts("r[1-2]n[08-09]-ib") == ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]
-    assert expand_hosts("host-1.example.org,n[8-11]") == ["host-1.example.org", "n8", "n9", "n10", "n11"]
+    assert expand_hosts("host-1.example.org,n[8-11]") == [
+        "host-1.example.org",
+        "n8",
+        "n9",
+        "n10",
+        "n11",
+    ]
 
 
 @pytest.mark.parametrize("text", ["a,", "a[1-", "a[]", "a[3-1]", "a[x]", "a b"])
@@ -215,19 +315,27 @@ def test_compressed_ranks_say_the_same(ranks: set[int]) -> None:
     assert len(text.split(", ") if text else []) == sum(rank - 1 not in ranks for rank in ranks)
 
 
-# -- devices ---------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "backend", "expected"),
     [
-        (0, 3, None, "cpu"), (1, 3, None, "cuda:0"), (8, 3, None, "cuda:3"),
+        (0, 3, None, "cpu"),
+        (1, 3, None, "cuda:0"),
+        (8, 3, None, "cuda:3"),
         (8, 3, "gloo", "cpu"),
-        (4, 5, None, ["5", "4"]), (0, 5, "nccl", ["nccl", "gloo"]), (4, 5, "mpi", ["'mpi'", "nccl", "gloo"]),
+        (4, 5, None, ["5", "4"]),
+        (0, 5, "nccl", ["nccl", "gloo"]),
+        (4, 5, "mpi", ["'mpi'", "nccl", "gloo"]),
     ],
 )
 def test_devices(
-    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, backend: str | None, expected: str | list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    visible: int,
+    local_rank: int,
+    backend: str | None,
+    expected: str | list[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -241,15 +349,23 @@ def test_devices(
 
 
 def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dies of one card (bus address), two parts of one die (number), on ROCm and on CUDA (uuid)."""
+    """Two dies of one card (bus address), two parts of one die (number), on ROCm and on CUDA
+    (uuid).
+    """
 
     def identity(index: int, **properties: Any) -> str:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties)
+        )
         return device_identity(torch.device("cuda", index))
 
     monkeypatch.setattr(torch.version, "hip", "6.3")
     die = {"pci_domain_id": 0, "pci_bus_id": 193, "pci_device_id": 0}
-    others = [identity(0, **{**die, "pci_bus_id": 198}), identity(0, **{**die, "pci_domain_id": 1}), identity(1, **die)]
+    others = [
+        identity(0, **{**die, "pci_bus_id": 198}),
+        identity(0, **{**die, "pci_domain_id": 1}),
+        identity(1, **die),
+    ]
     assert identity(0, **die) == identity(0, **die) and identity(0, **die) not in others
     assert identity(0) == "", "a torch that does not tell"
     monkeypatch.setattr(torch.version, "hip", None)

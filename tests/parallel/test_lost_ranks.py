@@ -1,4 +1,7 @@
-"""Real processes: they meet as launchers start them, and die or fail while the others are in gloo."""
+"""Real processes: they meet as launchers start them, and die or fail while the others are in
+gloo.
+"""
+
 from __future__ import annotations
 
 import fcntl
@@ -32,7 +35,14 @@ HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 def become(**variables: Any) -> None:
     """Have the environment that another launcher would give."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)
     os.environ.update({name: str(value) for name, value in variables.items()})
 
@@ -41,11 +51,20 @@ def as_task(number: int, port: int, per_node: int, size: int) -> None:
     """Become a task of srun."""
     node, local = divmod(number, per_node)
     become(
-        SLURM_JOB_ID=port, SLURM_STEP_ID=0, SLURM_PROCID=number, SLURM_LOCALID=local, SLURM_NODEID=node,
-        SLURM_NTASKS=size, SLURM_STEP_NUM_TASKS=size, SLURM_STEP_TASKS_PER_NODE=f"{per_node}(x{size // per_node})",
-        SLURMD_NODENAME=f"n{node}", SLURM_STEP_NODELIST=f"n[0-{size // per_node - 1}]", MASTER_ADDR="localhost",
-        MASTER_PORT=port, MEGATRON_JOB_TOKEN=f"{port}, which is random enough",
-    )  # fmt: skip
+        SLURM_JOB_ID=port,
+        SLURM_STEP_ID=0,
+        SLURM_PROCID=number,
+        SLURM_LOCALID=local,
+        SLURM_NODEID=node,
+        SLURM_NTASKS=size,
+        SLURM_STEP_NUM_TASKS=size,
+        SLURM_STEP_TASKS_PER_NODE=f"{per_node}(x{size // per_node})",
+        SLURMD_NODENAME=f"n{node}",
+        SLURM_STEP_NODELIST=f"n[0-{size // per_node - 1}]",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=port,
+        MEGATRON_JOB_TOKEN=f"{port}, which is random enough",
+    )
 
 
 def total(rendezvous: Rendezvous) -> tuple[float, list[str]]:
@@ -56,7 +75,9 @@ def total(rendezvous: Rendezvous) -> tuple[float, list[str]]:
 
 
 def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
-    """What a rank that waits for the victim makes of it: kind, text, and whether it is the one to act on it."""
+    """What a rank that waits for the victim makes of it: kind, text, and whether it is the one to
+    act on it.
+    """
     try:
         dist.send(torch.ones(1), victim)
         dist.recv(torch.ones(1), victim)
@@ -88,7 +109,7 @@ def check_survivors(outcomes: list[tuple[bool, Any]], victim: int) -> list[tuple
     return [found[-1][:2] for _, found in survivors]
 
 
-# -- a rank that others wait for dies, after all took the ranks of their devices --------------------------------------
+# -- a rank that others wait for dies, after all took the ranks of their devices -------------------
 
 
 def place_and_die(task: int, port: int) -> list[Any]:
@@ -104,7 +125,14 @@ def place_and_die(task: int, port: int) -> list[Any]:
     topology = Topology.create(2, 1)
     x = torch.tensor([float(launch.task)])
     dist.all_reduce(x, group=topology.data.handle)
-    met = (launch.rank, launch.task, launch.local_rank, x.item(), *total(rendezvous), rendezvous.notices)
+    met = (
+        launch.rank,
+        launch.task,
+        launch.local_rank,
+        x.item(),
+        *total(rendezvous),
+        rendezvous.notices,
+    )
     if task == 1:
         await_others()
         die()
@@ -114,7 +142,12 @@ def place_and_die(task: int, port: int) -> list[Any]:
 def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
     outcomes = run_processes_raw(4, place_and_die, free_port())
     for kind, text in check_survivors(outcomes, 1):
-        assert kind == "LostRankError" and "rank 0" in text and "task 1" in text and "n0:cpu (device 1)" in text, text
+        assert (
+            kind == "LostRankError"
+            and "rank 0" in text
+            and "task 1" in text
+            and "n0:cpu (device 1)" in text
+        ), text
     places = [f"n{node}:cpu (device {device})" for node in range(2) for device in ORDER]
     for task in (0, 2, 3):
         met, groups, _ = outcomes[task][1]
@@ -123,10 +156,12 @@ def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
         assert (tuple(groups[0]), groups[1]) == ((rank // 2 * 2, rank // 2 * 2 + 1), 1)
 
 
-# -- the rank that serves the store dies ------------------------------------------------------------------------------
+# -- the rank that serves the store dies -----------------------------------------------------------
 
 
-def sums_over_groups(rank: int, *, order: str, tensor: int, pipeline: int) -> dict[str, float | None]:
+def sums_over_groups(
+    rank: int, *, order: str, tensor: int, pipeline: int
+) -> dict[str, float | None]:
     topology = Topology.create(tensor, pipeline, order=order)
     found = {}
     for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
@@ -139,9 +174,10 @@ def sums_over_groups(rank: int, *, order: str, tensor: int, pipeline: int) -> di
 
 
 LAYOUTS = [
-    dict(order="tp-dp-pp", tensor=2, pipeline=2), dict(order="pp-dp-tp", tensor=2, pipeline=1),
+    dict(order="tp-dp-pp", tensor=2, pipeline=2),
+    dict(order="pp-dp-tp", tensor=2, pipeline=1),
     dict(order="dp-pp-tp", tensor=1, pipeline=2),
-]  # fmt: skip
+]
 
 
 def group_and_die(rank: int) -> list[Any]:
@@ -167,13 +203,16 @@ def test_groups_hold_the_ranks_they_say_and_the_death_of_the_stores_host_is_seen
             ranks = grid(sizes)
             ((p, d, t),) = zip(*(ranks == rank).nonzero(), strict=True)
             assert found == {
-                "world": 6, "tensor": ranks[p, d].sum(), "data": ranks[p, :, t].sum(),
-                "pipeline": ranks[:, d, t].sum(), "model": ranks[:, d].sum(),
+                "world": 6,
+                "tensor": ranks[p, d].sum(),
+                "data": ranks[p, :, t].sum(),
+                "pipeline": ranks[:, d, t].sum(),
+                "model": ranks[:, d].sum(),
                 "embedding": ranks[:, d, t].sum() if pipeline > 1 else None,
-            }, layout  # fmt: skip
+            }, layout
 
 
-# -- a rank fails with a message --------------------------------------------------------------------------------------
+# -- a rank fails with a message -------------------------------------------------------------------
 
 
 def meet_and_fail(rank: int, ports: list[int]) -> list[Any]:
@@ -184,9 +223,14 @@ def meet_and_fail(rank: int, ports: list[int]) -> list[Any]:
     assert not dist.is_initialized()
     rendezvous.close()  # harmless
     become(
-        OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_SIZE=3, OMPI_COMM_WORLD_LOCAL_RANK=rank,
-        OMPI_COMM_WORLD_LOCAL_SIZE=3, PMIX_RANK=rank, PMIX_NAMESPACE="prterun-a-17@1", MASTER_PORT=ports[1],
-    )  # fmt: skip
+        OMPI_COMM_WORLD_RANK=rank,
+        OMPI_COMM_WORLD_SIZE=3,
+        OMPI_COMM_WORLD_LOCAL_RANK=rank,
+        OMPI_COMM_WORLD_LOCAL_SIZE=3,
+        PMIX_RANK=rank,
+        PMIX_NAMESPACE="prterun-a-17@1",
+        MASTER_PORT=ports[1],
+    )
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         del os.environ[name]
     rendezvous = patient_connection(detect_launch())
@@ -203,19 +247,23 @@ def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_other
     outcomes = run_processes_raw(3, meet_and_fail, [free_port(), free_port()])
     assert all(ok for ok, _ in outcomes), outcomes
     for rank, (_, (tasks, processes, (kind, text, _))) in enumerate(outcomes):
-        assert tasks == (3.0, [f"n{node}:cpu" for node in range(3)]) and processes == (3.0, [f"{HOST}:cpu"] * 3)
+        assert tasks == (3.0, [f"n{node}:cpu" for node in range(3)]) and processes == (
+            3.0,
+            [f"{HOST}:cpu"] * 3,
+        )
         if rank != 2:
             assert kind == "LaunchError" and "rank 2 (" in text and "DataError: corpus.bin" in text
 
 
-# -- a rank dies after the rendezvous, before gloo connects -----------------------------------------------------------
+# -- a rank dies after the rendezvous, before gloo connects ----------------------------------------
 
 
 class LastWords(dist.Store):
-    """A store to which a rank writes gloo's address, with a port where nobody listens, before its end.
+    """A store to which a rank writes gloo's address, with a port where nobody listens, before its
+    end.
 
-    The port is the highest, and of two ranks the one with the lower port waits to be called: so all others wait, for
-    five times their time limit, and nothing interrupts gloo.
+    The port is the highest, and of two ranks the one with the lower port waits to be called: so all
+    others wait, for five times their time limit, and nothing interrupts gloo.
     """
 
     def __init__(self, store: dist.Store, end: Callable[[], None]) -> None:
@@ -223,7 +271,8 @@ class LastWords(dist.Store):
         self._store, self._end = store, end
 
     def set(self, key: str, value: Any) -> None:
-        port = 8 + int.from_bytes(value[:8], "little") + 8 + 2  # after the host's name and the address family
+        # after the host's name and the address family
+        port = 8 + int.from_bytes(value[:8], "little") + 8 + 2
         self._store.set(key, bytes(value[:port]) + b"\xff\xff" + bytes(value[port + 2 :]))
         self._end()
 
@@ -231,7 +280,9 @@ class LastWords(dist.Store):
 def end_in_gloo(end: Callable[[], None]) -> None:
     """Let this process end where gloo starts."""
     start = distributed_c10d.ProcessGroupGloo
-    distributed_c10d.ProcessGroupGloo = lambda store, *args, **named: start(LastWords(store, end), *args, **named)
+    distributed_c10d.ProcessGroupGloo = lambda store, *args, **named: start(
+        LastWords(store, end), *args, **named
+    )
 
 
 def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
@@ -257,7 +308,7 @@ def test_a_rank_that_dies_before_gloo_connects_is_named(tmp_path: Path) -> None:
         assert not ended and text.startswith("LostRankError: ") and "rank 1" in text, text
 
 
-# -- torchrun ---------------------------------------------------------------------------------------------------------
+# -- torchrun --------------------------------------------------------------------------------------
 
 
 def meet_under_torchrun() -> tuple[str, int, bool, float, int]:
@@ -272,9 +323,17 @@ def test_torchruns_agent_and_its_store() -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test",
-        start_method="forkserver", max_restarts=0, monitor_interval=0.1, log_line_prefix_template=None,
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="test",
+        start_method="forkserver",
+        max_restarts=0,
+        monitor_interval=0.1,
+        log_line_prefix_template=None,
+    )
     found = elastic_launch(config, meet_under_torchrun)()
     assert [found[rank][:4] for rank in range(2)] == [("torchrun", 2, False, 1.0)] * 2
     assert len({os.getpid(), found[0][4], found[1][4]}) == 3

@@ -1,4 +1,7 @@
-"""Ranks on devices: what a node's processes see, what they take, and what happens where they do not agree."""
+"""Ranks on devices: what a node's processes see, what they take, and what happens where they do not
+agree.
+"""
+
 from __future__ import annotations
 
 import os
@@ -31,20 +34,24 @@ PAIRS_OF_PAIRS = (0, 1, 6, 7, 2, 3, 4, 5)
 FRONTIER = Placing(PAIRS_OF_PAIRS, LOCAL, CORES)
 BUSES = (0xC1, 0xC6, 0xC9, 0xCE, 0xD1, 0xD6, 0xD9, 0xDE)
 
-# -- which rank ------------------------------------------------------------------------------------------------------
+# -- which rank ------------------------------------------------------------------------------------
 
 ORDERS = st.integers(1, 6).flatmap(lambda n: st.permutations(range(n)))
 TASKS = st.lists(
     st.builds(
-        Task, st.sampled_from(["a", "b", "c"]), st.none() | st.integers(0, 6),
+        Task,
+        st.sampled_from(["a", "b", "c"]),
+        st.none() | st.integers(0, 6),
         st.just(()) | st.tuples(st.integers(0, 1), st.integers(0, 9)),
     ),
     max_size=20,
-)  # fmt: skip
+)
 
 
 @given(TASKS, ORDERS)
-def test_ranks_are_a_permutation_whatever_the_processes_say(tasks: list[Task], order: list[int]) -> None:
+def test_ranks_are_a_permutation_whatever_the_processes_say(
+    tasks: list[Task], order: list[int]
+) -> None:
     ranks = assign(tasks, order).ranks
     assert sorted(ranks) == list(range(len(tasks)))
     for task, rank in enumerate(ranks):
@@ -58,8 +65,11 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
     tasks, size = [], len(order)
     for node in range(nodes):
         devices = data.draw(st.permutations(range(size)))
-        # The bus addresses of a node, in which the devices are numbered; a variable may say the same of all of them.
-        tasks += [Task(f"n{node}", 0, (0, 10 * d)) if by_bus else Task(f"n{node}", d) for d in devices]
+        # The bus addresses of a node, in which the devices are numbered; a variable may say the
+        # same of all of them.
+        tasks += [
+            Task(f"n{node}", 0, (0, 10 * d)) if by_bus else Task(f"n{node}", d) for d in devices
+        ]
     devices_of = [task.address[1] // 10 if by_bus else task.number for task in tasks]
     found = assign(tasks, order)
     ranks = found.ranks
@@ -71,7 +81,10 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
 @pytest.mark.parametrize(
     ("tasks", "words"),
     [
-        ([Task("a", 0), Task("b", 0), Task("a", 1), Task("b", 1)], ["2 of 2", "--distribution=block"]),
+        (
+            [Task("a", 0), Task("b", 0), Task("a", 1), Task("b", 1)],
+            ["2 of 2", "--distribution=block"],
+        ),
         ([Task("a", 0)], ["1 of 1", "2 devices"]),
         ([Task("a", n % 2) for n in range(4)], ["4", "2"]),
         ([Task("a", 0), Task("a", None)], ["1 of 2"]),
@@ -83,7 +96,9 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
 def test_nodes_that_keep_their_ranks(tasks: list[Task], words: list[str]) -> None:
     found = assign(tasks, (1, 0))
     assert found.ranks == list(range(len(tasks)))
-    assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), found.notices
+    assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), (
+        found.notices
+    )
     assert assign(tasks, ()) == Assignment(found.ranks, [task.number for task in tasks], [])
 
 
@@ -96,7 +111,9 @@ def test_one_bad_node_does_not_touch_the_others() -> None:
 
 
 def test_numbers_that_each_task_counts_for_itself() -> None:
-    """With devices constrained by cgroups a launcher may call each task's device 0; bus addresses tell them apart."""
+    """With devices constrained by cgroups a launcher may call each task's device 0; bus addresses
+    tell them apart.
+    """
     tasks = [Task("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
     in_turn = [tasks[device] for device in LOCAL]
     assert assign(in_turn, PAIRS_OF_PAIRS) == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
@@ -105,7 +122,7 @@ def test_numbers_that_each_task_counts_for_itself() -> None:
     assert len(blind.notices) == 1, "nothing is said about cores, because the devices are not known"
 
 
-# -- which device ----------------------------------------------------------------------------------------------------
+# -- which device ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,22 +136,35 @@ def test_numbers_that_each_task_counts_for_itself() -> None:
         ({"ROCR_VISIBLE_DEVICES": "9" * 5000}, None),
         ({"HIP_VISIBLE_DEVICES": "3"}, (3,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, tuple(range(8))),
-        ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "2"}, (6,)),  # counts within the first list
+        # counts within the first list
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "2"}, (6,)),
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}, (0, 1)),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, (4,)),
+        (
+            {
+                "ROCR_VISIBLE_DEVICES": "4,5",
+                "HIP_VISIBLE_DEVICES": "0",
+                "CUDA_VISIBLE_DEVICES": "1",
+            },
+            (4,),
+        ),
         # srun --gpu-bind=closest beside a script that exports all eight
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4,)),
-        ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "4"}, (4,)),  # Slurm without a known kind of device
+        # Slurm without a known kind of device
+        ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "4"}, (4,)),
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
-def test_what_a_process_is_shown(variables: dict[str, str], expected: tuple[int, ...] | None) -> None:
+def test_what_a_process_is_shown(
+    variables: dict[str, str], expected: tuple[int, ...] | None
+) -> None:
     assert visible_devices(variables) == expected
 
 
 @pytest.mark.parametrize("local_rank", range(8))
 def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
-    """What --gpus-per-task=1 --gpu-bind=closest shows a task, and what the task finds among all eight."""
+    """What --gpus-per-task=1 --gpu-bind=closest shows a task, and what the task finds among all
+    eight.
+    """
     device = LOCAL[local_rank]
     assert device_number(FRONTIER, local_rank, 0, 1, (device,)) == device
     assert near_index(FRONTIER, local_rank, 8, None) == device
@@ -143,21 +173,32 @@ def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
     index = near_index(FRONTIER, local_rank, 8, backwards)
     assert index == 7 - device
     assert device_number(FRONTIER, local_rank, index, 8, backwards) == device
-    assert device_number(FRONTIER, local_rank, None, 0, None) == device, "a process on the CPU stands for its device"
+    assert device_number(FRONTIER, local_rank, None, 0, None) == device, (
+        "a process on the CPU stands for its device"
+    )
 
 
 def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides: no reason to train on the CPU."""
-    launch, both = Launch(rank=3, node="n1"), {"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "4"}
+    """ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides: no reason to
+    train on the CPU.
+    """
+    launch, both = (
+        Launch(rank=3, node="n1"),
+        {"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "4"},
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(LaunchError, match=r"rank 3 .*n1 .*ROCR\w+=4, HIP\w+=4"):
         select_device(launch, None, FRONTIER, both)
     assert select_device(launch, "gloo", FRONTIER, both) == torch.device("cpu")
-    assert select_device(launch, None, FRONTIER, {"CUDA_VISIBLE_DEVICES": "-1"}) == torch.device("cpu")
+    assert select_device(launch, None, FRONTIER, {"CUDA_VISIBLE_DEVICES": "-1"}) == torch.device(
+        "cpu"
+    )
     monkeypatch.setattr(torch.version, "hip", None)
-    assert select_device(launch, None, FRONTIER, both) == torch.device("cpu"), "a torch without devices"
+    assert select_device(launch, None, FRONTIER, both) == torch.device("cpu"), (
+        "a torch without devices"
+    )
 
     def refuse() -> int:
         raise RuntimeError("HIP_VISIBLE_DEVICES")
@@ -201,10 +242,16 @@ def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
 
 def test_processes_on_cores_of_another_device() -> None:
     """Three tasks are packed next to device 4, as -c2 without a distribution over cores does."""
-    tasks = [Task("n", device, near=(4,) if local < 3 else (device,)) for local, device in enumerate(LOCAL)]
+    tasks = [
+        Task("n", device, near=(4,) if local < 3 else (device,))
+        for local, device in enumerate(LOCAL)
+    ]
     (notice,) = assign(tasks, PAIRS_OF_PAIRS).notices
     assert "2 of 8" in notice and all(part in notice for part in ("task 1", "device 5", "device 4"))
-    assert assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices == []
+    assert (
+        assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices
+        == []
+    )
 
 
 def test_orders_that_name_no_device_once() -> None:

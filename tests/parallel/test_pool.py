@@ -1,4 +1,7 @@
-"""Processes that share work: their order, Ctrl-C, and what ends when one of them or the one that asked is killed."""
+"""Processes that share work: their order, Ctrl-C, and what ends when one of them or the one that
+asked is killed.
+"""
+
 from __future__ import annotations
 
 import os
@@ -25,7 +28,11 @@ def start(base: int) -> None:
 def work(number: int) -> tuple[int, int, bool]:
     """With the process, and whether it heeds no Ctrl-C that may come now."""
     held = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    return _base + number, os.getpid(), not held and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return (
+        _base + number,
+        os.getpid(),
+        not held and signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+    )
 
 
 def die(number: int) -> None:
@@ -41,13 +48,18 @@ def fail(number: int) -> int:
 def test_answers_come_in_order_from_processes_that_were_started(method: str) -> None:
     with process_pool(2, method, "killed", start, 100) as run:  # type: ignore[arg-type]
         answers = list(run(work, range(40), 4))
-    assert [number for number, *_ in answers] == list(range(100, 140)) and all(quiet for *_, quiet in answers)
+    assert [number for number, *_ in answers] == list(range(100, 140)) and all(
+        quiet for *_, quiet in answers
+    )
     assert os.getpid() not in {process for _, process, _ in answers}
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
 def test_errors() -> None:
-    with pytest.raises(MegatronError, match="no memory"), process_pool(2, "fork", "no memory") as run:
+    with (
+        pytest.raises(MegatronError, match="no memory"),
+        process_pool(2, "fork", "no memory") as run,
+    ):
         list(run(die, [1, 2]))
     with pytest.raises(ValueError, match="no 1"), process_pool(2, "fork", "killed") as run:
         list(run(fail, [1, 2]))
@@ -55,7 +67,10 @@ def test_errors() -> None:
 
 # A Ctrl-C in the first moment of each process of the pool, before anything of ours could run there.
 AT_FORK = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-AT_START = "import os, signal, sys\nif '--multiprocessing-fork' in sys.orig_argv: os.kill(os.getpid(), signal.SIGINT)\n"
+AT_START = (
+    "import os, signal, sys\nif '--multiprocessing-fork' in sys.orig_argv: "
+    "os.kill(os.getpid(), signal.SIGINT)\n"
+)
 PROGRAM = """
 import os, signal
 {first}
@@ -75,9 +90,12 @@ def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) 
     if method == "spawn":
         (tmp_path / "sitecustomize.py").write_text(AT_START)
     done = subprocess.run(
-        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2, 3]\n", "")
 
 
@@ -96,7 +114,9 @@ with process_pool(2, "fork", "killed") as run:
 def test_they_end_with_the_process_that_was_killed() -> None:
     """They hold its output open: it ends with the last of them."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True
+    ) as first:
         assert first.stdout is not None
         assert [first.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
         first.kill()

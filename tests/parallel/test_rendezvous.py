@@ -1,4 +1,7 @@
-"""Ranks that meet, part, fail and do not come, as threads of one process; gloo and real deaths: test_lost_ranks.py."""
+"""Ranks that meet, part, fail and do not come, as threads of one process; gloo and real deaths:
+test_lost_ranks.py.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -30,7 +33,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
-    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks for the names of addresses
+    # torch's store asks for the names of addresses
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def others(ranks: list[Any], *left_out: int) -> list[Any]:
@@ -40,7 +44,9 @@ def others(ranks: list[Any], *left_out: int) -> list[Any]:
 def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun's: none of them serves it; when it is gone, the launcher is named."""
     port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False
+    )
     places = ["n0:cpu", "n1:cpu", "n2:cpu"]
 
     def meet(rank: Apart) -> tuple[bool, list[str]]:
@@ -70,26 +76,36 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
 
     class Watched(Patience):
         def __init__(self, rank: int) -> None:
-            super().__init__(lambda: rank == 0 and said[1].is_set() and said[3].is_set(), passing=LONG.seconds + 1)
+            super().__init__(
+                lambda: rank == 0 and said[1].is_set() and said[3].is_set(),
+                passing=LONG.seconds + 1,
+            )
             self._rank = rank
 
         def sleep(self, seconds: float) -> None:
-            said[self._rank].set()  # others than rank 0 wait only after they have described themselves
+            # others than rank 0 wait only after they have described themselves
+            said[self._rank].set()
             super().sleep(seconds)
 
-    for error in ranks_in_threads([0, 1, 3], 4, clocks={thread: Watched(r) for thread, r in enumerate((0, 1, 3))}):
+    for error in ranks_in_threads(
+        [0, 1, 3], 4, clocks={thread: Watched(r) for thread, r in enumerate((0, 1, 3))}
+    ):
         assert isinstance(error, LaunchError) and "rank 2 of 4" in str(error), error
         assert all(f"rank {rank} on n{rank}:cpu" in str(error) for rank in (0, 1, 3))
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_store_that_never_answers_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+def test_a_store_that_never_answers_is_given_up_and_named(
+    monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
     """Nobody listens, or, as on a host that lost power, the connection stands and nothing comes."""
     monkeypatch.setattr(store, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) if silent else contextlib.nullcontext() as server:
         port = server.getsockname()[1] if server else free_port()
         with pytest.raises(LaunchError) as caught:
-            Apart(Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2)).join()
+            Apart(
+                Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2)
+            ).join()
     assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
     assert ("refused" in str(caught.value)) == (not silent)
 
@@ -173,11 +189,16 @@ def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
 
     error, _, _ = ranks_in_threads([0, 1, 2], 3, ask)
     assert isinstance(error, LostRankError)
-    assert all(part in str(error) for part in ("rank 0-2 in step 17", "reduce of 8 bytes", "data group", "10000ms"))
+    assert all(
+        part in str(error)
+        for part in ("rank 0-2 in step 17", "reduce of 8 bytes", "data group", "10000ms")
+    )
 
 
 class Held:
-    """A connection to the store in which torch waits, so that nothing else gets an answer until `free` is set."""
+    """A connection to the store in which torch waits, so that nothing else gets an answer until
+    `free` is set.
+    """
 
     def __init__(self, store: Any, free: threading.Event) -> None:
         self._store, self._free = store, free
@@ -187,7 +208,9 @@ class Held:
         return getattr(self._store, name)
 
 
-def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_connection_torch_holds_hears_over_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As gloo does that waits for the rank that failed."""
     monkeypatch.setattr(rendezvous, "_HELD_S", 0.0)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 5.0)
@@ -249,27 +272,43 @@ def test_the_store_of_one_nodes_ranks_is_on_the_loopback_device_only(one_node: b
 
 def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     port = free_port()
-    server = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False)
-    intruder = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=LONG, wait_for_workers=False)
+    server = dist.TCPStore(
+        "127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False
+    )
+    intruder = dist.TCPStore(
+        "127.0.0.1", port, None, is_master=False, timeout=LONG, wait_for_workers=False
+    )
     launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
     for prefix in ("", f"{launch.store_prefix()}/", "megatron/"):
         intruder.set(f"{prefix}verdict", json.dumps({"error": "forged"}))
     given: dict[str, Any] = dict(kind=Apart, master_port=port, store_served=True)
-    assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], "without a token it does"
-    assert ranks_in_threads([0, 1], 2, lambda rank: rank.notices, **given, token="a random text") == [[], []]
+    assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], (
+        "without a token it does"
+    )
+    assert ranks_in_threads(
+        [0, 1], 2, lambda rank: rank.notices, **given, token="a random text"
+    ) == [[], []]
     assert server.port == port
 
 
 def test_ranks_of_several_nodes_without_a_token_are_told_so() -> None:
     for one_node in (True, False):
-        for notices in ranks_in_threads([0, 1], 2, lambda rank: rank.notices, local_world_size=1 + one_node):
-            assert [("MEGATRON_JOB_TOKEN" in notice) for notice in notices] == [True] * (not one_node)
+        for notices in ranks_in_threads(
+            [0, 1], 2, lambda rank: rank.notices, local_world_size=1 + one_node
+        ):
+            assert [("MEGATRON_JOB_TOKEN" in notice) for notice in notices] == [True] * (
+                not one_node
+            )
 
 
 def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
     for error in ranks_in_threads([0, 1], 2):
-        assert type(error) is LaunchError and "GLOO_SOCKET_IFNAME=lo,nope" in str(error) and "'nope'" in str(error)
+        assert (
+            type(error) is LaunchError
+            and "GLOO_SOCKET_IFNAME=lo,nope" in str(error)
+            and "'nope'" in str(error)
+        )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert ranks_in_threads([0, 1], 2) == [None, None]
 
@@ -329,7 +368,9 @@ def test_a_rank_connects_once() -> None:
         assert "DataError: corpus.bin" in text and len(came) == 1
 
 
-def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """benchmarks/slow_names.py has a real one, which needs root."""
     told: list[bytes] = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
@@ -372,13 +413,21 @@ def test_the_time_limit_is_that_of_every_collective() -> None:
 
 
 def described(node: str, device: str, identity: str, **more: Any) -> str:
-    told = {"node": node, "pid": 1, "device": device, "identity": identity, "backend": "cpu:gloo,cuda:nccl"}
+    told = {
+        "node": node,
+        "pid": 1,
+        "device": device,
+        "identity": identity,
+        "backend": "cpu:gloo,cuda:nccl",
+    }
     return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
 
 
 def judged(participants: list[str]) -> str:
     """The error that the first process finds in these descriptions."""
-    first = Rendezvous(Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG)
+    first = Rendezvous(
+        Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG
+    )
     first._store = dist.HashStore()
     for task, text in enumerate(participants):
         first._store.set(f"participant/{task}", text)

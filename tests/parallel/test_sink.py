@@ -1,4 +1,5 @@
 """Gradient sums against float64."""
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,14 +13,19 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 def make(shape, device="cpu", sums=torch.float32, **options):
     weight = torch.nn.Parameter(torch.zeros(shape, device=device))
-    weight.gradient_sink = GradientSink(weight, torch.full(shape, torch.nan, device=device, dtype=sums), **options)
+    weight.gradient_sink = GradientSink(
+        weight, torch.full(shape, torch.nan, device=device, dtype=sums), **options
+    )
     return weight, weight.gradient_sink
 
 
 def products(dtype, out, width, n=3):
     g = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(TOKENS, out, generator=g).to(dtype), torch.randn(TOKENS, width, generator=g).to(dtype))
+        (
+            torch.randn(TOKENS, out, generator=g).to(dtype),
+            torch.randn(TOKENS, width, generator=g).to(dtype),
+        )
         for _ in range(n)
     ]
 
@@ -37,10 +43,12 @@ def test_products_add_up(device, dtype, sums, shape, monkeypatch):
         sink.add_product(dy.to(device), x.to(device))
         expected += (dy.double().t() @ x.double()).view(shape)
         absolute += (dy.double().abs().t() @ x.double().abs()).view(shape)
-    # A sum of n terms in fp32 is off by at most n eps/2 of the sum of their magnitudes (Higham, 2002, section 3.1); a
-    # product in 16 bit is rounded once more, by half an eps of each product, which is below that sum; so are the three
-    # sums in bf16.
-    bound = (3 * TOKENS * 2.0**-24 + torch.finfo(dtype).eps / 2 + 3 * torch.finfo(sums).eps / 2) * absolute
+    # A sum of n terms in fp32 is off by at most n eps/2 of the sum of their magnitudes (Higham,
+    # 2002, section 3.1); a product in 16 bit is rounded once more, by half an eps of each product,
+    # which is below that sum; so are the three sums in bf16.
+    bound = (
+        3 * TOKENS * 2.0**-24 + torch.finfo(dtype).eps / 2 + 3 * torch.finfo(sums).eps / 2
+    ) * absolute
     total = sink.total.cpu()
     assert bool(((total - expected).abs() <= bound).all())
     assert total.abs().max() > 1

@@ -1,4 +1,5 @@
 """Rank numbers and groups, against grids of numpy. Groups of real processes: test_lost_ranks.py."""
+
 from __future__ import annotations
 
 import itertools
@@ -16,7 +17,9 @@ LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDER
 
 
 def grid(layout: Layout) -> np.ndarray:
-    """Global ranks as an array [pipeline, data, tensor], whose memory lies as the layout's order says."""
+    """Global ranks as an array [pipeline, data, tensor], whose memory lies as the layout's order
+    says.
+    """
     sizes = {"tp": layout.tensor, "dp": layout.data, "pp": layout.pipeline}
     slowest_first = layout.order.split("-")[::-1]
     ranks = np.arange(layout.world_size).reshape([sizes[direction] for direction in slowest_first])
@@ -36,13 +39,17 @@ def test_groups_are_the_lines_of_a_grid(layout: Layout) -> None:
 
 
 def test_orders_and_what_is_left_is_data_parallel() -> None:
-    assert sorted(RANK_ORDERS) == sorted("-".join(order) for order in itertools.permutations(("tp", "dp", "pp")))
+    assert sorted(RANK_ORDERS) == sorted(
+        "-".join(order) for order in itertools.permutations(("tp", "dp", "pp"))
+    )
     assert Layout.for_world(24, 2, 3) == Layout(tensor=2, pipeline=3, data=4, order="tp-dp-pp")
     with pytest.raises(ConfigError, match="'tp-pp'"):
         Layout(order="tp-pp")
 
 
-@pytest.mark.parametrize(("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)])
+@pytest.mark.parametrize(
+    ("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)]
+)
 def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, better: int) -> None:
     with pytest.raises(ConfigError, match=f"{world}.* {better} "):
         Layout.for_world(world, tensor, pipeline)
@@ -50,13 +57,23 @@ def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, bette
 
 @given(LAYOUTS)
 def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) -> None:
-    """Only members meet at a group's creation, so two ranks that share two groups must create them in one order."""
+    """Only members meet at a group's creation, so two ranks that share two groups must create them
+    in one order.
+    """
     made: list[list[tuple[int, ...]]] = []
     for rank in range(layout.world_size):
         calls: list[tuple[int, ...]] = []
-        topology = Topology.from_layout(layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks)))
+        topology = Topology.from_layout(
+            layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks))
+        )
         made.append(calls)
-        for group in (topology.tensor, topology.data, topology.pipeline, topology.model, topology.world):
+        for group in (
+            topology.tensor,
+            topology.data,
+            topology.pipeline,
+            topology.model,
+            topology.world,
+        ):
             assert group.ranks[group.rank] == rank
         assert all(rank in ranks and len(ranks) > 1 for ranks in calls)
         # No group twice, except that one may cover the whole world.
@@ -84,6 +101,8 @@ def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks() -> None:
     layout = Layout(tensor=8, pipeline=64, data=147)
     topology = Topology.from_layout(layout, 40_000)
     assert topology.world.ranks == range(75_264)
-    longest = max(len(g.ranks) for g in (topology.tensor, topology.data, topology.pipeline, topology.model))
+    longest = max(
+        len(g.ranks) for g in (topology.tensor, topology.data, topology.pipeline, topology.model)
+    )
     assert longest == 8 * 64, "a replica of the model is the largest group beside the world"
     assert isinstance(Topology.from_layout(Layout(data=75_264), 5).data.ranks, range)

@@ -1,4 +1,5 @@
-"""What is compared with one process: layouts, models, precisions. Those of TOGETHER in `make test`, all in a campaign.
+"""What is compared with one process: layouts, models, precisions. Those of TOGETHER in `make test`,
+all in a campaign.
 
 Among the fields of a configuration are some for train() alone:
 
@@ -6,6 +7,7 @@ Among the fields of a configuration are some for train() alone:
     fused=True            every kernel, whatever the flags and the machine say
     poison=(step, rank)   there a gradient is not finite: the step is skipped everywhere
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,18 +28,29 @@ NONE: dict[str, Any] = {}
 
 
 def layout(
-    tp: int = 1, pp: int = 1, dp: int = 1, schedule: str = "1f1b", sp: bool = False, zero: int = 1,
-    recompute: dict[str, Any] = NONE, **more: Any,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    schedule: str = "1f1b",
+    sp: bool = False,
+    zero: int = 1,
+    recompute: dict[str, Any] = NONE,
+    **more: Any,
 ) -> Case:
     """(name, world size, fields) of one case.
 
-    As few layers and micro-batches as let each stage, chunk and phase of the schedule have its turn: what a case costs
-    is messages between more processes than cores.
+    As few layers and micro-batches as let each stage, chunk and phase of the schedule have its
+    turn: what a case costs is messages between more processes than cores.
     """
     layers = more.get("num_layers", 8 if pp == 4 and schedule == "interleaved" else 4)
     fields = dict(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sp, zero_stage=zero,
-        num_layers=layers, global_batch_size=4 * dp * more.get("micro_batch_size", 1) if pp <= 2 else 8, **recompute,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=sp,
+        zero_stage=zero,
+        num_layers=layers,
+        global_batch_size=4 * dp * more.get("micro_batch_size", 1) if pp <= 2 else 8,
+        **recompute,
     )
     fields.update(more)
     if schedule == "interleaved":
@@ -45,7 +58,12 @@ def layout(
     elif schedule == "zb-h1":
         fields["enable_zbh1_pipeline"] = True
     modules = "_".join(recompute.get("recompute_modules", ()))
-    kind = modules or recompute.get("recompute_method") or recompute.get("recompute_granularity") or "none"
+    kind = (
+        modules
+        or recompute.get("recompute_method")
+        or recompute.get("recompute_granularity")
+        or "none"
+    )
     extra = "".join(f"-{k}={v}" for k, v in more.items())
     name = f"tp{tp}{'sp' if sp else ''}-pp{pp}-dp{dp}-{schedule}-zero{zero}-recompute_{kind}{extra}"
     return name, tp * pp * dp, fields
@@ -118,22 +136,36 @@ GRID = [
     layout(tp=2, pp=4, schedule="zb-h1"),
     layout(pp=4, dp=2, schedule="interleaved"),
     layout(pp=4, dp=2, schedule="zb-h1", zero=0),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),  # what gpt-1t-frontier is made of
+    # what gpt-1t-frontier is made of
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),
 ]
 
 LLAMA: dict[str, Any] = dict(
-    num_key_value_heads=2, ffn_hidden_size=48, position_embedding_type="rope", normalization="rmsnorm", swiglu=True,
-    add_bias_linear=False, untie_embeddings_and_output_weights=True,
+    num_key_value_heads=2,
+    ffn_hidden_size=48,
+    position_embedding_type="rope",
+    normalization="rmsnorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
 )
 MIXTURES = {
     "llama": LLAMA,
-    "llama-tied-layernorm": {**LLAMA, "untie_embeddings_and_output_weights": False, "normalization": "layernorm"},
+    "llama-tied-layernorm": {
+        **LLAMA,
+        "untie_embeddings_and_output_weights": False,
+        "normalization": "layernorm",
+    },
     "alibi-squared-relu": dict(position_embedding_type="alibi", squared_relu=True),
-    "partial-rope-1p": dict(position_embedding_type="rope", rotary_percent=0.5, apply_layernorm_1p=True),
+    "partial-rope-1p": dict(
+        position_embedding_type="rope", rotary_percent=0.5, apply_layernorm_1p=True
+    ),
     "documents": dict(reset_attention_mask=True, reset_position_ids=True),
     "documents-rope": dict(LLAMA, reset_attention_mask=True, reset_position_ids=True),
     "documents-alibi": dict(position_embedding_type="alibi", reset_attention_mask=True),
-    "post-norm-residual-xavier": dict(apply_residual_connection_post_layernorm=True, init_method_xavier_uniform=True),
+    "post-norm-residual-xavier": dict(
+        apply_residual_connection_post_layernorm=True, init_method_xavier_uniform=True
+    ),
 }
 
 DOCUMENTS = dict(reset_attention_mask=True, reset_position_ids=True)
@@ -144,8 +176,8 @@ BF16 = dict(bf16=True)
 FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
 CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
 
-# Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few processes as that takes:
-# those of one world size share theirs.
+# Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
+# processes as that takes: those of one world size share theirs.
 TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
     layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
@@ -154,27 +186,58 @@ TOGETHER = [
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
     layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
     layout(dp=2, **BF16),
-    layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=SELECTIVE, packed=True, **LLAMA, **DOCUMENTS),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **UNFUSED, **LLAMA),
-    layout(tp=2, dp=2, zero=0, fused=True, **UNFUSED, position_embedding_type="alibi", squared_relu=True),
+    layout(
+        tp=2,
+        pp=2,
+        sp=True,
+        schedule="interleaved",
+        recompute=SELECTIVE,
+        packed=True,
+        **LLAMA,
+        **DOCUMENTS,
+    ),
+    layout(
+        tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **UNFUSED, **LLAMA
+    ),
+    layout(
+        tp=2,
+        dp=2,
+        zero=0,
+        fused=True,
+        **UNFUSED,
+        position_embedding_type="alibi",
+        squared_relu=True,
+    ),
     layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
     layout(tp=2, pp=2, sp=True, **FP16),
     layout(tp=2, pp=2, **FP16, poison=(1, 3)),
-    # Uneven, with fewer micro-batches than stages. The last of its processes: ranks within the pipeline are members of
-    # fewer groups than those at its ends, and torch counts them to name the next.
+    # Uneven, with fewer micro-batches than stages. The last of its processes: ranks within the
+    # pipeline are members of fewer groups than those at its ends, and torch counts them to name the
+    # next.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     # What gpt-1t-frontier is made of, with another order of the ranks.
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"),
+    layout(
+        tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
+    ),
 ]
 
-ALL = DOCUMENTS | dict(tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE)
+ALL = DOCUMENTS | dict(
+    tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
+)
 CAMPAIGN = [
     *GRID,
-    *[layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture) for mixture in MIXTURES.values()],
-    *[layout(**{**MIXTURES[name], **ALL}) for name in ("documents", "documents-rope", "documents-alibi")],
+    *[
+        layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture)
+        for mixture in MIXTURES.values()
+    ],
+    *[
+        layout(**{**MIXTURES[name], **ALL})
+        for name in ("documents", "documents-rope", "documents-alibi")
+    ],
     # uneven
     layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
-    layout(pp=2, schedule="interleaved", global_batch_size=5),  # micro-batches no multiple of the stages
+    # micro-batches no multiple of the stages
+    layout(pp=2, schedule="interleaved", global_batch_size=5),
     layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
     layout(pp=4, schedule="zb-h1", global_batch_size=3),
     layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
@@ -198,10 +261,27 @@ CAMPAIGN = [
     # kernels: they change the order of fp32 sums and nothing else
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED),
     layout(tp=2, pp=2, sp=True, schedule="interleaved", fused=True, **LLAMA),
-    layout(pp=2, fused=True, **UNFUSED, position_embedding_type="rope", apply_layernorm_1p=True, add_bias_linear=False),
+    layout(
+        pp=2,
+        fused=True,
+        **UNFUSED,
+        position_embedding_type="rope",
+        apply_layernorm_1p=True,
+        add_bias_linear=False,
+    ),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **BLOCKED),
     layout(tp=2, fused=True, **BLOCKED, **LLAMA),
-    layout(tp=2, pp=2, sp=True, recompute=SELECTIVE, fused=True, packed=True, **UNFUSED, **LLAMA, **DOCUMENTS),
+    layout(
+        tp=2,
+        pp=2,
+        sp=True,
+        recompute=SELECTIVE,
+        fused=True,
+        packed=True,
+        **UNFUSED,
+        **LLAMA,
+        **DOCUMENTS,
+    ),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
     layout(tp=2, pp=2, recompute=FULL, fused=True, **UNFUSED, hidden_dropout=0.2),
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **BF16),
@@ -212,8 +292,11 @@ CAMPAIGN = [
         layout(**shape, **precision)
         for precision in (BF16, FP16)
         for shape in (
-            dict(), dict(tp=2, pp=2, sp=True), dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
-            dict(pp=2, dp=2, schedule="interleaved"), dict(dp=2, zero=0),
+            dict(),
+            dict(tp=2, pp=2, sp=True),
+            dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
+            dict(pp=2, dp=2, schedule="interleaved"),
+            dict(dp=2, zero=0),
         )
     ],
     layout(tp=2, pp=2, sp=True, schedule="interleaved", **BF16, main_grads_dtype="bf16"),
@@ -226,4 +309,4 @@ CAMPAIGN = [
     ],
     layout(pp=2, dp=2, poison=(1, 2)),
     layout(pp=2, dp=2, poison=(1, 2), **BF16),
-]  # fmt: skip
+]

@@ -1,16 +1,19 @@
 """Any layout gives the training run of one process.
 
-The reference trains the same model by plain torch in this process: no DeepSpeed, no executor, no process group.
-Clipping is active in every step, the embedding is tied, the vocabulary is padded on some layouts and not on others.
+The reference trains the same model by plain torch in this process: no DeepSpeed, no executor, no
+process group. Clipping is active in every step, the embedding is tied, the vocabulary is padded on
+some layouts and not on others.
 
-Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of numbers near 4, and a
-relative 1e-5 of the norm. Parameters: Adam turns a gradient's rounding error into one of the learning rate (1e-2) times
-that error over the gradient, or over epsilon where that is larger. Epsilon is 1e-3, about a gradient's size after
-clipping, so that gradients near 0 are not all rounding: errors of 1e-7 in a gradient give 1e-6 in a step.
-A wrong reduction or scale moves parameters by the order of the learning rate itself, a thousand times more.
-bf16 has 8 bits of mantissa: a loss near 4 is right to a relative 2^-8, of which the mean over tokens keeps a part; the
+Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of
+numbers near 4, and a relative 1e-5 of the norm. Parameters: Adam turns a gradient's rounding error
+into one of the learning rate (1e-2) times that error over the gradient, or over epsilon where that
+is larger. Epsilon is 1e-3, about a gradient's size after clipping, so that gradients near 0 are not
+all rounding: errors of 1e-7 in a gradient give 1e-6 in a step. A wrong reduction or scale moves
+parameters by the order of the learning rate itself, a thousand times more. bf16 has 8 bits of
+mantissa: a loss near 4 is right to a relative 2^-8, of which the mean over tokens keeps a part; the
 gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
 """
+
 from __future__ import annotations
 
 import functools
@@ -37,7 +40,8 @@ from tests.parity.cases import (
     train,
 )
 
-TOLERANCES = {"fp32": (5e-6, 2e-5), "bf16": (1e-2, 4e-2), "fp16": (2e-3, 1e-2)}  # of loss and norm, relative
+# of loss and norm, relative
+TOLERANCES = {"fp32": (5e-6, 2e-5), "bf16": (1e-2, 4e-2), "fp16": (2e-3, 1e-2)}
 PARAMETER_TOLERANCE = 5e-6
 
 
@@ -50,8 +54,8 @@ def reference(key: str, packed: bool, fused: bool) -> dict[str, Any]:
 
 
 def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """By torch's own attention and without kernels, another way to the same numbers. Only the kernels' dropout masks
-    are their own."""
+    """By torch's own attention and without kernels, another way to the same numbers. Only the
+    kernels' dropout masks are their own."""
     fused = bool(fields.get("fused")) and fields.get("hidden_dropout", 0.0) > 0
     other = {"packed", "fused", "poison"} | (set() if fused else {"attention_backend"})
     plain = {name: value for name, value in model_fields(fields).items() if name not in other}
@@ -61,7 +65,9 @@ def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def together(world_size: int) -> list[list[dict[str, Any]]] | Exception:
     try:
-        return run_processes(world_size, train, [fields for _, size, fields in TOGETHER if size == world_size])
+        return run_processes(
+            world_size, train, [fields for _, size, fields in TOGETHER if size == world_size]
+        )
     except Exception as error:  # of all their tests, without another try
         return error
 
@@ -83,18 +89,24 @@ def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     precision = "bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32"
     of_loss, of_norm = TOLERANCES[precision]
     for rank in ranks:
-        for (loss, norm, skipped, _), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
+        for (loss, norm, skipped, _), (loss_1, norm_1) in zip(
+            rank["history"], expected["history"], strict=True
+        ):
             assert not skipped
             assert loss == pytest.approx(loss_1, rel=of_loss)
             assert norm == pytest.approx(norm_1, rel=of_norm)
     whole = assemble([r["parameters"] for r in ranks])
     assert whole.keys() == expected["parameters"].keys()
     for name, values in expected["parameters"].items() if precision == "fp32" else ():
-        np.testing.assert_allclose(whole[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(
+            whole[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name
+        )
 
 
 def check_skipped(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """A gradient of one rank is not finite: all skip that step, and halve the loss scale where there is one."""
+    """A gradient of one rank is not finite: all skip that step, and halve the loss scale where
+    there is one.
+    """
     scales = [2.0**14, 2.0**14, 2.0**13] if fields.get("fp16") else [1.0] * STEPS
     for rank in ranks:
         assert [skipped for _, _, skipped, _ in rank["history"]] == [False, True, False]
@@ -107,32 +119,41 @@ def parameters(cases: list[Case], mark: pytest.MarkDecorator) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "case", parameters(TOGETHER, pytest.mark.slow) + parameters(CAMPAIGN, pytest.mark.campaign("parity"))
+    "case",
+    parameters(TOGETHER, pytest.mark.slow) + parameters(CAMPAIGN, pytest.mark.campaign("parity")),
 )
 def test_a_run_is_that_of_one_process(case: Case) -> None:
     fields, ranks = case[2], runs_of(case)
     if "poison" in fields:
         check_skipped(fields, ranks)
         return
-    assert min(norm for _, norm in reference_of(fields)["history"]) > 0.5, "clipping must be active in every step"
+    assert min(norm for _, norm in reference_of(fields)["history"]) > 0.5, (
+        "clipping must be active in every step"
+    )
     check(fields, ranks)
 
 
 @pytest.mark.slow
 def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
-    """From scales at which it shows where a layout rounds other sums to 16 bits, or scales gradients in another way."""
+    """From scales at which it shows where a layout rounds other sums to 16 bits, or scales
+    gradients in another way.
+    """
     sum_of_parts, each_replica = (
-        layout(num_layers=2, **{**FP16, "initial_loss_scale": 2.0**exponent})[2] for exponent in (21.25, 21.0)
+        layout(num_layers=2, **{**FP16, "initial_loss_scale": 2.0**exponent})[2]
+        for exponent in (21.25, 21.0)
     )
     runs: list[dict[str, Any]] = [
         sum_of_parts | dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        sum_of_parts | dict(pipeline_model_parallel_size=2), each_replica,
-    ]  # fmt: skip
+        sum_of_parts | dict(pipeline_model_parallel_size=2),
+        each_replica,
+    ]
     found = run_processes(2, train, runs, 6)[0]
     ((whole, other),) = run_processes(1, train, [sum_of_parts, each_replica], 6)
     for run, one in zip(found, (whole, whole, other), strict=True):
         assert 2 < one["skipped"] < 6
-        for (loss, norm, *taken), (loss_1, norm_1, *expected) in zip(run["history"], one["history"], strict=True):
+        for (loss, norm, *taken), (loss_1, norm_1, *expected) in zip(
+            run["history"], one["history"], strict=True
+        ):
             assert taken == expected
             assert loss == pytest.approx(loss_1, rel=TOLERANCES["fp16"][0])
             assert (norm or 0.0) == pytest.approx(norm_1 or 0.0, rel=TOLERANCES["fp16"][1])
@@ -140,9 +161,16 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
 
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
-def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(recompute: dict[str, Any]) -> None:
+def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(
+    recompute: dict[str, Any],
+) -> None:
     """To the bit."""
     _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
-    for kept, again in run_processes(world_size, train, [fields, {**fields, **recompute}], timeout_s=600):
+    for kept, again in run_processes(
+        world_size, train, [fields, {**fields, **recompute}], timeout_s=600
+    ):
         assert kept["history"] == again["history"]
-        assert all((kept["parameters"][n][1] == again["parameters"][n][1]).all() for n in kept["parameters"])
+        assert all(
+            (kept["parameters"][n][1] == again["parameters"][n][1]).all()
+            for n in kept["parameters"]
+        )

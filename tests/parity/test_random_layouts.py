@@ -1,9 +1,11 @@
 """Layouts that nobody chose: drawn models on drawn layouts, against one process.
 
-A large Adam epsilon makes the update nearly linear in the gradient, so that rounding is not magnified where a drawn
-model has small gradients, while a wrong scale, a missing term or a wrong mask still shows.
+A large Adam epsilon makes the update nearly linear in the gradient, so that rounding is not
+magnified where a drawn model has small gradients, while a wrong scale, a missing term or a wrong
+mask still shows.
 MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
 """
+
 from __future__ import annotations
 
 import os
@@ -26,15 +28,21 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
     dp = draw.choice([d for d in (1, 2, 3, 4) if tp * pp * d <= 8])
     micro_batch = draw.choice([1, 2])
     fields: dict[str, Any] = dict(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        sequence_parallel=tp > 1 and draw.random() < 0.6, zero_stage=draw.choice([0, 1]),
-        micro_batch_size=micro_batch, global_batch_size=micro_batch * dp * draw.choice([1, 2, 3, 5]),
-        num_layers=max(pp, 4) + draw.choice([0, 1]), **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
-    )  # fmt: skip
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=tp > 1 and draw.random() < 0.6,
+        zero_stage=draw.choice([0, 1]),
+        micro_batch_size=micro_batch,
+        global_batch_size=micro_batch * dp * draw.choice([1, 2, 3, 5]),
+        num_layers=max(pp, 4) + draw.choice([0, 1]),
+        **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
+    )
     schedule = draw.choice(["1f1b", "interleaved", "zb-h1", "uneven"]) if pp > 1 else "1f1b"
     if schedule == "interleaved":
         each = draw.choice([1, 2])
-        fields.update(num_layers=pp * draw.choice([2, 3]) * each, num_layers_per_virtual_pipeline_stage=each)
+        fields.update(
+            num_layers=pp * draw.choice([2, 3]) * each, num_layers_per_virtual_pipeline_stage=each
+        )
     elif schedule == "zb-h1":
         fields["enable_zbh1_pipeline"] = True
     elif schedule == "uneven":
@@ -46,17 +54,27 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
 def draw_model(draw: random.Random, tp: int) -> dict[str, Any]:
     """Fields of the model."""
     return dict(
-        hidden_size=64, num_attention_heads=8, max_position_embeddings=draw.choice([16, 32]), adam_eps=1e-2,
-        vocab_size=draw.choice([37, 50, 64, 101]), make_vocab_size_divisible_by=draw.choice([1, 8, 32]),
+        hidden_size=64,
+        num_attention_heads=8,
+        max_position_embeddings=draw.choice([16, 32]),
+        adam_eps=1e-2,
+        vocab_size=draw.choice([37, 50, 64, 101]),
+        make_vocab_size_divisible_by=draw.choice([1, 8, 32]),
         position_embedding_type=draw.choice(["learned_absolute", "rope", "alibi", "none"]),
-        normalization=draw.choice(["layernorm", "rmsnorm"]), swiglu=draw.random() < 0.5,
-        ffn_hidden_size=draw.choice([128, 160]), num_key_value_heads=draw.choice([g for g in (2, 4, 8) if g % tp == 0]),
-        add_bias_linear=draw.random() < 0.5, untie_embeddings_and_output_weights=draw.random() < 0.5,
-        fp32_residual_connection=draw.random() < 0.2, apply_layernorm_1p=draw.random() < 0.2,
-        init_method_xavier_uniform=draw.random() < 0.2, reset_attention_mask=draw.random() < 0.3,
+        normalization=draw.choice(["layernorm", "rmsnorm"]),
+        swiglu=draw.random() < 0.5,
+        ffn_hidden_size=draw.choice([128, 160]),
+        num_key_value_heads=draw.choice([g for g in (2, 4, 8) if g % tp == 0]),
+        add_bias_linear=draw.random() < 0.5,
+        untie_embeddings_and_output_weights=draw.random() < 0.5,
+        fp32_residual_connection=draw.random() < 0.2,
+        apply_layernorm_1p=draw.random() < 0.2,
+        init_method_xavier_uniform=draw.random() < 0.2,
+        reset_attention_mask=draw.random() < 0.3,
         reset_position_ids=draw.random() < 0.3,
-        hidden_dropout=draw.choice([0.0, 0.1]), attention_dropout=draw.choice([0.0, 0.1]),
-    )  # fmt: skip
+        hidden_dropout=draw.choice([0.0, 0.1]),
+        attention_dropout=draw.choice([0.0, 0.1]),
+    )
 
 
 @pytest.mark.campaign("parity")

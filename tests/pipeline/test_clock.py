@@ -1,4 +1,5 @@
 """The clock against closed forms, bounds, and a second implementation."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,15 +11,28 @@ from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.pipeline import lists
-from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.clock import (
+    Boundaries,
+    Pipeline,
+    PipelineRun,
+    StageTimes,
+    run_pipeline,
+    timeline,
+)
 from megatron.pipeline.instructions import Op
 
-needs_extension = pytest.mark.skipif(lists.compiled is None, reason="csrc/schedule_clock.cpp was not built")
-BOTH = pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension, id="c++"),
-                                            pytest.param(False, id="python")])  # fmt: skip
+needs_extension = pytest.mark.skipif(
+    lists.compiled is None, reason="csrc/schedule_clock.cpp was not built"
+)
+BOTH = pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(True, marks=needs_extension, id="c++"), pytest.param(False, id="python")],
+)
 
 
-def even(stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0) -> StageTimes:
+def even(
+    stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0
+) -> StageTimes:
     return StageTimes((forward,) * stages, (backward,) * stages, (weight,) * stages)
 
 
@@ -52,7 +66,9 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
 @pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
 def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
-    """The bubble is (p - 1)(t_f + t_b) of one chunk: section 2.2.2 of the same; here for any m >= p."""
+    """The bubble is (p - 1)(t_f + t_b) of one chunk: section 2.2.2 of the same; here for any m >=
+    p.
+    """
     run = run_pipeline("interleaved", size, chunks, m, even(size * chunks, forward, backward))
     assert run.message_wait == (0.0,) * size
     assert run.makespan == (m * chunks + size - 1) * (forward + backward)
@@ -61,12 +77,18 @@ def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: f
 @BOTH
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("size, more", [(2, 0), (3, 4), (4, 0), (6, 9)])
-@pytest.mark.parametrize("forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)])
+@pytest.mark.parametrize(
+    "forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)]
+)
 def test_zb_h1(size: int, more: int, forward: float, backward: float, weight: float) -> None:
-    """The bubble is (p - 1)(t_f + t_b - t_w): Qi et al., arXiv 2401.10241, table 2, with enough micro-batches."""
+    """The bubble is (p - 1)(t_f + t_b - t_w): Qi et al., arXiv 2401.10241, table 2, with enough
+    micro-batches.
+    """
     m = 2 * size + more
     run = run_pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight))
-    assert run.makespan == m * (forward + backward + weight) + (size - 1) * (forward + backward - weight)
+    assert run.makespan == m * (forward + backward + weight) + (size - 1) * (
+        forward + backward - weight
+    )
 
 
 positive = st.integers(1, 6).map(float)
@@ -74,11 +96,15 @@ positive = st.integers(1, 6).map(float)
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
 def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
-    """It is never behind 1F1B whose backward pass takes both halves, and never before what any schedule needs: the
-    first micro-batch's way there and back, or the last rank's work behind p - 1 forward passes."""
+    """It is never behind 1F1B whose backward pass takes both halves, and never before what any
+    schedule needs: the first micro-batch's way there and back, or the last rank's work behind p - 1
+    forward passes."""
     whole = run_pipeline("1f1b", size, 1, m, even(size, forward, backward + weight)).makespan
     run = run_pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight))
-    least = max(size * (forward + backward) + weight, (size - 1) * forward + m * (forward + backward + weight))
+    least = max(
+        size * (forward + backward) + weight,
+        (size - 1) * forward + m * (forward + backward + weight),
+    )
     assert least <= run.makespan <= whole
 
 
@@ -100,16 +126,19 @@ def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
 @BOTH
 @pytest.mark.usefixtures("either")
 def test_the_link_is_the_pace_where_messages_take_longest() -> None:
-    """The first two activations arrive at 6 and 11. The receive of each further one stands behind the forward pass
-    before it, which ends 1 after that one's arrival: so every 6 one arrives, the last at 71, and is used for 1 + 1 + 1.
+    """The first two activations arrive at 6 and 11. The receive of each further one stands behind
+    the forward pass before it, which ends 1 after that one's arrival: so every 6 one arrives, the
+    last at 71, and is used for 1 + 1 + 1.
     """
     free, slow = ((0.0, 0.0),) * 2, ((5.0, 0.0),) * 2
     run = run_pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, free))
     assert run.makespan == 74
     assert run.message_wait[1] == 5 + 3 + 10 * 4
-    # Where one link carries both directions, 24 messages follow each other on it, two passes before and one behind.
+    # Where one link carries both directions, 24 messages follow each other on it, two passes before
+    # and one behind.
     one, two = (
-        run_pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, slow, duplex)) for duplex in (False, True)
+        run_pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, slow, duplex))
+        for duplex in (False, True)
     )
     assert one.makespan >= 1 + 24 * 5 + 1 > two.makespan
 
@@ -122,7 +151,9 @@ def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
         return tuple(draw(st.lists(time, min_size=stages, max_size=stages)))
 
     time = st.sampled_from([1.0, 1.0, 1.5, 0.1, 2.7, 1 / 3])
-    return StageTimes(of_stages(), of_stages(), of_stages(), of_stages() if draw(st.booleans()) else ())
+    return StageTimes(
+        of_stages(), of_stages(), of_stages(), of_stages() if draw(st.booleans()) else ()
+    )
 
 
 def message_times(draw: st.DrawFn, size: int) -> Boundaries | None:
@@ -135,16 +166,26 @@ def message_times(draw: st.DrawFn, size: int) -> Boundaries | None:
 
 @st.composite
 def pipelines(draw: st.DrawFn, most: int = 40) -> Pipeline:
-    name, chunks = draw(st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]))
+    name, chunks = draw(
+        st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)])
+    )
     size, m = draw(st.integers(1, 6)), draw(st.integers(1, most))
-    return Pipeline(name, size, chunks, m, stage_times(draw, size * chunks), message_times(draw, size))
+    return Pipeline(
+        name, size, chunks, m, stage_times(draw, size * chunks), message_times(draw, size)
+    )
 
 
 def run_of(pipeline: Pipeline) -> PipelineRun:
     return run_pipeline(
-        pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.micro_batches, pipeline.times, pipeline.boundaries,
-        cores=pipeline.cores, demand=pipeline.demand,
-    )  # fmt: skip
+        pipeline.schedule,
+        pipeline.size,
+        pipeline.chunks,
+        pipeline.micro_batches,
+        pipeline.times,
+        pipeline.boundaries,
+        cores=pipeline.cores,
+        demand=pipeline.demand,
+    )
 
 
 @needs_extension
@@ -206,15 +247,24 @@ def test_stages_without_any_work_take_no_time() -> None:
 def test_the_first_forward_pass_may_take_longer() -> None:
     times = dataclasses.replace(even(2), first=(3.0, 20.0))
     run = run_pipeline("1f1b", 2, 1, 4, times)
-    # The second stage waits for the first one's first pass, then takes 21; nothing waits for anything else.
+    # The second stage waits for the first one's first pass, then takes 21; nothing waits for
+    # anything else.
     assert run.makespan == 4 + 21 + 2 + 3 * 3 + 2
     assert run.busy == (4 * 3 + 3, 4 * 3 + 20)
-    assert run_pipeline("zb-h1", 1, 1, 3, StageTimes((1.0,), (1.0,), (2.0,), (5.0,))).makespan == 3 * 4 + 5
+    assert (
+        run_pipeline("zb-h1", 1, 1, 3, StageTimes((1.0,), (1.0,), (2.0,), (5.0,))).makespan
+        == 3 * 4 + 5
+    )
 
 
-@pytest.mark.parametrize("arguments", [
-    ("2f2b", 2, 1, 4), ("1f1b", 2, 2, 4), ("1f1b", 2, 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("2f2b", 2, 1, 4),
+        ("1f1b", 2, 2, 4),
+        ("1f1b", 2, 1, 0),
+    ],
+)
 def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int]) -> None:
     with pytest.raises(ConfigError):
         run_pipeline(*arguments, even(2))

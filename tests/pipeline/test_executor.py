@@ -1,4 +1,7 @@
-"""The executor on 2 and 4 processes gives the losses and gradients of one process without a pipeline, in float64."""
+"""The executor on 2 and 4 processes gives the losses and gradients of one process without a
+pipeline, in float64.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -30,18 +33,24 @@ class DeferrableLinear(torch.autograd.Function):
     """x @ w.T, whose weight gradient goes to the queue while it collects."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: WeightGradients) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: WeightGradients
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.queue = queue
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
 
         def compute() -> None:
-            weight.grad = gradient.t() @ x if weight.grad is None else weight.grad + gradient.t() @ x
+            weight.grad = (
+                gradient.t() @ x if weight.grad is None else weight.grad + gradient.t() @ x
+            )
 
         if ctx.queue.deferring:
             ctx.queue.add(compute)
@@ -56,7 +65,10 @@ class Stage(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
         draw = torch.randn(WIDTH + 1, WIDTH, generator=generator, dtype=torch.float64)
-        self.weight, self.bias = torch.nn.Parameter(draw[:-1].clone()), torch.nn.Parameter(draw[-1].clone())
+        self.weight, self.bias = (
+            torch.nn.Parameter(draw[:-1].clone()),
+            torch.nn.Parameter(draw[-1].clone()),
+        )
         self.last = stage == stages - 1
         self.queue = queue or WeightGradients()
 
@@ -70,11 +82,14 @@ def micro_batches(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(99)
     shape = (ROWS, WIDTH)
     return [
-        {k: torch.randn(shape, generator=generator, dtype=torch.float64) for k in ("x", "y")} for _ in range(count)
+        {k: torch.randn(shape, generator=generator, dtype=torch.float64) for k in ("x", "y")}
+        for _ in range(count)
     ]
 
 
-def reference(stages: int, count: int, scale: float, weights: list[float] | None) -> tuple[list[float], dict[str, Any]]:
+def reference(
+    stages: int, count: int, scale: float, weights: list[float] | None
+) -> tuple[list[float], dict[str, Any]]:
     """Losses and gradients by one autograd graph over all micro-batches."""
     chunks = [Stage(g, stages) for g in range(stages)]
     losses = []
@@ -105,21 +120,40 @@ def make(
     size, rank = topology.pipeline.size, topology.pipeline.rank
     queue = WeightGradients()
     stages = {c * size + rank: Stage(c * size + rank, size * chunks, queue) for c in range(chunks)}
-    return Executor(topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options), stages
+    return Executor(
+        topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options
+    ), stages
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
     """An order of one's own: all forward passes, then all backward passes, the newest first."""
     passes = [(c * pipeline_size + rank, i) for c in range(chunks) for i in range(micro_batches)]
-    return [Instruction(Op.FORWARD, *of) for of in passes] + [Instruction(Op.BACKWARD, *of) for of in passes[::-1]]
+    return [Instruction(Op.FORWARD, *of) for of in passes] + [
+        Instruction(Op.BACKWARD, *of) for of in passes[::-1]
+    ]
 
 
 CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {
-    2: [("1f1b", 1, 1), ("1f1b", 1, 5), ("interleaved", 2, 4), ("interleaved", 3, 3), ("interleaved", 2, 1),
-        ("zb-h1", 1, 5), ("zb-h1", 1, 1)],
-    4: [("1f1b", 1, 3), ("1f1b", 1, 9), ("interleaved", 2, 8), ("interleaved", 2, 7), ("interleaved", 2, 2),
-        ("zb-h1", 1, 7), ("zb-h1", 1, 2), (gpipe, 2, 5)],
-}  # fmt: skip
+    2: [
+        ("1f1b", 1, 1),
+        ("1f1b", 1, 5),
+        ("interleaved", 2, 4),
+        ("interleaved", 3, 3),
+        ("interleaved", 2, 1),
+        ("zb-h1", 1, 5),
+        ("zb-h1", 1, 1),
+    ],
+    4: [
+        ("1f1b", 1, 3),
+        ("1f1b", 1, 9),
+        ("interleaved", 2, 8),
+        ("interleaved", 2, 7),
+        ("interleaved", 2, 2),
+        ("zb-h1", 1, 7),
+        ("zb-h1", 1, 2),
+        (gpipe, 2, 5),
+    ],
+}
 
 
 def every_case(topology: Topology) -> list[tuple[Any, ...]]:
@@ -142,7 +176,9 @@ def every_case(topology: Topology) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_losses_and_gradients_are_those_of_one_process(size: int, runs: dict[int, list[dict[str, Any]]]) -> None:
+def test_losses_and_gradients_are_those_of_one_process(
+    size: int, runs: dict[int, list[dict[str, Any]]]
+) -> None:
     """Float64; the order of summation over micro-batches differs, so equality is to rounding."""
     by_rank = [found["cases"] for found in runs[size]]
     for number, (name, chunks, count) in enumerate(CASES[size]):
@@ -156,8 +192,12 @@ def test_losses_and_gradients_are_those_of_one_process(size: int, runs: dict[int
             np.testing.assert_allclose(trained, expected, rtol=1e-14)
             np.testing.assert_allclose(evaluated, expected, rtol=1e-14)
             for key, gradient in first.items():
-                np.testing.assert_allclose(gradient, wanted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}")
-                np.testing.assert_allclose(second[key], weighted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}")
+                np.testing.assert_allclose(
+                    gradient, wanted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}"
+                )
+                np.testing.assert_allclose(
+                    second[key], weighted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}"
+                )
             seen |= first.keys()
         assert seen == wanted.keys()
 
@@ -212,11 +252,15 @@ def count_live(topology: Topology, name: str, chunks: int, count: int) -> tuple[
     saved, outputs = Alive(), Alive()
 
     def chunk_of(stage: int) -> Callable[[Any, torch.Tensor | None], torch.Tensor]:
-        """One saved tensor per forward pass, no parameter, and an output that only the next stage needs."""
+        """One saved tensor per forward pass, no parameter, and an output that only the next stage
+        needs.
+        """
 
         def chunk(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
             x = torch.zeros(2, requires_grad=True) if hidden is None else hidden
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.watch(Box(t)), lambda box: box.value):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: saved.watch(Box(t)), lambda box: box.value
+            ):
                 y = x.exp()
             return y.sum() if stage == 2 * chunks - 1 else InWatchedMemory.apply(y + batch, outputs)
 
@@ -239,11 +283,13 @@ def test_memory_is_freed_as_the_schedule_says(
     name: str, chunks: int, count: int, runs: dict[int, list[dict[str, Any]]]
 ) -> None:
     found = [rank[name] for rank in runs[2]]
-    # The chunks have no weights to keep anything for, so a split backward pass frees all in its first half.
+    # The chunks have no weights to keep anything for, so a split backward pass frees all in its
+    # first half.
     limits = peak_activations(build_schedule(name, 2, chunks, count), until_weights=False)
     assert [(peak, left) for peak, left, _, _ in found] == [(limit, 0) for limit in limits]
-    # An output is gone when it has been sent, long before its backward pass: in the interleaved case rank 0 keeps
-    # the graphs of twelve forward passes, and the outputs of those on their way and of the one just made.
+    # An output is gone when it has been sent, long before its backward pass: in the interleaved
+    # case rank 0 keeps the graphs of twelve forward passes, and the outputs of those on their way
+    # and of the one just made.
     assert all(peak <= SENDS_IN_FLIGHT + 1 and left == 0 for _, _, peak, left in found)
     assert name != "interleaved" or limits[0] == 12 > SENDS_IN_FLIGHT + 1
 
@@ -261,13 +307,17 @@ def frozen_and_unused(topology: Topology) -> list[Any]:
         assert hidden is not None
         return (batch * weight).sum()
 
-    executor = Executor(topology, {rank: (first, second)[rank]}, "1f1b", 1, lambda batch: batch.shape, torch.float32)
+    executor = Executor(
+        topology, {rank: (first, second)[rank]}, "1f1b", 1, lambda batch: batch.shape, torch.float32
+    )
     losses = executor.train([torch.ones(2), 3 * torch.ones(2)])
     return [[loss.item() for loss in losses], None if weight.grad is None else weight.grad.tolist()]
 
 
 def other_size_for_evaluation(topology: Topology) -> list[float]:
-    """message_shape as a function of the micro-batch: batches of different sizes in one executor."""
+    """message_shape as a function of the micro-batch: batches of different sizes in one
+    executor.
+    """
     executor, _ = make(topology, "1f1b", 1)
     executor.message_shape = lambda batch: batch["x"].shape
     batches = micro_batches(3)
@@ -290,9 +340,12 @@ def wrong_output(topology: Topology) -> str:
 
 def on_two(rank: int) -> dict[str, Any]:
     topology = join(pipeline=2)
-    out: dict[str, Any] = {name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE}
+    out: dict[str, Any] = {
+        name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE
+    }
     out |= {"cases": every_case(topology), "frozen": frozen_and_unused(topology)}
-    out |= {"sizes": other_size_for_evaluation(topology), "wrong": wrong_output(topology)}  # which ends the group
+    # which ends the group
+    out |= {"sizes": other_size_for_evaluation(topology), "wrong": wrong_output(topology)}
     return out
 
 
@@ -316,13 +369,16 @@ def test_message_shape_may_follow_the_micro_batch(runs: dict[int, list[dict[str,
     losses, _ = reference(2, 3, 1.0, None)
     found = [rank["sizes"] for rank in runs[2]]
     assert found[0] == []
-    np.testing.assert_allclose(found[1], [np.mean(losses)], rtol=1e-14)  # of equal batches: the mean of means
+    # of equal batches: the mean of means
+    np.testing.assert_allclose(found[1], [np.mean(losses)], rtol=1e-14)
 
 
 @pytest.mark.slow
 def test_an_output_of_another_shape_is_refused(runs: dict[int, list[dict[str, Any]]]) -> None:
     first, second = (rank["wrong"] for rank in runs[2])
-    assert "stage 0" in first and f"[{ROWS}, {WIDTH}]" in first and f"[{ROWS}, {WIDTH + 1}]" in first
+    assert (
+        "stage 0" in first and f"[{ROWS}, {WIDTH}]" in first and f"[{ROWS}, {WIDTH + 1}]" in first
+    )
     assert second == "LaunchError"
 
 
@@ -342,7 +398,9 @@ def die_in_the_middle(rank: int, dying: int) -> None:
 
 @pytest.mark.slow
 def test_a_dead_neighbour_is_named_on_both_sides() -> None:
-    """One that hangs is, too, when the time limit of its group is over: torch raises the same error then."""
+    """One that hangs is, too, when the time limit of its group is over: torch raises the same error
+    then.
+    """
     outcomes = run_processes_raw(3, die_in_the_middle, 1)
     for rank in (0, 2):
         ok, text = outcomes[rank]
@@ -358,7 +416,9 @@ class Waited:
 
 
 def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the reports of hangs. Pipeline rank 1 of 3, whose neighbours are the global ranks 2 and 10."""
+    """For the reports of hangs. Pipeline rank 1 of 3, whose neighbours are the global ranks 2 and
+    10.
+    """
     flight = FlightRecorder()
     flight.describe(6, 1, "n")
     seen: list[Any] = []
@@ -388,6 +448,7 @@ def test_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
         build({1: chunk})
+
     def split(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
         each = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
         return [Instruction(op, rank, i) for i in range(micro_batches) for op in each]

@@ -1,4 +1,7 @@
-"""In which order the executor posts messages and lets gradients be added up. One process, a made-up neighbour."""
+"""In which order the executor posts messages and lets gradients be added up. One process, a made-up
+neighbour.
+"""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -36,7 +39,9 @@ class Recorder:
         self.log.append("finish")
 
 
-@pytest.mark.parametrize("name, chunks, rank", [("1f1b", 1, 1), ("interleaved", 2, 0), ("interleaved", 2, 3)])
+@pytest.mark.parametrize(
+    "name, chunks, rank", [("1f1b", 1, 1), ("interleaved", 2, 0), ("interleaved", 2, 3)]
+)
 def test_messages_are_posted_in_the_order_of_the_schedule(
     name: str, chunks: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,10 +60,17 @@ def test_messages_are_posted_in_the_order_of_the_schedule(
         return run
 
     topology: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(size=4, rank=rank), data=SimpleNamespace(size=1), device=torch.device("cpu"),
+        pipeline=SimpleNamespace(size=4, rank=rank),
+        data=SimpleNamespace(size=1),
+        device=torch.device("cpu"),
         flight=FlightRecorder(),
-    )  # fmt: skip
+    )
     stages = {c * 4 + rank: stage(c * 4 + rank) for c in range(chunks)}
     Executor(topology, stages, name, chunks, (3,), torch.float32).train(list(range(8)))
-    expected = [*(i for i in build_schedule(name, 4, chunks, 8)[rank] if i.op not in COMPUTE), "finish"]
-    assert [entry for entry in log if not (isinstance(entry, tuple) and entry[0] == "take")] == expected
+    expected = [
+        *(i for i in build_schedule(name, 4, chunks, 8)[rank] if i.op not in COMPUTE),
+        "finish",
+    ]
+    assert [
+        entry for entry in log if not (isinstance(entry, tuple) and entry[0] == "take")
+    ] == expected

@@ -1,4 +1,5 @@
 """An order given as a function: run as any other, or refused for what is wrong with it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from megatron.protocols import Order
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
     """All forward passes, then all backward passes from the last micro-batch on."""
-    each = [(chunk * pipeline_size + rank, i) for chunk in range(chunks) for i in range(micro_batches)]
+    each = [
+        (chunk * pipeline_size + rank, i) for chunk in range(chunks) for i in range(micro_batches)
+    ]
     forward = [Instruction(Op.FORWARD, *of) for of in each]
     return forward + [Instruction(Op.BACKWARD, *of) for of in reversed(each)]
 
@@ -40,8 +43,9 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("either")
 def test_the_step_of_an_order_of_ones_own() -> None:
-    """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965. One micro-batch at a time takes m p of them,
-    but for the weight gradients, which are made while others compute, and m on the first rank at the end."""
+    """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965. One micro-batch at a time
+    takes m p of them, but for the weight gradients, which are made while others compute, and m on
+    the first rank at the end."""
     ones = (1.0,) * 4
     run = run_pipeline(gpipe, 4, 1, 6, StageTimes(ones, (2.0,) * 4))
     assert run.makespan == (6 + 3) * 3
@@ -77,23 +81,38 @@ def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> Order:
     return lambda p, v, m, rank: change(gpipe(p, v, m, rank)) if rank == 1 else gpipe(p, v, m, rank)
 
 
-@pytest.mark.parametrize("change", [
-    lambda order: order[1:], lambda order: order[:-1], lambda order: [*order, order[-1]],
-    lambda order: list(reversed(order)), lambda order: [*order, Instruction(Op.BACKWARD_WEIGHT, 1, 0)],
-    lambda order: [order[0]._replace(stage=0), *order[1:]],
-    lambda order: [order[0]._replace(micro_batch=3), *order[1:]],
-    lambda order: [order[0]._replace(op=Op.SEND_FORWARD), *order[1:]],
-    lambda order: [Instruction(Op.BACKWARD_WEIGHT, 1, 2), *order[:-1], Instruction(Op.BACKWARD_INPUT, 1, 2)],
-    lambda order: [],
-])  # fmt: skip
-def test_passes_that_are_not_the_ranks_are_refused(change: Callable[[list[Instruction]], list[Instruction]]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda order: order[1:],
+        lambda order: order[:-1],
+        lambda order: [*order, order[-1]],
+        lambda order: list(reversed(order)),
+        lambda order: [*order, Instruction(Op.BACKWARD_WEIGHT, 1, 0)],
+        lambda order: [order[0]._replace(stage=0), *order[1:]],
+        lambda order: [order[0]._replace(micro_batch=3), *order[1:]],
+        lambda order: [order[0]._replace(op=Op.SEND_FORWARD), *order[1:]],
+        lambda order: [
+            Instruction(Op.BACKWARD_WEIGHT, 1, 2),
+            *order[:-1],
+            Instruction(Op.BACKWARD_INPUT, 1, 2),
+        ],
+        lambda order: [],
+    ],
+)
+def test_passes_that_are_not_the_ranks_are_refused(
+    change: Callable[[list[Instruction]], list[Instruction]],
+) -> None:
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         build_schedule(changed(change), 2, 1, 3)
 
 
 @pytest.mark.usefixtures("either")
 def test_ranks_that_wait_for_each_other_are_refused() -> None:
-    """The second rank wants the last micro-batch first, which the first rank only has after a backward pass."""
+    """The second rank wants the last micro-batch first, which the first rank only has after a
+    backward pass.
+    """
+
     def one_at_a_time(p: int, v: int, m: int, rank: int) -> list[Instruction]:
         each = range(m) if rank == 0 else reversed(range(m))
         return [Instruction(op, rank, i) for i in each for op in (Op.FORWARD, Op.BACKWARD)]
@@ -115,7 +134,12 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int,
     order: Order = whole  # type: ignore[assignment]
     for rank in range(p):
         short, long = (
-            {tuple(row) for row in zip(f.tolist(), c.tolist(), map(tuple, h.tolist()), w.tolist(), strict=True)}
+            {
+                tuple(row)
+                for row in zip(
+                    f.tolist(), c.tolist(), map(tuple, h.tolist()), w.tolist(), strict=True
+                )
+            }
             for f, c, h, w in (moments_of_rank(of, p, chunks, m, rank) for of in (name, order))
         )
         assert short == long

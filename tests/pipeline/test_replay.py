@@ -1,4 +1,7 @@
-"""Programs over slow links against closed forms, and schedules against the simulator that knows no links."""
+"""Programs over slow links against closed forms, and schedules against the simulator that knows no
+links.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -12,15 +15,20 @@ from megatron.pipeline.schedule import build_schedule
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    name, chunks = draw(st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]))
+    name, chunks = draw(
+        st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)])
+    )
     return build_schedule(name, draw(st.integers(2, 6)), chunks, draw(st.integers(1, 14)))
 
 
 @given(schedules(), st.integers(1, 4), st.booleans())
-def test_without_delay_it_is_the_simulated_step(schedule: Schedule, sends_in_flight: int, ahead: bool) -> None:
+def test_without_delay_it_is_the_simulated_step(
+    schedule: Schedule, sends_in_flight: int, ahead: bool
+) -> None:
     """Whatever sends are held back: small whole numbers, exact in floating point.
 
-    Receives that are posted late come in another order than they are sent where a pair of ranks exchanges both kinds.
+    Receives that are posted late come in another order than they are sent where a pair of ranks
+    exchanges both kinds.
     """
     ahead = ahead or schedule.chunks > 1
     actions = actions_of(schedule, sends_in_flight=sends_in_flight, posted_ahead=ahead)
@@ -28,7 +36,9 @@ def test_without_delay_it_is_the_simulated_step(schedule: Schedule, sends_in_fli
 
 
 @given(schedules(), st.sampled_from([0.125, 0.25, 0.5, 1.0, 3.0]))
-def test_no_sooner_than_if_messages_travelled_by_themselves(schedule: Schedule, latency: float) -> None:
+def test_no_sooner_than_if_messages_travelled_by_themselves(
+    schedule: Schedule, latency: float
+) -> None:
     """And the link's time counts like latency at least, since messages may have to queue for it."""
     ideal = simulate(schedule, latency=latency).makespan
     by_latency = replay(actions_of(schedule, latency=latency)).makespan
@@ -41,18 +51,28 @@ def test_no_sooner_than_if_messages_travelled_by_themselves(schedule: Schedule, 
 def test_interleaved_messages_are_posted_ahead_of_need(
     size: int, chunks: int, micro_batches: int, latency: float
 ) -> None:
-    """With passes of equal length the step is that of messages that need nobody to post a receive."""
+    """With passes of equal length the step is that of messages that need nobody to post a
+    receive.
+    """
     schedule = build_schedule("interleaved", size, chunks, micro_batches)
-    assert replay(actions_of(schedule, latency=latency)).makespan == simulate(schedule, latency=latency).makespan
+    assert (
+        replay(actions_of(schedule, latency=latency)).makespan
+        == simulate(schedule, latency=latency).makespan
+    )
 
 
 @pytest.mark.parametrize("in_flight, end", [(1, 14.0), (2, 11.0), (3, 11.0)])
-def test_a_rank_waits_for_the_oldest_of_the_messages_on_their_way(in_flight: int, end: float) -> None:
-    """Three forward passes of 1, whose results keep the link for 2 and arrive 2 later, and are used for 1.
+def test_a_rank_waits_for_the_oldest_of_the_messages_on_their_way(
+    in_flight: int, end: float
+) -> None:
+    """Three forward passes of 1, whose results keep the link for 2 and arrive 2 later, and are used
+    for 1.
 
-    With one in flight each leaves when the one before is there: at 1, 5 and 9; the last is there at 13. With more, the
-    first two depart at 1 and 3. The third could at 5, but its receive stands behind the receiver's first pass, which
-    has its input at 5: it departs at 6 and is there at 10. The sender never waits for more than the first, at 5.
+    With one in flight each leaves when the one before is there: at 1, 5 and 9; the last is there at
+    13. With more, the first two depart at 1 and 3. The third could at 5, but its receive stands
+        behind the receiver's first pass, which
+    has its input at 5: it departs at 6 and is there at 10. The sender never waits for more than the
+    first, at 5.
     """
     schedule = build_schedule("1f1b", 2, 1, 3, forward_only=True)
     result = replay(actions_of(schedule, occupies=2.0, latency=2.0, sends_in_flight=in_flight))
@@ -63,28 +83,46 @@ def test_a_link_carries_one_message_at_a_time_and_another_link_goes_on() -> None
     """Rank 0 posts a, b, c at 0; rank 1 posts a and b at 1 and c, on a link of its own, at 1."""
     messages = [Post("a", "x", 2.0, 5.0), Post("b", "x", 3.0, 5.0), Post("c", "y", 1.0, 0.0)]
     waits: list[Action] = [Wait("c"), Wait("b"), Wait("a")]
-    ranks: list[list[Action]] = [[*messages, *waits], [Compute("late", 1.0), *messages, *waits, Compute("end", 1.0)]]
+    ranks: list[list[Action]] = [
+        [*messages, *waits],
+        [Compute("late", 1.0), *messages, *waits, Compute("end", 1.0)],
+    ]
     result = replay(ranks)
-    assert [result.crossings[m][1:] for m in "abc"] == [(1.0, 1.0, 8.0), (1.0, 3.0, 11.0), (1.0, 1.0, 2.0)]
+    assert [result.crossings[m][1:] for m in "abc"] == [
+        (1.0, 1.0, 8.0),
+        (1.0, 3.0, 11.0),
+        (1.0, 1.0, 2.0),
+    ]
     assert result.ends == (11.0, 12.0)
-    assert [(lane.label, lane.start, lane.end) for lane in result.waited[0]] == [("c", 0.0, 2.0), ("b", 2.0, 11.0)]
+    assert [(lane.label, lane.start, lane.end) for lane in result.waited[0]] == [
+        ("c", 0.0, 2.0),
+        ("b", 2.0, 11.0),
+    ]
     assert [lane[1:] for lane in result.computed[1]] == [(0.0, 1.0), (11.0, 12.0)]
 
 
 def test_computing_hides_a_message() -> None:
-    """A collective of two ranks that takes 3 behind 2 of computing, with 4 of computing after it: 2 + max(3, 4)."""
+    """A collective of two ranks that takes 3 behind 2 of computing, with 4 of computing after it: 2
+    + max(3, 4).
+    """
+
     def program(hidden: bool) -> list[list[Action]]:
         message: list[Action] = [Post("sum", "ring", 3.0, 0.0)]
         after: list[Action] = [Compute("after", 4.0)]
         wait: list[Action] = [Wait("sum")]
-        return [[Compute("before", 2.0), *message, *(after + wait if hidden else wait + after)] for _ in range(2)]
+        return [
+            [Compute("before", 2.0), *message, *(after + wait if hidden else wait + after)]
+            for _ in range(2)
+        ]
 
     assert replay(program(hidden=True)).makespan == 6
     assert replay(program(hidden=False)).makespan == 9
 
 
 def test_a_deadlock_is_reported() -> None:
-    ranks: list[list[Action]] = [[Post("a", 0, 0.0, 0.0), Wait("a"), Post("b", 1, 0.0, 0.0)],
-                                 [Post("b", 1, 0.0, 0.0), Wait("b"), Post("a", 0, 0.0, 0.0)]]  # fmt: skip
+    ranks: list[list[Action]] = [
+        [Post("a", 0, 0.0, 0.0), Wait("a"), Post("b", 1, 0.0, 0.0)],
+        [Post("b", 1, 0.0, 0.0), Wait("b"), Post("a", 0, 0.0, 0.0)],
+    ]
     with pytest.raises(ValueError, match="0 .* a.* 1 .* b"):
         replay(ranks)

@@ -1,4 +1,7 @@
-"""Every schedule is complete, ordered by its dependencies, free of deadlock and bounded in memory."""
+"""Every schedule is complete, ordered by its dependencies, free of deadlock and bounded in
+memory.
+"""
+
 from __future__ import annotations
 
 import doctest
@@ -45,14 +48,20 @@ def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Ins
     size = schedule.pipeline_size
     step = 1 if op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else -1
     if op in SENDS:
-        return stage % size, (stage + step) % size, Instruction(RECEIVE_OF[op], stage + step, micro_batch)
+        return (
+            stage % size,
+            (stage + step) % size,
+            Instruction(RECEIVE_OF[op], stage + step, micro_batch),
+        )
     return (stage - step) % size, stage % size, instruction
 
 
 def can_compute(
     schedule: Schedule, done: set[Instruction], instruction: Instruction, arrived: set[Instruction]
 ) -> bool:
-    """The dependencies, written a second time and stricter: another rank's result must have arrived."""
+    """The dependencies, written a second time and stricter: another rank's result must have
+    arrived.
+    """
     op, stage, micro_batch = instruction
     last = schedule.num_stages - 1
     local = schedule.pipeline_size == 1
@@ -82,8 +91,9 @@ def source_done(done: set[Instruction], instruction: Instruction) -> bool:
 def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruction]]:
     """Execute the lists; where each rank stopped, and what was done.
 
-    rendezvous=False: messages are buffered and matched per direction of a pair in order; only a computation waits.
-    rendezvous=True: a send and a receive both block the rank until the other end stands at the very same message.
+    rendezvous=False: messages are buffered and matched per direction of a pair in order; only a
+    computation waits. rendezvous=True: a send and a receive both block the rank until the other end
+    stands at the very same message.
     """
     position = [0] * len(schedule)
     done: set[Instruction] = set()
@@ -109,7 +119,11 @@ def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruc
             if position[other] == len(schedule[other]):
                 return False
             facing = schedule[other][position[other]]
-            if facing.op in COMPUTE or message(schedule, facing) != (sender, receiver, name) or facing == instruction:
+            if (
+                facing.op in COMPUTE
+                or message(schedule, facing) != (sender, receiver, name)
+                or facing == instruction
+            ):
                 return False
             arrived.add(name)
             position[rank] += 1
@@ -137,7 +151,9 @@ def test_complete(schedule: Schedule) -> None:
         split = schedule.name == "zb-h1" and size > 1
         passes |= {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} if split else {Op.BACKWARD}
     m = schedule.micro_batches
-    wanted = Counter(Instruction(op, g, i) for op in passes for g in range(schedule.num_stages) for i in range(m))
+    wanted = Counter(
+        Instruction(op, g, i) for op in passes for g in range(schedule.num_stages) for i in range(m)
+    )
     found = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
     assert found == wanted
     assert all(i.stage % size == rank for rank in range(size) for i in schedule[rank])
@@ -195,13 +211,19 @@ def test_memory_is_bounded(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
-    limit = 2 if schedule.chunks == 1 else group_sizes(schedule.pipeline_size, schedule.micro_batches)[0] + 3
+    limit = (
+        2
+        if schedule.chunks == 1
+        else group_sizes(schedule.pipeline_size, schedule.micro_batches)[0] + 3
+    )
     assert max(peak_receives(schedule)) <= limit
 
 
 @given(schedules())
 def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
-    """No later, so that a sender never waits for its receiver; and behind the last computation that ends earlier."""
+    """No later, so that a sender never waits for its receiver; and behind the last computation that
+    ends earlier.
+    """
     timeline = simulate(schedule, latency=planned_latency(schedule.chunks))
     ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}
     for instructions in schedule:
@@ -213,16 +235,27 @@ def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> No
             elif instruction.op in SENDS:
                 sent_since = True
             else:
-                made = [Instruction(op, instruction.peer_stage, instruction.micro_batch) for op in Op]
-                produced = max(ends[i] for i in made if i in ends and i.op in MAKERS[instruction.op])
+                made = [
+                    Instruction(op, instruction.peer_stage, instruction.micro_batch) for op in Op
+                ]
+                produced = max(
+                    ends[i] for i in made if i in ends and i.op in MAKERS[instruction.op]
+                )
                 assert end_before < produced or (end_before == produced and sent_since)
                 assert next(end for end in following[position:] if end is not None) >= produced
 
 
-@pytest.mark.parametrize("arguments, named", [
-    (("gpipe", 2, 1, 4), "gpipe"), (("1f1b", 2, 2, 4), "2"), (("zb-h1", 2, 2, 4), "zb-h1"),
-    (("interleaved", 2, 1, 4), "1"), (("1f1b", 0, 1, 4), "0"), (("1f1b", 2, 1, 0), "0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("gpipe", 2, 1, 4), "gpipe"),
+        (("1f1b", 2, 2, 4), "2"),
+        (("zb-h1", 2, 2, 4), "zb-h1"),
+        (("interleaved", 2, 1, 4), "1"),
+        (("1f1b", 0, 1, 4), "0"),
+        (("1f1b", 2, 1, 0), "0"),
+    ],
+)
 def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_schedule(*arguments)

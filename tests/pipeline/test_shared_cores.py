@@ -1,4 +1,7 @@
-"""Ranks that share cores: by hand, by conservation of work, and against ranks that share nothing."""
+"""Ranks that share cores: by hand, by conservation of work, and against ranks that share
+nothing.
+"""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -11,14 +14,18 @@ from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pip
 from megatron.pipeline.replay import Compute, Lane, Post, Wait, replay
 
 pipelines = st.tuples(
-    st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]), st.integers(1, 5),
+    st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]),
+    st.integers(1, 5),
     st.integers(1, 9),
-)  # fmt: skip
+)
 costs = st.sampled_from([None, (0.0, 0.3), (0.4, 0.0), (0.1, 0.1)])
 
 
 def run(
-    pipeline: tuple[tuple[str, int], int, int], cost: tuple[float, float] | None = None, *, cores: float | None,
+    pipeline: tuple[tuple[str, int], int, int],
+    cost: tuple[float, float] | None = None,
+    *,
+    cores: float | None,
     demand: float = 1.0,
 ) -> PipelineRun:
     (name, chunks), size, m = pipeline
@@ -29,8 +36,8 @@ def run(
 
 
 def test_two_ranks_on_one_core() -> None:
-    """Forward passes of 1 and backward passes of 2, two micro-batches; where both ranks compute, both take twice as
-    long."""
+    """Forward passes of 1 and backward passes of 2, two micro-batches; where both ranks compute,
+    both take twice as long."""
     times = StageTimes((1.0, 1.0), (2.0, 2.0))
     one = run_pipeline("1f1b", 2, 1, 2, times, cores=1.0)
     first, second = ([(span.start, span.end) for span in rank] for rank in timeline(one).ranks)
@@ -53,16 +60,25 @@ def test_enough_cores_are_no_limit(
 
 
 @given(pipelines, st.floats(0.5, 4.0))
-def test_one_rank_at_a_time_keeps_the_cores_busy(pipeline: tuple[tuple[str, int], int, int], demand: float) -> None:
-    """While a rank computes all cores are in use, and without messages one always does: the step is all work."""
+def test_one_rank_at_a_time_keeps_the_cores_busy(
+    pipeline: tuple[tuple[str, int], int, int], demand: float
+) -> None:
+    """While a rank computes all cores are in use, and without messages one always does: the step is
+    all work.
+    """
     work = sum(run(pipeline, cores=None).busy)
     assert run(pipeline, cores=demand, demand=demand).makespan == pytest.approx(work, rel=1e-9)
-    assert run(pipeline, cores=demand / 2, demand=demand).makespan == pytest.approx(2 * work, rel=1e-9)
+    assert run(pipeline, cores=demand / 2, demand=demand).makespan == pytest.approx(
+        2 * work, rel=1e-9
+    )
 
 
 @given(pipelines, costs, st.floats(0.5, 6.0), st.floats(1.0, 2.0))
 def test_between_the_work_and_all_of_it_in_turn(
-    pipeline: tuple[tuple[str, int], int, int], cost: tuple[float, float] | None, cores: float, demand: float
+    pipeline: tuple[tuple[str, int], int, int],
+    cost: tuple[float, float] | None,
+    cores: float,
+    demand: float,
 ) -> None:
     free = run(pipeline, cost, cores=None)
     shared = run(pipeline, cost, cores=cores, demand=demand)
@@ -90,4 +106,7 @@ def test_messages_take_no_cores() -> None:
 
 def test_a_deadlock_is_reported() -> None:
     with pytest.raises(ValueError, match="0"):
-        replay([[Post("m", "link", 0.0, 0.0), Wait("m")], [Wait("n"), Post("m", "link", 0.0, 0.0)]], cores=1.0)
+        replay(
+            [[Post("m", "link", 0.0, 0.0), Wait("m")], [Wait("n"), Post("m", "link", 0.0, 0.0)]],
+            cores=1.0,
+        )

@@ -1,4 +1,5 @@
 """The command line that shows schedules."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,7 +20,8 @@ def test_text_picture_and_refusal(tmp_path: Path) -> None:
     schedule = ("--schedule", "interleaved", "--pipeline-size", "2", "--micro-batches", "2")
     code, text = show(tmp_path, *schedule, "--plot", str(picture))
     assert code == 0, text
-    # Two ranks, two chunks: 3 * 2 * 2 of computing per rank and a bubble of 3 * (2 - 1); 3 boundaries there and back.
+    # Two ranks, two chunks: 3 * 2 * 2 of computing per rank and a bubble of 3 * (2 - 1); 3
+    # boundaries there and back.
     assert all(f" {figure}" in text for figure in ("15", "20.0%", "12"))
     assert text.startswith("rank  0 |F0.0 F1.0 F0.1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")

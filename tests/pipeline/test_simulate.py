@@ -1,4 +1,5 @@
 """Simulated step times against the closed forms of the papers."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,7 +11,8 @@ from megatron.pipeline.schedule import Instruction, Op, build_schedule
 
 
 def bubble_time(name: str, size: int, chunks: int, micro_batches: int) -> float:
-    """Waiting time per rank, where a forward pass of one chunk takes 1 and a backward pass 2 (1 + 1 if split).
+    """Waiting time per rank, where a forward pass of one chunk takes 1 and a backward pass 2 (1 + 1
+    if split).
 
     Small whole numbers are exact in floating point.
     """
@@ -23,14 +25,18 @@ def bubble_time(name: str, size: int, chunks: int, micro_batches: int) -> float:
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_1f1b_bubble(size: int, micro_batches: int) -> None:
-    """(p - 1)(t_f + t_b): Narayanan et al., section 2.2.1. As a fraction of the step, (p - 1) / (m + p - 1)."""
+    """(p - 1)(t_f + t_b): Narayanan et al., section 2.2.1. As a fraction of the step, (p - 1) / (m
+    + p - 1).
+    """
     assert bubble_time("1f1b", size, 1, micro_batches) == 3 * (size - 1)
     fraction = simulate(build_schedule("1f1b", size, 1, micro_batches)).bubble_fraction
     assert fraction == pytest.approx((size - 1) / (micro_batches + size - 1), abs=1e-12)
 
 
 @given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 16))
-def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(size: int, chunks: int, more: int) -> None:
+def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(
+    size: int, chunks: int, more: int
+) -> None:
     """Section 2.2.2 of the same, and for every number of micro-batches from the pipeline's size on.
 
     The same model without interleaving has one chunk that takes `chunks` times as long.
@@ -43,8 +49,9 @@ def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(size: int, chunks
 def test_zero_bubble_h1(size: int, micro_batches: int) -> None:
     """Qi et al., table 2: (p - 1)(t_f + t_b - t_w), a third of 1F1B's, with enough micro-batches.
 
-    With fewer, the last backward pass of inputs has gone down and up the pipeline, behind m - 1 others on the last
-    rank, and one pass for weights follows it on the first rank: 2 p - 2 + 2 m + 1 in all.
+    With fewer, the last backward pass of inputs has gone down and up the pipeline, behind m - 1
+    others on the last rank, and one pass for weights follows it on the first rank: 2 p - 2 + 2 m +
+    1 in all.
     """
     bubble = bubble_time("zb-h1", size, 1, micro_batches)
     assert bubble == max(size - 1, 2 * size - 1 - micro_batches)
@@ -54,9 +61,13 @@ def test_zero_bubble_h1(size: int, micro_batches: int) -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 16))
-def test_forward_only_has_the_bubble_of_one_fill(size: int, chunks: int, micro_batches: int) -> None:
+def test_forward_only_has_the_bubble_of_one_fill(
+    size: int, chunks: int, micro_batches: int
+) -> None:
     name = "interleaved" if chunks > 1 else "1f1b"
-    makespan = simulate(build_schedule(name, size, chunks, micro_batches, forward_only=True)).makespan
+    makespan = simulate(
+        build_schedule(name, size, chunks, micro_batches, forward_only=True)
+    ).makespan
     # With few micro-batches, the next chunk waits until the first one has come round.
     assert makespan == (chunks - 1) * max(size, micro_batches) + micro_batches + size - 1
 
@@ -67,13 +78,18 @@ def test_latency_of_one_micro_batch() -> None:
     assert simulate(schedule, latency=0.5).makespan == 4 * 3 + 6 * 0.5
 
     def slow_between_1_and_2(send: Instruction) -> float:
-        return 10.0 if (send.op, send.stage) in ((Op.SEND_FORWARD, 1), (Op.SEND_BACKWARD, 2)) else 0.0
+        return (
+            10.0 if (send.op, send.stage) in ((Op.SEND_FORWARD, 1), (Op.SEND_BACKWARD, 2)) else 0.0
+        )
 
     assert simulate(schedule, latency=slow_between_1_and_2).makespan == 4 * 3 + 20
 
 
 def test_durations_per_instruction() -> None:
-    """A last stage that takes longer is the pace of all: m passes of it, and the way there and back."""
+    """A last stage that takes longer is the pace of all: m passes of it, and the way there and
+    back.
+    """
+
     def duration(instruction: Instruction) -> float:
         return 5.0 if instruction.stage == 3 else 1.0
 
@@ -82,4 +98,3 @@ def test_durations_per_instruction() -> None:
     assert timeline.makespan == 3 + 12 * 10 + 3
     assert timeline.busy == (24, 24, 24, 120)
     assert timeline.ranks[3][0].start == 3
-

@@ -1,4 +1,7 @@
-"""The order of computations is that of torch.distributed.pipelining, an implementation by others."""
+"""The order of computations is that of torch.distributed.pipelining, an implementation by
+others.
+"""
+
 from __future__ import annotations
 
 from unittest import mock
@@ -13,19 +16,28 @@ from megatron.pipeline.schedule import build_schedule
 Order = list[tuple[str, int, int]]  # (operation, stage, micro-batch)
 CLASSES = {
     "interleaved": torch_schedules.ScheduleInterleaved1F1B,
-    "zb-h1": torch_schedules.ScheduleInterleavedZeroBubble,  # with one stage per rank its order is that of ZB-H1
+    # with one stage per rank its order is that of ZB-H1
+    "zb-h1": torch_schedules.ScheduleInterleavedZeroBubble,
 }
 
 
 def our_order(name: str, size: int, chunks: int, micro_batches: int) -> list[Order]:
     schedule = build_schedule(name, size, chunks, micro_batches)
-    return [[(i.op.letters, i.stage, i.micro_batch) for i in rank if i.op in COMPUTE] for rank in schedule]
+    return [
+        [(i.op.letters, i.stage, i.micro_batch) for i in rank if i.op in COMPUTE]
+        for rank in schedule
+    ]
 
 
 def fake_stage(rank: int, size: int, num_stages: int) -> mock.NonCallableMagicMock:
     """A stage without a process group."""
     stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = rank, size, num_stages, None
+    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = (
+        rank,
+        size,
+        num_stages,
+        None,
+    )
     stage.stage_index, stage.is_first, stage.is_last = rank, rank == 0, rank == size - 1
     return stage
 
@@ -42,12 +54,19 @@ def listed_order(name: str, size: int, chunks: int, micro_batches: int) -> list[
 
 
 def executed_order(rank: int, size: int, micro_batches: int) -> Order:
-    """What torch's 1F1B calls on the stage of one rank. (The order it lists for plots is another one.)"""
+    """What torch's 1F1B calls on the stage of one rank. (The order it lists for plots is another
+    one.)
+    """
     order: Order = []
     stage = fake_stage(rank, size, size)
     stage.forward_one_chunk.side_effect = lambda i, *_, **__: order.append(("F", rank, i))
     stage.backward_one_chunk.side_effect = lambda i, **__: order.append(("B", rank, i))
-    for messages in (stage.get_fwd_recv_ops, stage.get_fwd_send_ops, stage.get_bwd_recv_ops, stage.get_bwd_send_ops):
+    for messages in (
+        stage.get_fwd_recv_ops,
+        stage.get_fwd_send_ops,
+        stage.get_bwd_recv_ops,
+        stage.get_bwd_send_ops,
+    ):
         messages.return_value = []
     with mock.patch.object(torch_schedules.Schedule1F1B, "_get_pipeline_order", lambda _: None):
         built = torch_schedules.Schedule1F1B(stage, micro_batches)
@@ -67,14 +86,20 @@ def executed_order(rank: int, size: int, micro_batches: int) -> Order:
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_1f1b(size: int, more: int) -> None:
     micro_batches = size + more  # torch takes no fewer micro-batches than stages
-    assert our_order("1f1b", size, 1, micro_batches) == [executed_order(r, size, micro_batches) for r in range(size)]
+    assert our_order("1f1b", size, 1, micro_batches) == [
+        executed_order(r, size, micro_batches) for r in range(size)
+    ]
 
 
-@pytest.mark.parametrize("name, size, chunks, micro_batches", [
-    *[("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (p, 3 * p)],
-    *[("interleaved", 4, v, m) for v in (2, 3) for m in (1, 3, 7, 10)],  # groups that have not 4 micro-batches
-    *[("zb-h1", p, 1, m) for p in (2, 3, 4) for m in (p, 3 * p)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, size, chunks, micro_batches",
+    [
+        *[("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (p, 3 * p)],
+        # groups that have not 4 micro-batches
+        *[("interleaved", 4, v, m) for v in (2, 3) for m in (1, 3, 7, 10)],
+        *[("zb-h1", p, 1, m) for p in (2, 3, 4) for m in (p, 3 * p)],
+    ],
+)
 def test_interleaved_and_zero_bubble(name: str, size: int, chunks: int, micro_batches: int) -> None:
     theirs = listed_order(name, size, chunks, micro_batches)
     assert sum(map(len, theirs)) == size * chunks * micro_batches * (3 if name == "zb-h1" else 2)

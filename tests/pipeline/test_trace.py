@@ -1,4 +1,5 @@
 """The trace of a step says what its timeline says, in the trace event format's words and units."""
+
 from __future__ import annotations
 
 import gzip
@@ -15,7 +16,9 @@ from megatron.pipeline.schedule import build_schedule, count_messages
 from megatron.pipeline.trace import write_trace
 
 
-def a_run(schedule: str = "interleaved", size: int = 3, chunks: int = 2, micro_batches: int = 5) -> PipelineRun:
+def a_run(
+    schedule: str = "interleaved", size: int = 3, chunks: int = 2, micro_batches: int = 5
+) -> PipelineRun:
     stages = size * chunks
     times = StageTimes((0.001,) * stages, (0.002,) * stages, (0.0005,) * stages)
     boundaries = Boundaries(((0.0001, 0.0),) * size, ((0.0002, 0.0),) * size)
@@ -35,11 +38,15 @@ def test_passes(tmp_path: Path, schedule: str, chunks: int) -> None:
     found = events(tmp_path / "new" / "trace.json")
     for rank, spans in enumerate(timeline(run).ranks):
         passes = [event for event in found if event["ph"] == "X" and event["tid"] == rank]
-        assert [(e["args"]["stage"], e["args"]["micro-batch"]) for e in passes] == [s.instruction[1:] for s in spans]
+        assert [(e["args"]["stage"], e["args"]["micro-batch"]) for e in passes] == [
+            s.instruction[1:] for s in spans
+        ]
         assert [e["args"]["chunk"] for e in passes] == [s.instruction.stage // 3 for s in spans]
         assert [e["cat"] for e in passes] == [trace.NAMES[s.instruction.op] for s in spans]
         assert [e["ts"] for e in passes] == pytest.approx([1e6 * s.start for s in spans], abs=1e-3)
-        assert [e["dur"] for e in passes] == pytest.approx([1e6 * (s.end - s.start) for s in spans], abs=1e-3)
+        assert [e["dur"] for e in passes] == pytest.approx(
+            [1e6 * (s.end - s.start) for s in spans], abs=1e-3
+        )
         named = [e["args"] for e in found if e["ph"] == "M" and e.get("tid") == rank]
         assert {"name": f"pipeline rank {rank}"} in named
 
@@ -60,7 +67,9 @@ def test_an_arrow_for_each_message(tmp_path: Path, schedule: str, chunks: int) -
         assert (end["tid"], end["ts"]) in starts
 
 
-def test_large_traces_have_no_arrows_and_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_traces_have_no_arrows_and_small_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace, "_WITH_ARROWS", 10)
     write_trace(a_run(), tmp_path / "trace.json.gz")
     assert {event["ph"] for event in events(tmp_path / "trace.json.gz")} == {"M", "X"}

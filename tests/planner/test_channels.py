@@ -1,4 +1,5 @@
 """Seconds of messages and collectives: by hand, and every replica one by one."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -20,19 +21,29 @@ from tests.planner.layouts import made
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
 
-# -- how groups and messages lie on nodes, against all ranks of all nodes ----------------------------------------------
+# -- how groups and messages lie on nodes, against all ranks of all nodes --------------------------
 
 
 def all_groups(layout: Layout, devices: int, direction: str) -> set[frozenset[tuple[int, ...]]]:
     """Members of each group on each node, by the layout's own lists of ranks."""
     lines = {
-        "tp": [layout.tensor_ranks(data=d, pipeline=p) for d in range(layout.data) for p in range(layout.pipeline)],
-        "dp": [layout.data_ranks(tensor=t, pipeline=p) for t in range(layout.tensor) for p in range(layout.pipeline)],
+        "tp": [
+            layout.tensor_ranks(data=d, pipeline=p)
+            for d in range(layout.data)
+            for p in range(layout.pipeline)
+        ],
+        "dp": [
+            layout.data_ranks(tensor=t, pipeline=p)
+            for t in range(layout.tensor)
+            for p in range(layout.pipeline)
+        ],
     }[direction]
     nodes: dict[int, set[tuple[int, ...]]] = {}
     for ranks in lines:
         for node in {r // devices for r in ranks}:
-            nodes.setdefault(node, set()).add(tuple(r % devices for r in ranks if r // devices == node))
+            nodes.setdefault(node, set()).add(
+                tuple(r % devices for r in ranks if r // devices == node)
+            )
     return {frozenset(groups) for groups in nodes.values()}
 
 
@@ -48,9 +59,11 @@ def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devi
         assert found == all_groups(layout, devices, direction), direction
 
 
-def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[tuple[int, bool], float]:
-    """(boundary, whether on one node) -> most seconds of a byte: every message counted on all links that it may take,
-    which all have the bandwidth that so many messages leave each."""
+def seconds_of_all(
+    layout: Layout, order: tuple[int, ...], wraps: bool
+) -> dict[tuple[int, bool], float]:
+    """(boundary, whether on one node) -> most seconds of a byte: every message counted on all links
+    that it may take, which all have the bandwidth that so many messages leave each."""
     devices, links = len(order), node_links(FRONTIER)
     paths, users, weights = [], Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for t in range(layout.tensor):
@@ -59,7 +72,9 @@ def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[
             for i, (a, b) in enumerate(zip(ranks, ranks[1:] + ranks[:1], strict=True)):
                 if i == len(ranks) - 1 and not wraps:
                     continue
-                (node, source), (other, target) = ((r // devices, order[r % devices]) for r in (a, b))
+                (node, source), (other, target) = (
+                    (r // devices, order[r % devices]) for r in (a, b)
+                )
                 if node == other:
                     found = ways(FRONTIER, source, target)
                     taken = {(node, *step) for way in found for step in way}
@@ -67,8 +82,14 @@ def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[
                 else:
                     out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
                     taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
-                    taken |= {(node, *step) for way in ways(FRONTIER, source, 2 * out + 1) for step in way}
-                    taken |= {(other, *step) for way in ways(FRONTIER, 2 * into + 1, target) for step in way}
+                    taken |= {
+                        (node, *step) for way in ways(FRONTIER, source, 2 * out + 1) for step in way
+                    }
+                    taken |= {
+                        (other, *step)
+                        for way in ways(FRONTIER, 2 * into + 1, target)
+                        for step in way
+                    }
                 paths.append((i, node == other, taken))
                 users.update(taken)
                 weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}
@@ -77,14 +98,22 @@ def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[
         for resource in taken:
             width = FRONTIER.link_gb_per_s(*resource[1:]) if resource[1] >= 0 else 0.0
             rate = 1e9 * (links.rate_of_link(width) if width else 0.4 * 25)
-            seconds[i, inside] = max(seconds.get((i, inside), 0.0), users[resource] * weights[resource] / rate)
+            seconds[i, inside] = max(
+                seconds.get((i, inside), 0.0), users[resource] * weights[resource] / rate
+            )
     return seconds
 
 
 @given(
-    sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([2, 3, 4, 8]), st.sampled_from([1, 2, 3, 4, 8])),
-    order=st.sampled_from(RANK_ORDERS), chunks=st.sampled_from([1, 2]), devices=st.sampled_from(FRONTIER.device_orders),
-)  # fmt: skip
+    sizes=st.tuples(
+        st.sampled_from([1, 2, 3, 4, 8]),
+        st.sampled_from([2, 3, 4, 8]),
+        st.sampled_from([1, 2, 3, 4, 8]),
+    ),
+    order=st.sampled_from(RANK_ORDERS),
+    chunks=st.sampled_from([1, 2]),
+    devices=st.sampled_from(FRONTIER.device_orders),
+)
 def test_a_boundary_is_that_of_its_slowest_replica(
     sizes: tuple[int, int, int], order: str, chunks: int, devices: tuple[int, ...]
 ) -> None:
@@ -92,15 +121,27 @@ def test_a_boundary_is_that_of_its_slowest_replica(
     world = tensor * pipeline * data
     if world % 8 and world > 8:
         return
-    config = made(tensor, pipeline, data, chunks, num_attention_heads=24, hidden_size=1536, sequence_parallel=False)
+    config = made(
+        tensor,
+        pipeline,
+        data,
+        chunks,
+        num_attention_heads=24,
+        hidden_size=1536,
+        sequence_parallel=False,
+    )
     used = devices if world >= 8 else FRONTIER.local_order[:world]
     placement = place_with(config, FRONTIER, order, used)
-    channels, expected = Channels(config, FRONTIER, placement), seconds_of_all(placement.layout, used, chunks > 1)
+    channels, expected = (
+        Channels(config, FRONTIER, placement),
+        seconds_of_all(placement.layout, used, chunks > 1),
+    )
     for rank in range(pipeline - (chunks == 1)):
         worst = max(
             1e6 * expected[rank, inside] + latency
-            for inside, latency in ((True, 10e-6), (False, 25e-6)) if (rank, inside) in expected
-        )  # fmt: skip
+            for inside, latency in ((True, 10e-6), (False, 25e-6))
+            if (rank, inside) in expected
+        )
         assert sum(channels.boundary(rank, True, 1e6)) == pytest.approx(worst)
         assert sum(channels.boundary((rank + 1) % pipeline, False, 1e6)) == pytest.approx(worst)
 
@@ -110,11 +151,13 @@ def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
     return Channels(config, cluster, choose_placement(config, cluster))
 
 
-# -- by hand ----------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_messages_by_hand() -> None:
-    """TP 8: the eight ranks of a node send at once, two over each card of which 40 % of 25 GB/s were published."""
+    """TP 8: the eight ranks of a node send at once, two over each card of which 40 % of 25 GB/s
+    were published.
+    """
     config = made(8, 4, 1)
     channels = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
     for sender in range(3):
@@ -138,7 +181,8 @@ def test_latency_of_rings_and_trees() -> None:
     assert channels.tensor_s("all_gather", 0) == pytest.approx(start + 7 * within)
     assert channels.tensor_s("all_reduce", 0) == pytest.approx(start + 14 * within)
     assert channels.data_s("reduce_scatter", 0) == pytest.approx(start + 3 * between)
-    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 4 * between)  # a tree of 4 nodes is 2 deep
+    # a tree of 4 nodes is 2 deep
+    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 4 * between)
     # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
     assert channels.data_s("all_gather", 0) == pytest.approx(start + 8 * within + 7 * between)
@@ -152,13 +196,14 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert channels.confidence.used == ()
 
 
-# -- what was measured ------------------------------------------------------------------------------------------------
+# -- what was measured -----------------------------------------------------------------------------
 
 
 def measured(**points: tuple[tuple[float, ...], ...]) -> Cluster:
     names = {"messages": "messages"}
     figures = [
-        Figure(names.get(name, f"collectives.{name}"), rows, MEASURED, "measured here") for name, rows in points.items()
+        Figure(names.get(name, f"collectives.{name}"), rows, MEASURED, "measured here")
+        for name, rows in points.items()
     ]
     return replace(FRONTIER, compute=FRONTIER.compute.with_figures(figures))
 
@@ -171,16 +216,22 @@ def test_measured_collectives_come_before_links() -> None:
     assert channels.tensor_s("all_gather", 10) == channels.tensor_s("all_gather", 1e3) == 1e-5
     middle = channels.tensor_s("all_gather", (1e3 + 1e6) / 2)
     assert middle == pytest.approx((1e-5 + 1e-3) / 2)
-    assert channels.tensor_s("all_gather", 1e7) == pytest.approx(1e-3 + 9e6 * (1e-3 - 1e-5) / (1e6 - 1e3))
+    assert channels.tensor_s("all_gather", 1e7) == pytest.approx(
+        1e-3 + 9e6 * (1e-3 - 1e-5) / (1e6 - 1e3)
+    )
     assert "collectives.all_gather" in {used.figure for used in channels.confidence.used}
     plain = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
     assert channels.tensor_s("all_reduce", 1e6) == plain.tensor_s("all_reduce", 1e6)
     # Groups of other sizes were not measured; those over several nodes were, with their own rows.
     pair = made(2, 4, 1)
-    assert channels_of(pair, cluster).tensor_s("all_gather", 1e6) == channels_of(pair).tensor_s("all_gather", 1e6)
+    assert channels_of(pair, cluster).tensor_s("all_gather", 1e6) == channels_of(pair).tensor_s(
+        "all_gather", 1e6
+    )
     across = made(8, 1, 4)
     assert channels_of(across, cluster).data_s("all_gather", 1e6) == 7.0
-    elsewhere = Channels(config, measured(all_gather=((*far, 1e6, 7.0),)), naive_placement(config, FRONTIER))
+    elsewhere = Channels(
+        config, measured(all_gather=((*far, 1e6, 7.0),)), naive_placement(config, FRONTIER)
+    )
     assert elsewhere.tensor_s("all_gather", 1e6) == plain.tensor_s("all_gather", 1e6)
 
 
@@ -193,15 +244,19 @@ def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
 
 
 def test_measured_messages_come_before_links() -> None:
-    cluster, config = measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))), made(4, 2, 1)
+    cluster, config = (
+        measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))),
+        made(4, 2, 1),
+    )
     channels = channels_of(config, cluster)
     assert channels.boundary(0, True, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
     assert channels.boundary(1, False, 1) == pytest.approx((0.0, 2e-5))
     across = channels_of(made(8, 2, 1), cluster)
-    assert across.boundary(0, True, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))  # one point: in proportion beyond it
+    # one point: in proportion beyond it
+    assert across.boundary(0, True, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))
 
 
-# -- confidence -------------------------------------------------------------------------------------------------------
+# -- confidence ------------------------------------------------------------------------------------
 
 
 def test_confidence_tells_published_from_estimated() -> None:
@@ -217,12 +272,20 @@ def test_confidence_tells_published_from_estimated() -> None:
     lumi = load_cluster("lumi")
     there = Channels(config, lumi, naive_placement(config, lumi))
     there.tensor_s("all_gather", 1e6)
-    assert {u.figure.split()[0]: u for u in there.confidence.used}["tensor-parallel"].basis == ASSUMED
+    assert {u.figure.split()[0]: u for u in there.confidence.used}[
+        "tensor-parallel"
+    ].basis == ASSUMED
 
 
 def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:
-    """Azure's bus bandwidths, 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07 at 1 KiB on H100."""
+    """Azure's bus bandwidths, 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07
+    at 1 KiB on H100.
+    """
     channels = channels_of(made(8, 1, 1), DGX)
     for size, bus in ((1 << 26, 361.78), (1 << 20, 43.70), (1 << 10, 0.07), (1 << 33, 478.87)):
-        assert 2 * 7 / 8 * size / channels.tensor_s("all_reduce", size) / 1e9 == pytest.approx(bus, rel=2e-3)
-    assert channels.tensor_s("all_gather", 1 << 26) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 370e9)
+        assert 2 * 7 / 8 * size / channels.tensor_s("all_reduce", size) / 1e9 == pytest.approx(
+            bus, rel=2e-3
+        )
+    assert channels.tensor_s("all_gather", 1 << 26) == pytest.approx(
+        8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 370e9
+    )

@@ -1,4 +1,5 @@
 """Descriptions of machines: the facts of Frontier, limits, and files that are wrong."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,17 +17,27 @@ FRONTIER = load_cluster("frontier")
 def test_links_of_frontier() -> None:
     """OLCF's node diagram: each device by its neighbours."""
     neighbours = {
-        0: {1: 200, 6: 100, 2: 50}, 1: {0: 200, 3: 50, 5: 50}, 2: {3: 200, 4: 100, 0: 50}, 3: {2: 200, 1: 50, 7: 50},
-        4: {5: 200, 2: 100, 6: 50}, 5: {4: 200, 1: 50, 7: 50}, 6: {7: 200, 0: 100, 4: 50}, 7: {6: 200, 3: 50, 5: 50},
-    }  # fmt: skip
+        0: {1: 200, 6: 100, 2: 50},
+        1: {0: 200, 3: 50, 5: 50},
+        2: {3: 200, 4: 100, 0: 50},
+        3: {2: 200, 1: 50, 7: 50},
+        4: {5: 200, 2: 100, 6: 50},
+        5: {4: 200, 1: 50, 7: 50},
+        6: {7: 200, 0: 100, 4: 50},
+        7: {6: 200, 3: 50, 5: 50},
+    }
     for name in ("frontier", "lumi"):
         cluster = load_cluster(name)
         for a in range(8):
-            assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[a], name
+            assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[
+                a
+            ], name
 
 
 def test_cores_and_cards_of_frontier() -> None:
-    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7; cards hang on the odd devices."""
+    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7; cards hang on the
+    odd devices.
+    """
     for local_rank, device in enumerate(FRONTIER.local_order):
         assert FRONTIER.cores_of_device[device] == (8 * local_rank, 8 * local_rank + 7)
     assert FRONTIER.nic_on_device == (1, 3, 5, 7)
@@ -38,10 +49,15 @@ def test_cores_and_cards_of_frontier() -> None:
 @pytest.mark.parametrize(
     ("nodes", "partition", "qos", "hours"),
     [
-        (91, None, None, 2), (92, None, None, 6), (183, None, None, 6), (184, None, None, 12),
-        (9472, "batch", "normal", 12), (64, "extended", None, 24), (9, "extended", "debug", 2),
+        (91, None, None, 2),
+        (92, None, None, 6),
+        (183, None, None, 6),
+        (184, None, None, 12),
+        (9472, "batch", "normal", 12),
+        (64, "extended", None, 24),
+        (9, "extended", "debug", 2),
     ],
-)  # fmt: skip
+)
 def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: float) -> None:
     assert FRONTIER.wall_limit_hours(nodes, partition, qos) == hours
 
@@ -73,9 +89,17 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
         ("neighbour_gb_per_s = 4.0", "neighbour_gb_per_s = 0.0", "bands.*neighbour_gb_per_s"),
         ("nodes = 9472", "nodes = 9472\nshared_coers = 2", "shared_coers"),
-        ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "links"),
+        (
+            "[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],",
+            "",
+            "links",
+        ),
         (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
-        ("update_gb_per_s = { value = 1000.0", "update_gb_per_s = { value = 0", "update_gb_per_s.value"),
+        (
+            "update_gb_per_s = { value = 1000.0",
+            "update_gb_per_s = { value = 0",
+            "update_gb_per_s.value",
+        ),
         (COPY, 'copy = { points = [[1.0]], basis = "published" }', "memory.copy.points"),
         (COPY, COPY.replace("copy", "coppy"), "memory.coppy"),
         (COPY, COPY.replace("0.80, 1.05", "1.1, 1.2"), "memory.copy.range"),
@@ -86,11 +110,17 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("nodes = 9472", f"nodes = {'9' * 5000}", "machine.toml"),
         ("nodes = 9472", f"nodes = {'9' * 400}", "nodes"),
         ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
-        ("peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }", "peak_tflops = 5", "peak_tflops"),
+        (
+            "peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }",
+            "peak_tflops = 5",
+            "peak_tflops",
+        ),
         ("neighbour_gb_per_s = 4.0", 'neighbour_gb_per_s = "fast"', "bands"),
     ],
-)  # fmt: skip
-def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: str, named: str) -> None:
+)
+def test_a_wrong_file_is_refused_with_the_place(
+    tmp_path: Path, old: str, new: str, named: str
+) -> None:
     text = (CLUSTERS / "frontier.toml").read_text()
     assert old in text
     path = tmp_path / "machine.toml"
@@ -102,7 +132,13 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: s
 
 def test_the_measured_example_plans() -> None:
     cluster = load_cluster(Path(__file__).parents[2] / "examples" / "local" / "two-cores.toml")
-    flags = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 500 --world-size 2"
+    flags = (
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
+        "--vocab-size 500 --world-size 2"
+    )
     found = estimate(parse_plan([*flags.split(), "--global-batch-size", "8"]), cluster)
     assert 0.01 < found.seconds < 10
-    assert {basis for basis, figures in found.confidence.by_basis.items() if figures} == {"measured", "assumed"}
+    assert {basis for basis, figures in found.confidence.by_basis.items() if figures} == {
+        "measured",
+        "assumed",
+    }

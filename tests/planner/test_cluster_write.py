@@ -1,4 +1,5 @@
 """The writer of machine descriptions: what it writes is read as the same machine."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +17,11 @@ from megatron.planner.compute import BASES, COLUMNS, SCALARS, Compute, Figure
 
 def facts(cluster: Cluster) -> dict[str, object]:
     """All fields but where it was read from, and each figure with its source."""
-    return {f.name: getattr(cluster, f.name) for f in dataclasses.fields(cluster) if f.name not in ("path", "sources")}
+    return {
+        f.name: getattr(cluster, f.name)
+        for f in dataclasses.fields(cluster)
+        if f.name not in ("path", "sources")
+    }
 
 
 def again(cluster: Cluster, folder: Path) -> Cluster:
@@ -44,13 +49,19 @@ def figures(draw: st.DrawFn) -> Figure:
 
 
 @given(
-    found=st.lists(figures(), unique_by=lambda f: f.name), title=texts, cores=st.one_of(st.none(), st.integers(1, 64))
+    found=st.lists(figures(), unique_by=lambda f: f.name),
+    title=texts,
+    cores=st.one_of(st.none(), st.integers(1, 64)),
 )
 def test_any_figures_survive(found: list[Figure], title: str, cores: int | None) -> None:
     cluster = dataclasses.replace(
-        load_cluster("lumi"), title=title, shared_cores=cores, compute=Compute({f.name: f for f in found}),
-        qos=(Queue("a b", max_nodes=3),), sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
-    )  # fmt: skip
+        load_cluster("lumi"),
+        title=title,
+        shared_cores=cores,
+        compute=Compute({f.name: f for f in found}),
+        qos=(Queue("a b", max_nodes=3),),
+        sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
+    )
     with tempfile.TemporaryDirectory() as folder:
         assert facts(again(cluster, Path(folder))) == facts(cluster)
 

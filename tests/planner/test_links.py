@@ -1,4 +1,7 @@
-"""Bandwidths of groups and messages on a node: published figures come back, estimates follow from the links alone."""
+"""Bandwidths of groups and messages on a node: published figures come back, estimates follow from
+the links alone.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -16,18 +19,27 @@ LINKS = node_links(FRONTIER)
 @pytest.mark.parametrize(
     ("family", "rate"),
     [
-        ([(0, 1), (2, 3), (4, 5), (6, 7)], 129), ([(2, 3)], 129), ([(0, 1, 2, 3), (4, 5, 6, 7)], 52),
-        ([(3, 1, 2, 0)], 52), ([range(8)], 135), ([(0, 2), (1, 3), (4, 6), (5, 7)], 50),
-        ([(0, 2, 4, 6), (1, 3, 5, 7)], 72), ([(0, 4), (1, 5), (2, 6), (3, 7)], 36),
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 129),
+        ([(2, 3)], 129),
+        ([(0, 1, 2, 3), (4, 5, 6, 7)], 52),
+        ([(3, 1, 2, 0)], 52),
+        ([range(8)], 135),
+        ([(0, 2), (1, 3), (4, 6), (5, 7)], 50),
+        ([(0, 2, 4, 6), (1, 3, 5, 7)], 72),
+        ([(0, 4), (1, 5), (2, 6), (3, 7)], 36),
     ],
-)  # fmt: skip
+)
 def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
     found = LINKS.collective(family)
-    assert {r.gb_per_s for r in found.values()} == {rate} and {r.basis for r in found.values()} == {"published"}
+    assert {r.gb_per_s for r in found.values()} == {rate} and {r.basis for r in found.values()} == {
+        "published"
+    }
 
 
 def test_four_devices() -> None:
-    """One ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s; {0, 1, 2, 3} was published to reach 52."""
+    """One ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s; {0, 1, 2, 3} was published to
+    reach 52.
+    """
     found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
     for group in (frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})):
         rate = found[group]
@@ -41,9 +53,12 @@ def test_four_devices() -> None:
 def test_cuts_and_rings_by_trying_all(size: int) -> None:
     for group in itertools.combinations(range(8), size):
         halves = [set(h) for k in range(1, size) for h in itertools.combinations(group, k)]
-        across = [sum(FRONTIER.link_gb_per_s(a, b) for a in h for b in set(group) - h) for h in halves]
+        across = [
+            sum(FRONTIER.link_gb_per_s(a, b) for a in h for b in set(group) - h) for h in halves
+        ]
         assert LINKS.narrowest_cut(group) == min(across)
-        # A ring along a tree: of the spanning trees, by their links, the one whose narrowest link is widest.
+        # A ring along a tree: of the spanning trees, by their links, the one whose narrowest link
+        # is widest.
         inner = [(a, b) for a, b in FRONTIER.links if a in group and b in group]
         widest = 0.0
         for tree in itertools.combinations(inner, size - 1) if size <= 5 else ():

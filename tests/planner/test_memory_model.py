@@ -1,4 +1,7 @@
-"""The planner's memory beside the dry run, in two layouts; the campaign "memory" compares the others."""
+"""The planner's memory beside the dry run, in two layouts; the campaign "memory" compares the
+others.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,10 +13,19 @@ from benchmarks.memory_layouts import SMALL, Shape
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [
-    dict(num_layers_per_virtual_pipeline_stage=1, world_size=2),
-    dict(tensor_model_parallel_size=2, sequence_parallel=True, enable_zbh1_pipeline=True, world_size=4),
-], ids=["2 chunks", "TP 2, SP, zb-h1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(num_layers_per_virtual_pipeline_stage=1, world_size=2),
+        dict(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            enable_zbh1_pipeline=True,
+            world_size=4,
+        ),
+    ],
+    ids=["2 chunks", "TP 2, SP, zb-h1"],
+)
 def test_the_planners_memory_is_what_the_code_allocates(layout: dict[str, Any]) -> None:
     fields = {**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 2, **layout}
     for row in memory_model.compare_formula(Shape("", "gpu", fields)):

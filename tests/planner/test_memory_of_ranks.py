@@ -1,4 +1,7 @@
-"""Memory and work of a step by counting: against closed forms, the schedules' own bounds and real parameters."""
+"""Memory and work of a step by counting: against closed forms, the schedules' own bounds and real
+parameters.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -12,20 +15,31 @@ from megatron.planner.stage import stages_of
 from megatron.planner.trace import trace
 
 SMALL = dict(
-    num_layers=16, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000, bf16=True,
+    num_layers=16,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=32,
+    vocab_size=1000,
+    bf16=True,
     make_vocab_size_divisible_by=8,
 )
 
 
 def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> Config:
-    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp)
+    sizes = dict(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp
+    )
     return Config.create(**{**SMALL, **sizes, "global_batch_size": dp * m, **more})
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+)
 @pytest.mark.parametrize("m", [1, 3, 10, 40])
 def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
-    """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are made."""
+    """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are
+    made.
+    """
     counted = peak_activations(build_schedule(schedule, 4, chunks, m))
     for rank in range(4):
         moments = moments_of_rank(schedule, 4, chunks, m, rank)
@@ -34,7 +48,9 @@ def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 4, 16), (8, 2, 16)])
 def test_the_first_rank_in_closed_form(p, v, m):
-    """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2.2)."""
+    """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021,
+    section 2.2.2).
+    """
     in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
     moments = moments_of_rank("1f1b" if v == 1 else "interleaved", p, v, m, 0)
     assert moments.held.sum(axis=1).max() + 1 == in_flight
@@ -56,7 +72,10 @@ def test_recomputation_keeps_inputs():
     assert kept_bytes(**full) == 4 * inputs
     assert kept_bytes(**full, recompute_num_layers=4) == inputs
     assert kept_bytes(**full, recompute_num_layers=3) == 2 * inputs
-    assert kept_bytes(**full, recompute_method="block", recompute_num_layers=3) == 3 * inputs + plain / 4
+    assert (
+        kept_bytes(**full, recompute_method="block", recompute_num_layers=3)
+        == 3 * inputs + plain / 4
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -109,23 +128,40 @@ def test_parameters_are_those_of_the_built_model():
 
     config = small(pp=4, num_layers_per_virtual_pipeline_stage=2)
     for rank in range(4):
-        chunks = build_chunks(config, Topology.from_layout(Layout(pipeline=4), rank, device=torch.device("cpu")))
+        chunks = build_chunks(
+            config, Topology.from_layout(Layout(pipeline=4), rank, device=torch.device("cpu"))
+        )
         assert sum(p.numel() for p in chunks.parameters()) == parameters_of_rank(config, rank)
 
 
-# -- against the tensors of a run --------------------------------------------------------------------------------------
+# -- against the tensors of a run ------------------------------------------------------------------
 
-RUN = dict(num_layers=2, hidden_size=128, vocab_size=512, bf16=True, global_batch_size=8, zero_reduce_bucket_size=0)
+RUN = dict(
+    num_layers=2,
+    hidden_size=128,
+    vocab_size=512,
+    bf16=True,
+    global_batch_size=8,
+    zero_reduce_bucket_size=0,
+)
 
 
 def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
-    """Bytes of all tensors that are alive on a rank after an optimizer step, shared memory counted once."""
+    """Bytes of all tensors that are alive on a rank after an optimizer step, shared memory counted
+    once.
+    """
     import gc
 
     import torch
 
     from megatron.engine.engine import Engine
-    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+    from megatron.model.gpt import (
+        build_chunks,
+        hidden_dtype,
+        hidden_shape,
+        layer_context,
+        stages_of,
+    )
     from megatron.pipeline.executor import Executor
     from tests.helpers.groups import join
     from tests.helpers.training import BASE, batches, dist_world_size
@@ -137,8 +173,14 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
     chunks = build_chunks(config, topology, context)
     engine = Engine(config, topology, chunks)
     executor = Executor(
-        topology, stages_of(chunks), parallel.schedule, parallel.num_chunks, hidden_shape(config), hidden_dtype(config),
-        context.weight_gradients, before_training=engine.begin,
+        topology,
+        stages_of(chunks),
+        parallel.schedule,
+        parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+        context.weight_gradients,
+        before_training=engine.begin,
     )
     executor.train(batches(config, 0, topology.data.rank), loss_scale=engine.loss_scale)
     engine.wait_for_weights()
@@ -153,11 +195,17 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "zero"), [
-    (1, 1), *(pytest.param(2, zero, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pp", "zero"),
+    [
+        (1, 1),
+        *(pytest.param(2, zero, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
+    ],
+)
 def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
-    """Weights, gradients, masters and moments; what else is alive then (masks, partial sums) is a percent of them."""
+    """Weights, gradients, masters and moments; what else is alive then (masks, partial sums) is a
+    percent of them.
+    """
     from tests.helpers.processes import run_processes
     from tests.helpers.training import BASE
 
@@ -166,4 +214,6 @@ def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
     found = run_processes(2 * pp, held_after_a_step, fields)
     for rank, held in enumerate(found):
         expected = predicted[rank // 2]  # data-parallel ranks count fastest
-        assert held == pytest.approx(expected.weights + expected.gradients + expected.optimizer, rel=0.02)
+        assert held == pytest.approx(
+            expected.weights + expected.gradients + expected.optimizer, rel=0.02
+        )

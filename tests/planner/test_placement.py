@@ -1,4 +1,7 @@
-"""Which placement is chosen: what is known to be right, the best of all device orders, rank tables, errors."""
+"""Which placement is chosen: what is known to be right, the best of all device orders, rank tables,
+errors.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -45,16 +48,30 @@ def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
     return {frozenset(device for _, device in group) for group in groups(placement, "tp")}
 
 
-@pytest.mark.parametrize(("pipeline", "data", "chunks"), [
-    (1, 1, 1), (1, 2, 1), (2, 1, 3), (4, 1, 3), (1, 4, 1), (16, 1, 1), (8, 16, 1), (16, 16, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pipeline", "data", "chunks"),
+    [
+        (1, 1, 1),
+        (1, 2, 1),
+        (2, 1, 3),
+        (4, 1, 3),
+        (1, 4, 1),
+        (16, 1, 1),
+        (8, 16, 1),
+        (16, 16, 3),
+    ],
+)
 def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
     """Pairs on 200 GB/s; four on 200 and 100 GB/s links, never {0..3}; eight are the node."""
     if data * pipeline % 4 == 0:
-        pairs = devices_of_tensor_groups(choose_placement(made(2, pipeline, data, chunks), FRONTIER))
+        pairs = devices_of_tensor_groups(
+            choose_placement(made(2, pipeline, data, chunks), FRONTIER)
+        )
         assert all(FRONTIER.link_gb_per_s(*pair) == 200 for pair in pairs)
     if data * pipeline % 2 == 0:
-        fours = devices_of_tensor_groups(choose_placement(made(4, pipeline, data, chunks), FRONTIER))
+        fours = devices_of_tensor_groups(
+            choose_placement(made(4, pipeline, data, chunks), FRONTIER)
+        )
         assert fours == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
     (eight,) = devices_of_tensor_groups(choose_placement(made(8, pipeline, data, chunks), FRONTIER))
     assert eight == set(range(8))
@@ -64,7 +81,9 @@ def test_the_layout_of_175b() -> None:
     config = Config.create("gpt-175b", world_size=1024)
     chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
     cost, plain = placement_cost(config, chosen), placement_cost(config, naive)
-    assert cost.order < plain.order and plain.seconds_of("tp") / cost.seconds_of("tp") == pytest.approx(76.3 / 52, 0.05)
+    assert cost.order < plain.order and plain.seconds_of("tp") / cost.seconds_of(
+        "tp"
+    ) == pytest.approx(76.3 / 52, 0.05)
     assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
     assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
     # srun --gpu-bind=closest gives good fours with the launcher's numbers.
@@ -72,19 +91,31 @@ def test_the_layout_of_175b() -> None:
     assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
 
 
-@pytest.mark.parametrize("layout", [dict(data=1, tensor=1, pipeline=8), dict(data=1, tensor=1, pipeline=8, chunks=2),
-                                    dict(data=1, tensor=4, pipeline=2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(data=1, tensor=1, pipeline=8),
+        dict(data=1, tensor=1, pipeline=8, chunks=2),
+        dict(data=1, tensor=4, pipeline=2),
+    ],
+)
 def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str, int]) -> None:
-    """A pipeline of eight goes round a cycle; of TP 4, position k of one group stands beside position k of the other.
-    The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4."""
+    """A pipeline of eight goes round a cycle; of TP 4, position k of one group stands beside
+    position k of the other. The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3
+    and 4."""
     for line in groups(choose_placement(made(**layout), FRONTIER), "pp"):
         devices = [device for _, device in line]
-        assert all(FRONTIER.link_gb_per_s(a, b) for a, b in zip(devices, devices[1:] + devices[:1], strict=True))
+        assert all(
+            FRONTIER.link_gb_per_s(a, b)
+            for a, b in zip(devices, devices[1:] + devices[:1], strict=True)
+        )
     assert [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)].count(0.0) == 3
 
 
 def test_messages_leave_a_node_from_devices_with_cards() -> None:
-    """A pipeline over two nodes: its ends are odd devices, and every message on a node has a direct link."""
+    """A pipeline over two nodes: its ends are odd devices, and every message on a node has a direct
+    link.
+    """
     chosen = choose_placement(made(1, 16, 1, rank_order="tp-pp-dp"), FRONTIER)
     (line,) = groups(chosen, "pp")
     for (n, a), (m, b) in itertools.pairwise(line):
@@ -94,11 +125,13 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
             assert a in FRONTIER.nic_on_device and b in FRONTIER.nic_on_device
 
 
-# -- the best of all orders of devices --------------------------------------------------------------------------------
+# -- the best of all orders of devices -------------------------------------------------------------
 
 
 def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Of all orders of eight devices, those whose tensor-parallel groups are fastest; one of each symmetric few."""
+    """Of all orders of eight devices, those whose tensor-parallel groups are fastest; one of each
+    symmetric few.
+    """
     every = [order for order in itertools.permutations(range(8)) if order[0] in (0, 1)]
     if layout.tensor == 1:
         yield from every
@@ -123,36 +156,58 @@ MORE = pytest.mark.campaign("search")
     ("tensor", "pipeline", "data", "order", "chunks"),
     [
         (4, 16, 16, "tp-pp-dp", 3),
-        *(pytest.param(*row, marks=MORE) for row in (
-            (2, 4, 1, "tp-dp-pp", 1), (2, 4, 1, "tp-dp-pp", 3), (2, 4, 16, "tp-pp-dp", 3), (2, 2, 2, "tp-dp-pp", 1),
-            (2, 8, 4, "tp-dp-pp", 1), (4, 2, 1, "tp-dp-pp", 1), (4, 1, 2, "tp-dp-pp", 1), (4, 16, 16, "tp-dp-pp", 3),
-            (1, 8, 1, "tp-dp-pp", 1), (1, 8, 1, "tp-dp-pp", 3), (1, 16, 1, "tp-pp-dp", 1), (1, 4, 2, "tp-pp-dp", 1),
-            (1, 8, 2, "tp-dp-pp", 1),
-        )),
+        *(
+            pytest.param(*row, marks=MORE)
+            for row in (
+                (2, 4, 1, "tp-dp-pp", 1),
+                (2, 4, 1, "tp-dp-pp", 3),
+                (2, 4, 16, "tp-pp-dp", 3),
+                (2, 2, 2, "tp-dp-pp", 1),
+                (2, 8, 4, "tp-dp-pp", 1),
+                (4, 2, 1, "tp-dp-pp", 1),
+                (4, 1, 2, "tp-dp-pp", 1),
+                (4, 16, 16, "tp-dp-pp", 3),
+                (1, 8, 1, "tp-dp-pp", 1),
+                (1, 8, 1, "tp-dp-pp", 3),
+                (1, 16, 1, "tp-pp-dp", 1),
+                (1, 4, 2, "tp-pp-dp", 1),
+                (1, 8, 2, "tp-dp-pp", 1),
+            )
+        ),
     ],
-)  # fmt: skip
-def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
+)
+def test_no_order_of_devices_is_cheaper(
+    tensor: int, pipeline: int, data: int, order: str, chunks: int
+) -> None:
     config = made(tensor, pipeline, data, chunks, rank_order=order)
     every = orders_worth_a_look(Layout(tensor, pipeline, data, order))
-    best = min(placement_cost(config, place_with(config, FRONTIER, order, devices)).order for devices in every)
+    best = min(
+        placement_cost(config, place_with(config, FRONTIER, order, devices)).order
+        for devices in every
+    )
     chosen = choose_placement(config, FRONTIER)
     assert placement_cost(config, chosen).order == pytest.approx(best), chosen.device_order
 
 
-# -- costs ------------------------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 def test_costs_by_hand() -> None:
-    """TP 4 x PP 2 on one node in plain order: collectives on published 52 GB/s, messages from 0-3 to 4-7."""
+    """TP 4 x PP 2 on one node in plain order: collectives on published 52 GB/s, messages from 0-3
+    to 4-7.
+    """
     config = made(4, 2, 1, sequence_parallel=False)
     cost = placement_cost(config, naive_placement(config, FRONTIER))
     tensor = 2048 * 5120 * 2
     statistics = 0.75 * 4 * 12 * 2048  # of the softmax, fp32 [3, tokens] of each rank, gathered
-    # 4 layers x 4 and 1 all-reduces; beside bytes a start and the steps of a ring, twice around for an all-reduce
+    # 4 layers x 4 and 1 all-reduces; beside bytes a start and the steps of a ring, twice around for
+    # an all-reduce
     latency = 17 * (10e-6 + 6 * 3.6e-6) + 10e-6 + 3 * 3.6e-6
-    assert cost.seconds_of("tp") == pytest.approx(16 * ((17 * 1.5 * tensor + statistics) / 52e9 + latency))
-    # 0 and 4, 2 and 6 have two ways of two links; 0-6 and 2-4 of 100 GB/s are on a way of both. 16 messages go in each
-    # direction, and one goes through the pipeline and back.
+    assert cost.seconds_of("tp") == pytest.approx(
+        16 * ((17 * 1.5 * tensor + statistics) / 52e9 + latency)
+    )
+    # 0 and 4, 2 and 6 have two ways of two links; 0-6 and 2-4 of 100 GB/s are on a way of both. 16
+    # messages go in each direction, and one goes through the pipeline and back.
     message = 2 * tensor / 0.72 / ((50 + 79 / 3) * 1e9)
     seconds = {part.name: part.seconds for part in cost.parts}
     assert seconds["stage to stage"] == pytest.approx(2 * 16 * message)
@@ -161,10 +216,15 @@ def test_costs_by_hand() -> None:
 
 
 def test_cards_are_shared_by_what_crosses() -> None:
-    """TP 8: every device sends a message forward and one back, over cards of which each has two devices."""
+    """TP 8: every device sends a message forward and one back, over cards of which each has two
+    devices.
+    """
     config = made(8, 4, 1, sequence_parallel=False)
     message, count = 2 * 2048 * 5120 * 2 / (0.4 * 25e9), 32
-    seconds = {part.name: part.seconds for part in placement_cost(config, naive_placement(config, FRONTIER)).parts}
+    seconds = {
+        part.name: part.seconds
+        for part in placement_cost(config, naive_placement(config, FRONTIER)).parts
+    }
     assert seconds["stage to stage"] == pytest.approx(2 * count * message)
     assert seconds["first in, last out"] == pytest.approx(2 * 3 * (message + 25e-6))
     # ZeRO's collectives: eight rings on each node, 5 GB/s each, as published.
@@ -185,7 +245,9 @@ def test_given_orders_are_kept() -> None:
 
 @pytest.mark.parametrize(("data", "order"), [(3, "tp-pp-dp"), (16, "tp-dp-pp")])
 def test_the_cheapest_order_of_directions(data: int, order: str) -> None:
-    """Few replicas: stages next to each other save more than short rings; many replicas: the other way round."""
+    """Few replicas: stages next to each other save more than short rings; many replicas: the other
+    way round.
+    """
     config = made(2, 4, data)
     chosen = choose_placement(config, FRONTIER)
     assert chosen.layout.order == order
@@ -214,7 +276,7 @@ def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
         choose_placement(config, FRONTIER)
 
 
-# -- the table of all ranks --------------------------------------------------------------------------------------------
+# -- the table of all ranks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [None, "pp-dp-tp"])
@@ -223,7 +285,11 @@ def test_rank_table_of_1t(order: str | None) -> None:
     config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
     rows = list(rank_rows(config, choose_placement(config, FRONTIER)))
     assert [row.rank for row in rows] == list(range(3072))
-    assert len({(row.node, row.device) for row in rows}) == len({(row.tp, row.dp, row.pp) for row in rows}) == 3072
+    assert (
+        len({(row.node, row.device) for row in rows})
+        == len({(row.tp, row.dp, row.pp) for row in rows})
+        == 3072
+    )
     assert {row.chunks for row in rows if row.pp == 3} == {(range(6, 8),)}
     first = rows[0]
     assert (first.node, first.nic) == (0, FRONTIER.nics[FRONTIER.nic_of_device[first.device]])

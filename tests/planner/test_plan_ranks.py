@@ -1,4 +1,5 @@
 """What the flags of the placement mean for a job."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,8 +14,14 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.placement import choose_placement, plan_ranks
 
 FIELDS: dict[str, Any] = dict(
-    num_layers=16, hidden_size=1024, num_attention_heads=16, seq_length=1024, micro_batch_size=1, global_batch_size=64,
-    tensor_model_parallel_size=4, pipeline_model_parallel_size=2,
+    num_layers=16,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    micro_batch_size=1,
+    global_batch_size=64,
+    tensor_model_parallel_size=4,
+    pipeline_model_parallel_size=2,
 )
 
 
@@ -36,8 +43,9 @@ def test_a_cluster_chooses_and_says_what_it_costs() -> None:
     assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
     # Four tensor-parallel ranks are kept on links of 200 and 100 GB/s.
     assert {frozenset(plan.placing.device_order[i : i + 4]) for i in (0, 4)} == {
-        frozenset((0, 1, 6, 7)), frozenset((2, 3, 4, 5))
-    }  # fmt: skip
+        frozenset((0, 1, 6, 7)),
+        frozenset((2, 3, 4, 5)),
+    }
     text = "\n".join(plan.describe())
     assert f"device order {','.join(map(str, chosen.device_order))}" in text and "naive" in text
 
@@ -52,7 +60,9 @@ def test_what_is_given_is_kept_on_a_cluster_too() -> None:
 
 
 def test_a_part_of_a_node_keeps_its_ranks_and_finds_its_devices() -> None:
-    placing = plan_ranks(config(4, cluster="frontier", pipeline_model_parallel_size=1), launched(4)).placing
+    placing = plan_ranks(
+        config(4, cluster="frontier", pipeline_model_parallel_size=1), launched(4)
+    ).placing
     assert placing.device_order == () and len(placing.local_order) == 8
 
 
@@ -60,5 +70,6 @@ def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched() -> None:
     given = {"tensor_model_parallel_size": 2, "global_batch_size": 48, "cluster": "frontier"}
     plan = plan_ranks(config(12, **given), launched(12))
     assert (plan.placing.device_order, plan.placing.rank_order) == ((), "tp-dp-pp")
-    assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)  # a process that sees all devices still takes its own
+    # a process that sees all devices still takes its own
+    assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
     assert "12 processes" in plan.describe()[0]

@@ -1,4 +1,7 @@
-"""Seconds of a device's work: published points, the law between them, what is assumed, and where all of it is from."""
+"""Seconds of a device's work: published points, the law between them, what is assumed, and where
+all of it is from.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -32,14 +35,16 @@ def tflops(rates: Rates, m: int, n: int, k: int) -> float:
 
 def with_products(points: Points, peak: float = 200.0) -> Rates:
     """A machine of which only these products are known."""
-    compute = Compute({
-        "products.float16": Figure("products.float16", points, MEASURED, "a test"),
-        "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
-    })
+    compute = Compute(
+        {
+            "products.float16": Figure("products.float16", points, MEASURED, "a test"),
+            "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
+        }
+    )
     return Rates(replace(FRONTIER, compute=compute, peak_tflops={"float16": peak}), "float16")
 
 
-# -- every figure and where it is from --------------------------------------------------------------------------------
+# -- every figure and where it is from -------------------------------------------------------------
 
 
 def test_figures_of_frontier() -> None:
@@ -61,24 +66,36 @@ def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> No
     for m, n, k, rate in cluster.compute.figures[f"products.{dtype}"].points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
     for backward in (False, True):
-        figure = cluster.compute.figures[f"attention.{dtype}.{'backward' if backward else 'forward'}"]
+        figure = cluster.compute.figures[
+            f"attention.{dtype}.{'backward' if backward else 'forward'}"
+        ]
         for seq, head, rate in figure.points:
             operations = (5.0 if backward else 2.0) * 16 * 8 * seq * seq * head
             seconds = rates.attention_s(8, 16, int(seq), int(head), backward=backward)
             assert operations / seconds / 1e12 == pytest.approx(rate)
 
 
-# -- products between the points --------------------------------------------------------------------------------------
+# -- products between the points -------------------------------------------------------------------
 
 
 def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
-    """Two points fix seconds of an operation and of an element; any shape between follows, however long its sides."""
+    """Two points fix seconds of an operation and of an element; any shape between follows, however
+    long its sides.
+    """
     sides = (4096.0, 8192.0)
     system = np.array([[2 * s**3, 3 * s**2] for s in sides])
-    seconds = np.array([2 * s**3 / (rate * 1e12) for s, rate in zip(sides, (101.5, 106.5), strict=True)])
+    seconds = np.array(
+        [2 * s**3 / (rate * 1e12) for s, rate in zip(sides, (101.5, 106.5), strict=True)]
+    )
     operation, element = np.linalg.solve(system, seconds)
     rates = Rates(FRONTIER, "float16")
-    for m, n, k in ((2048, 36864, 12288), (4096, 4096, 16384), (2048, 9216, 12288), (2048, 12288, 3072), (700, 90, 99)):
+    for m, n, k in (
+        (2048, 36864, 12288),
+        (4096, 4096, 16384),
+        (2048, 9216, 12288),
+        (2048, 12288, 3072),
+        (700, 90, 99),
+    ):
         expected = operation * 2 * m * n * k + element * (m * n + m * k + n * k)
         assert rates.product_s(m, n, k) == pytest.approx(max(6e-6, expected))
 
@@ -86,22 +103,33 @@ def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "published"),
     [
-        (128, 12288, 5376, 352.6), (128, 6144, 4096, 307.9), (256, 6144, 4096, 544.3),
-        (2048, 2048, 13312, 794.5), (6144, 2816, 17920, 792.1),
+        (128, 12288, 5376, 352.6),
+        (128, 6144, 4096, 307.9),
+        (256, 6144, 4096, 544.3),
+        (2048, 2048, 13312, 794.5),
+        (6144, 2816, 17920, 792.1),
     ],
-)  # fmt: skip
-def test_published_products_that_the_points_of_a_dgx_do_not_have(m: int, n: int, k: int, published: float) -> None:
-    """Of H100 in bf16: torch's in vLLM's benchmarks (pull requests 49363 and 17126), best shapes of ml-engineering's.
+)
+def test_published_products_that_the_points_of_a_dgx_do_not_have(
+    m: int, n: int, k: int, published: float
+) -> None:
+    """Of H100 in bf16: torch's in vLLM's benchmarks (pull requests 49363 and 17126), best shapes of
+    ml-engineering's.
 
     The law rests on cubes of 2048 and more; these are flat, long, and down to a sixth of that size.
     """
-    assert tflops(Rates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(published, rel=0.25)
+    assert tflops(Rates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(
+        published, rel=0.25
+    )
 
 
 @given(
-    machine=st.sampled_from(["frontier", "lumi"]), dtype=st.sampled_from(DTYPES),
-    sides=st.tuples(*[st.integers(64, 60000)] * 3), longer=st.integers(0, 2), more=st.integers(1, 5000),
-)  # fmt: skip
+    machine=st.sampled_from(["frontier", "lumi"]),
+    dtype=st.sampled_from(DTYPES),
+    sides=st.tuples(*[st.integers(64, 60000)] * 3),
+    longer=st.integers(0, 2),
+    more=st.integers(1, 5000),
+)
 def test_a_longer_side_takes_longer_at_a_higher_rate(
     machine: str, dtype: str, sides: tuple[int, int, int], longer: int, more: int
 ) -> None:
@@ -110,18 +138,28 @@ def test_a_longer_side_takes_longer_at_a_higher_rate(
     a, b = rates.product_s(*sides), rates.product_s(*grown)
     assert b >= a * (1 - 1e-12)
     assert tflops(rates, *grown) >= tflops(rates, *sides) * (1 - 1e-12)
-    assert all(rates.product_s(*order) == pytest.approx(a) for order in itertools.permutations(sides))
+    assert all(
+        rates.product_s(*order) == pytest.approx(a) for order in itertools.permutations(sides)
+    )
 
 
 points_of_sides = st.lists(
-    st.tuples(*[st.sampled_from([128.0, 300.0, 512.0, 1000.0, 2048.0, 7000.0])] * 3, st.floats(1.0, 150.0)),
-    min_size=1, max_size=8, unique_by=lambda point: point[:3],
-)  # fmt: skip
+    st.tuples(
+        *[st.sampled_from([128.0, 300.0, 512.0, 1000.0, 2048.0, 7000.0])] * 3, st.floats(1.0, 150.0)
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda point: point[:3],
+)
 
 
 @given(points=points_of_sides)
-def test_any_points_come_back_and_nothing_beats_the_peak(points: list[tuple[float, float, float, float]]) -> None:
-    """Also points that contradict each other: of one size at different rates, or slower when larger."""
+def test_any_points_come_back_and_nothing_beats_the_peak(
+    points: list[tuple[float, float, float, float]],
+) -> None:
+    """Also points that contradict each other: of one size at different rates, or slower when
+    larger.
+    """
     rates = with_products(tuple(points))
     for m, n, k, rate in points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
@@ -137,43 +175,57 @@ def test_a_point_speaks_for_its_neighbours_only() -> None:
     plain, rates = with_products(line), with_products((*line, skinny))
     expected = plain.product_s(32000, 690, 690)
     assert rates.product_s(32000, 690, 690) > 1.6 * expected
-    assert rates.product_s(4000, 4000, 4000) == pytest.approx(plain.product_s(4000, 4000, 4000), rel=0.06)
+    assert rates.product_s(4000, 4000, 4000) == pytest.approx(
+        plain.product_s(4000, 4000, 4000), rel=0.06
+    )
 
 
-# -- attention, memory, optimizer -------------------------------------------------------------------------------------
+# -- attention, memory, optimizer ------------------------------------------------------------------
 
 
 def test_attention_counts_half_of_the_pairs() -> None:
     rates = Rates(FRONTIER, "bfloat16")
     causal = rates.attention_s(2, 24, 2048, 128, backward=False)
     assert causal == pytest.approx(2 * 2 * 24 * 2048**2 * 128 / 55e12)
-    assert rates.attention_s(2, 24, 2048, 128, backward=False, causal=False) == pytest.approx(2 * causal)
+    assert rates.attention_s(2, 24, 2048, 128, backward=False, causal=False) == pytest.approx(
+        2 * causal
+    )
     assert rates.attention_s(4, 12, 2048, 128, backward=False) == pytest.approx(causal)
-    assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(2.5 * causal * 55 / 40)
+    assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(
+        2.5 * causal * 55 / 40
+    )
     # One rate is known: it is that of all lengths and head sizes.
     assert rates.attention_s(2, 24, 4096, 64, backward=False) == pytest.approx(2 * causal)
 
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
 def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, float]) -> None:
-    """Where rates grow faster than lengths, as small measured ones do, the line would end at no time at all."""
+    """Where rates grow faster than lengths, as small measured ones do, the line would end at no
+    time at all.
+    """
     points = ((256.0, 64.0, 2.0), (512.0, 64.0, 10.0))
     figures = [
         Figure("products.float32", ((512.0, 512.0, 512.0, 50.0),), MEASURED, "a test"),
-        *(Figure(f"attention.float32.{way}", points, MEASURED, "a test") for way in ("forward", "backward")),
-    ]  # fmt: skip
+        *(
+            Figure(f"attention.float32.{way}", points, MEASURED, "a test")
+            for way in ("forward", "backward")
+        ),
+    ]
     cluster = replace(FRONTIER, peak_tflops=peaks, compute=FRONTIER.compute.with_figures(figures))
     rates = Rates(cluster, "float32")
     times = [rates.attention_s(8, 8, seq, 64, backward=False) for seq in (512, 1024, 8192, 131072)]
     assert times == sorted(times) and times[1] >= (2.0 - 1e-9) * times[0]
-    assert 64 * 2.0 * 131072**2 * 64 / times[-1] / 1e12 <= peaks.get("float32", 10.0 * 131072 / 512) * (1 + 1e-9)
+    assert 64 * 2.0 * 131072**2 * 64 / times[-1] / 1e12 <= peaks.get(
+        "float32", 10.0 * 131072 / 512
+    ) * (1 + 1e-9)
 
 
 def test_memory_by_bytes_and_kind_of_work() -> None:
     figures = [
         Figure("memory.copy", ((1e3, 10.0), (1e5, 30.0)), MEASURED, "a test"),
-        Figure("memory.norm", ((1.0, 5.0),), MEASURED, "a test"), Figure("kernel_s", ((1e-6,),), MEASURED, "a test"),
-    ]  # fmt: skip
+        Figure("memory.norm", ((1.0, 5.0),), MEASURED, "a test"),
+        Figure("kernel_s", ((1e-6,),), MEASURED, "a test"),
+    ]
     rates = Rates(replace(FRONTIER, compute=FRONTIER.compute.with_figures(figures)), "float32")
     assert rates.memory_s(1e4) == pytest.approx(1e-6 + 1e4 / 20e9)  # halfway over the logarithm
     assert rates.memory_s(1e2) == pytest.approx(1e-6 + 1e2 / 10e9)
@@ -183,7 +235,7 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
     assert rates.memory_s(1e4, kind="loss") == rates.memory_s(1e4)
 
 
-# -- machines of which less is known ----------------------------------------------------------------------------------
+# -- machines of which less is known ---------------------------------------------------------------
 
 
 def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
@@ -193,7 +245,9 @@ def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
     rates.attention_s(1, 8, 2048, 128, backward=True)
     rates.memory_s(1e9)
     rates.update_s(1e9, 30)
-    assert rates.confidence.worst == ASSUMED and {used.basis for used in rates.confidence.used} == {ASSUMED}
+    assert rates.confidence.worst == ASSUMED and {used.basis for used in rates.confidence.used} == {
+        ASSUMED
+    }
 
 
 def test_a_dtype_of_which_nothing_is_known() -> None:

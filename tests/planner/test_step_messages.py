@@ -1,4 +1,5 @@
 """What a step sends: against closed forms, and against what processes really send."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,8 +14,14 @@ from tests.helpers.training import BASE, train_in_process
 
 H, S, L, V = 64, 32, 8, 128
 FIELDS: dict[str, Any] = dict(
-    num_layers=L, hidden_size=H, num_attention_heads=4, seq_length=S, vocab_size=V, make_vocab_size_divisible_by=8,
-    micro_batch_size=2, bf16=True,
+    num_layers=L,
+    hidden_size=H,
+    num_attention_heads=4,
+    seq_length=S,
+    vocab_size=V,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=2,
+    bf16=True,
 )
 
 
@@ -22,21 +29,38 @@ def made(**fields: Any) -> StepMessages:
     return step_messages(Config.create(**{**FIELDS, **fields}), "cuda")
 
 
-@pytest.mark.parametrize(("fields", "reduced", "gathered"), [
-    # A layer has 4 all-reduces, 2 more to recompute it; the embedding has one forward, the output layer one backward.
-    ({}, 4 * L + 2, 0), ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
-    # torch ends the recomputation of a layer at the last tensor that is kept.
-    ({"recompute_granularity": "full"}, 6 * L + 2, 0),
-    ({"recompute_granularity": "full", "recompute_num_layers": 4}, 6 * L + 2, 0),
-    ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, 4 * L + 2 * 3 + 2, 0),
-    # Each all-reduce is one of both, and inputs are gathered once more for the weight gradients.
-    ({"sequence_parallel": True}, 4 * L + 2, 6 * L + 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "reduced", "gathered"),
+    [
+        # A layer has 4 all-reduces, 2 more to recompute it; the embedding has one forward, the
+        # output layer one backward.
+        ({}, 4 * L + 2, 0),
+        ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
+        # torch ends the recomputation of a layer at the last tensor that is kept.
+        ({"recompute_granularity": "full"}, 6 * L + 2, 0),
+        ({"recompute_granularity": "full", "recompute_num_layers": 4}, 6 * L + 2, 0),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 3,
+            },
+            4 * L + 2 * 3 + 2,
+            0,
+        ),
+        # Each all-reduce is one of both, and inputs are gathered once more for the weight
+        # gradients.
+        ({"sequence_parallel": True}, 4 * L + 2, 6 * L + 2),
+    ],
+)
 def test_tensor_parallel_messages(fields: dict[str, Any], reduced: int, gathered: int) -> None:
     micro_batches, n = 5, 4
-    found = made(**fields, tensor_model_parallel_size=n, world_size=n, global_batch_size=2 * micro_batches).tensor
+    found = made(
+        **fields, tensor_model_parallel_size=n, world_size=n, global_batch_size=2 * micro_batches
+    ).tensor
     kind = "reduce_scatter" if gathered else "all_reduce"
-    tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n  # of the softmax, fp32 [3, tokens] of each rank
+    # of the softmax, fp32 [3, tokens] of each rank
+    tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n
     expected = {Message(kind, tensor): reduced, Message("all_gather", tensor): gathered}
     expected[Message("all_gather", statistics)] = 1
     assert found == {message: count * micro_batches for message, count in expected.items() if count}
@@ -55,17 +79,22 @@ def test_pipeline_messages() -> None:
 
 
 def test_data_parallel_messages() -> None:
-    """Gradients go in fp32, weights come back in 16 bit; ZeRO stage 0 sums all gradients everywhere."""
+    """Gradients go in fp32, weights come back in 16 bit; ZeRO stage 0 sums all gradients
+    everywhere.
+    """
     layer = 12 * H * H + 13 * H
     count = V * H + S * H + L * layer + 2 * H
-    assert set(made(world_size=4).data) == {Message("reduce_scatter", 4 * count), Message("all_gather", 2 * count)}
+    assert set(made(world_size=4).data) == {
+        Message("reduce_scatter", 4 * count),
+        Message("all_gather", 2 * count),
+    }
     assert set(made(world_size=4, zero_stage=0).data) == {Message("all_reduce", 4 * count)}
     stages = made(world_size=8, pipeline_model_parallel_size=4).data
     first = V * H + S * H + 2 * layer  # with both embeddings the fullest
     assert Message("reduce_scatter", 4 * first) in stages
 
 
-# -- against what is really sent -------------------------------------------------------------------------------------
+# -- against what is really sent -------------------------------------------------------------------
 
 
 def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:
@@ -103,10 +132,15 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
     fields = {**fields, "tensor_model_parallel_size": 2, "num_layers": 3}
     config = Config.create(**{**BASE, **fields, "world_size": 2})
     model = config.model
-    tensor = model.seq_length * config.batch.micro_batch_size * model.hidden_size * 4  # fp32 on a CPU
-    statistics = 3 * 4 * tensor // (4 * model.hidden_size) * config.num_micro_batches()  # on one of two ranks
+    # fp32 on a CPU
+    tensor = model.seq_length * config.batch.micro_batch_size * model.hidden_size * 4
+    # on one of two ranks
+    statistics = 3 * 4 * tensor // (4 * model.hidden_size) * config.num_micro_batches()
     planned = step_messages(config, "cpu").tensor.items()
-    expected = sum(PASSES[message.kind] * count * message.bytes / 2 for message, count in planned) - statistics
+    expected = (
+        sum(PASSES[message.kind] * count * message.bytes / 2 for message, count in planned)
+        - statistics
+    )
     for found in run_processes(2, sent, fields):
         passes = [PASSES[call] for call, kind, size in found if kind == "tensor" and size == tensor]
         assert sum(passes) * tensor / 2 == expected
@@ -114,17 +148,35 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
-    """Two stages of two chunks, two replicas. gloo reduces to each owner in turn; together that is all gradients."""
-    fields = {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
+    """Two stages of two chunks, two replicas. gloo reduces to each owner in turn; together that is
+    all gradients.
+    """
+    fields = {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "num_layers_per_virtual_pipeline_stage": 1,
+    }
     config = Config.create(**{**BASE, **fields, "world_size": 4})
     messages = step_messages(config, "cpu")
     ranks = run_processes(4, sent, fields)
-    sends = [sum(call == "send" for call, kind, _ in found if kind == "pipeline") for found in ranks]
-    # Those of both chunks over the boundary, and those from the first chunk to the second; in both directions.
+    sends = [
+        sum(call == "send" for call, kind, _ in found if kind == "pipeline") for found in ranks
+    ]
+    # Those of both chunks over the boundary, and those from the first chunk to the second; in both
+    # directions.
     assert sum(sends) == 2 * 2 * (messages.messages + config.num_micro_batches())
-    assert {size for found in ranks for call, kind, size in found if call == "send"} == {messages.message_bytes}
+    assert {size for found in ranks for call, kind, size in found if call == "send"} == {
+        messages.message_bytes
+    }
     for call, message in zip(("reduce", "all_gather"), messages.data, strict=True):
-        totals = [sum(size for c, kind, size in found if (c, kind) == (call, "data")) for found in ranks]
-        assert max(totals) / 2 == pytest.approx(message.bytes / 2, rel=0.01), "buckets are padded to whole parts"
-    tied = max(sum(size for c, kind, size in found if (c, kind) == ("all_reduce", "pipeline")) for found in ranks)
+        totals = [
+            sum(size for c, kind, size in found if (c, kind) == (call, "data")) for found in ranks
+        ]
+        assert max(totals) / 2 == pytest.approx(message.bytes / 2, rel=0.01), (
+            "buckets are padded to whole parts"
+        )
+    tied = max(
+        sum(size for c, kind, size in found if (c, kind) == ("all_reduce", "pipeline"))
+        for found in ranks
+    )
     assert tied == pytest.approx(messages.tied_bytes, rel=0.5)

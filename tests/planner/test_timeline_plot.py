@@ -1,4 +1,5 @@
 """What the pictures of a step show, read back from the figure."""
+
 from __future__ import annotations
 
 import sys
@@ -12,7 +13,9 @@ from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pip
 from megatron.planner.timeline_plot import plot_timeline
 
 
-def a_run(schedule: str = "1f1b", size: int = 4, chunks: int = 1, micro_batches: int = 6) -> PipelineRun:
+def a_run(
+    schedule: str = "1f1b", size: int = 4, chunks: int = 1, micro_batches: int = 6
+) -> PipelineRun:
     stages = size * chunks
     times = StageTimes((0.01,) * stages, (0.02,) * stages, (0.01,) * stages)
     boundaries = Boundaries(((0.001, 0.001),) * size, ((0.001, 0.001),) * size)
@@ -52,7 +55,9 @@ def test_a_long_step_is_drawn_at_its_ends(tmp_path: Path, figures: Any) -> None:
     run = a_run(micro_batches=200)
     plot_timeline(run, tmp_path / "timeline.png")
     first, last = figures[0].axes
-    assert first.get_xlim()[0] == 0.0 and last.get_xlim()[1] == pytest.approx(run.makespan, rel=0.01)
+    assert first.get_xlim()[0] == 0.0 and last.get_xlim()[1] == pytest.approx(
+        run.makespan, rel=0.01
+    )
     assert len(first.patches) + len(last.patches) < 4 * 2 * 200 / 2
 
 

@@ -1,4 +1,7 @@
-"""A trace beside what is independent of it: the papers' formulas, the modules' own sizes, real runs of the code."""
+"""A trace beside what is independent of it: the papers' formulas, the modules' own sizes, real runs
+of the code.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,10 +22,13 @@ from tests.planner.closed_form import rank_parameters
 from tests.planner.timing.configs import configs, run
 
 
-@example(config=run(recompute_granularity="selective"), device="cpu")  # an autograd function is recomputed
+# an autograd function is recomputed
+@example(config=run(recompute_granularity="selective"), device="cpu")
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
 def test_flops_are_those_of_the_formulas(config, device):
-    """Exactly: all are whole numbers. The vocabulary is the padded one, whose padding is multiplied, too."""
+    """Exactly: all are whole numbers. The vocabulary is the padded one, whose padding is
+    multiplied, too.
+    """
     if config.kernels.attention_backend == "unfused":
         return  # counted below
     model, recompute, batch = sized_model(config), config.recompute, config.batch.global_batch_size
@@ -30,7 +36,8 @@ def test_flops_are_those_of_the_formulas(config, device):
 
     def flops(again: bool) -> float:
         of_pipeline = sum(
-            sum(stage_flops(trace(config, device), stage, again=again).values()) for stage in stages_of(config)
+            sum(stage_flops(trace(config, device), stage, again=again).values())
+            for stage in stages_of(config)
         )
         parallel = config.parallel
         ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
@@ -47,9 +54,14 @@ def test_flops_are_those_of_the_formulas(config, device):
 
 def test_explicit_attention_is_recomputed_as_far_as_its_weights():
     """torch stops before the product with the values, of which no gradient needs the result."""
-    config = run(attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2)
+    config = run(
+        attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2
+    )
     backward, model = trace(config, "cuda").layer.backward, config.model
-    assert backward.flops(again=True) == formulas.attention_score_flops(model) * model.seq_length / 2 / 2
+    assert (
+        backward.flops(again=True)
+        == formulas.attention_score_flops(model) * model.seq_length / 2 / 2
+    )
 
 
 @given(config=configs())
@@ -62,11 +74,24 @@ def test_parameters_are_those_of_the_formulas(config):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("more", [
-    dict(), dict(recompute_granularity="full", micro_batch_size=2), dict(attention_backend="unfused", swiglu=True),
-    dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")),
-    dict(sequence_parallel=True, tp_comm_overlap=True, position_embedding_type="rope", fp32_residual_connection=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(),
+        dict(recompute_granularity="full", micro_batch_size=2),
+        dict(attention_backend="unfused", swiglu=True),
+        dict(
+            recompute_granularity="selective",
+            recompute_modules=("core_attn", "mlp_act", "layernorm"),
+        ),
+        dict(
+            sequence_parallel=True,
+            tp_comm_overlap=True,
+            position_embedding_type="rope",
+            fp32_residual_connection=True,
+        ),
+    ],
+)
 def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
     """After a backward pass, whole or split, nothing is left of what was made."""
     traced = trace(run(tensor_model_parallel_size=2, **more), device)
@@ -99,32 +124,61 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     assert again.backward.flops(again=True) == plain.forward.flops()
 
 
-@pytest.mark.parametrize(("t", "sequence_parallel", "count"), [(1, False, 32), (8, False, 8 + 24 / 8), (8, True, 4)])
-def test_a_layer_keeps_what_korthikanti_et_al_count(t: int, sequence_parallel: bool, count: float) -> None:
-    """arXiv 2205.05198, equations 1, 2 and 4: 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores, of which
-    2 are masks, functions of keys here."""
+@pytest.mark.parametrize(
+    ("t", "sequence_parallel", "count"), [(1, False, 32), (8, False, 8 + 24 / 8), (8, True, 4)]
+)
+def test_a_layer_keeps_what_korthikanti_et_al_count(
+    t: int, sequence_parallel: bool, count: float
+) -> None:
+    """arXiv 2205.05198, equations 1, 2 and 4: 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes
+    without scores, of which 2 are masks, functions of keys here."""
     config = run(
-        hidden_dropout=0.0, attention_dropout=0.0, hidden_size=1024, tensor_model_parallel_size=t,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        hidden_size=1024,
+        tensor_model_parallel_size=t,
         sequence_parallel=sequence_parallel,
     )
     layer, tokens = trace(config, "cuda").layer, 512
     assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
 
 
-@pytest.mark.parametrize("more", [
-    dict(hidden_size=512), dict(swiglu=True), dict(seq_length=1024), dict(normalization="rmsnorm"),
-    dict(micro_batch_size=2), dict(tensor_model_parallel_size=2), dict(fp16=True, bf16=False), dict(vocab_size=5000),
-    dict(fp32_residual_connection=True), dict(bias_gelu_fusion=False), dict(untie_embeddings_and_output_weights=True),
-    dict(recompute_granularity="selective"), dict(reset_position_ids=True), dict(main_grads_dtype="bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(hidden_size=512),
+        dict(swiglu=True),
+        dict(seq_length=1024),
+        dict(normalization="rmsnorm"),
+        dict(micro_batch_size=2),
+        dict(tensor_model_parallel_size=2),
+        dict(fp16=True, bf16=False),
+        dict(vocab_size=5000),
+        dict(fp32_residual_connection=True),
+        dict(bias_gelu_fusion=False),
+        dict(untie_embeddings_and_output_weights=True),
+        dict(recompute_granularity="selective"),
+        dict(reset_position_ids=True),
+        dict(main_grads_dtype="bf16"),
+    ],
+)
 def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
     """And what it does not depend on gives the same."""
     plain = trace(run(), "cuda")
     changed = trace(run(**more), "cuda")
     assert changed is not plain and any(
-        getattr(changed, name) is not getattr(plain, name) for name in ("embedding", "layer", "head")
+        getattr(changed, name) is not getattr(plain, name)
+        for name in ("embedding", "layer", "head")
     )
-    same = run(num_layers=4, world_size=4, lr=3e-4, global_batch_size=16, init_method_std=0.01, seed=7, zero_stage=0)
+    same = run(
+        num_layers=4,
+        world_size=4,
+        lr=3e-4,
+        global_batch_size=16,
+        init_method_std=0.01,
+        seed=7,
+        zero_stage=0,
+    )
     assert trace(same, "cuda") is plain
 
 
@@ -166,7 +220,12 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
 
 
 def test_to_ask_a_tensor_for_its_device_is_no_work() -> None:
-    """Tensors without data on a CPU answer such questions by operators: a CPU has about as many kernels as a GPU."""
+    """Tensors without data on a CPU answer such questions by operators: a CPU has about as many
+    kernels as a GPU.
+    """
     config = run(hidden_dropout=0.0, attention_dropout=0.0)
-    counts = [sum(1 for _ in trace(config, device).layer.forward.computations()) for device in ("cuda", "cpu")]
+    counts = [
+        sum(1 for _ in trace(config, device).layer.forward.computations())
+        for device in ("cuda", "cpu")
+    ]
     assert counts[1] <= 1.5 * counts[0]

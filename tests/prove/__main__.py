@@ -4,10 +4,11 @@
     make prove ONLY=kills                 one campaign; ONLY="kills parity": two
     make prove ONLY=planted-faults PROVE="--room data"
 
-Each says first how long it takes and ends with a line of figures. What did not run, for want of Slurm, root or a
-compiler, is reported as not proved. Exit code: 0 proved, 1 something failed, 2 nothing failed but something was not
-proved.
+Each says first how long it takes and ends with a line of figures. What did not run, for want of
+Slurm, root or a compiler, is reported as not proved. Exit code: 0 proved, 1 something failed, 2
+nothing failed but something was not proved.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,8 +30,10 @@ PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
 class Campaign:
     """what      it proves
     minutes   on two cores, beside other work
-    workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it has no tests
-    programs  what else belongs to it: arguments of python, whose last line of output are the figures
+    workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it
+              has no tests
+    programs  what else belongs to it: arguments of python, whose last line of output are the
+              figures
     """
 
     what: str
@@ -40,45 +43,71 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "parity": Campaign("every layout, mixture, precision and rank order gives the training run of one process", 4),
+    "parity": Campaign(
+        "every layout, mixture, precision and rank order gives the training run of one process", 4
+    ),
     "kills": Campaign(
-        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 14,
-        programs=("benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
+        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole "
+        "checkpoint",
+        14,
+        programs=(
+            "benchmarks/fault_campaign.py --only kills damage disk hang",
+            "benchmarks/prove_resume.py",
+        ),
     ),
     "simulator": Campaign(
-        "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 8
+        "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's "
+        "compiler",
+        8,
     ),
     "mutants": Campaign("every planted fault of a kernel is found on the simulator", 5),
     "large": Campaign("kernels and data beyond 2^31 elements", 2, workers=0),
     "hypothesis": Campaign("every property test with 1,000 random examples", 13),
     "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 2),
     "memory": Campaign(
-        "memory formulas against dry runs, and dry runs against real processes", 13,
+        "memory formulas against dry runs, and dry runs against real processes",
+        13,
         programs=("benchmarks/memory_model.py",),
     ),
-    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 2, workers=0),
+    "real-time": Campaign(
+        "locks, watchdogs, wall time and stragglers by the real clock", 2, workers=0
+    ),
     "slurm": Campaign(
-        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 17, workers=0,
+        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)",
+        17,
+        workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
     "deepspeed": Campaign(
-        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI", 8, workers=None,
+        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI",
+        8,
+        workers=None,
         programs=("-m tests.prove.deepspeed_versions",),
     ),
     "benchmarks": Campaign("the benchmarks measure what they say", 5),
     "peers": Campaign(
-        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 1, workers=0
+        "megatron-core from PyPI reads and writes the same data; two engines cut every character "
+        "alike",
+        1,
+        workers=0,
     ),
     "hostile": Campaign(
-        "no command line, environment or file, however hostile, ends in a traceback, a hang or code that is run", 20,
-        workers=None, programs=("-m tests.prove.hostile",),
+        "no command line, environment or file, however hostile, ends in a traceback, a hang or "
+        "code that is run",
+        20,
+        workers=None,
+        programs=("-m tests.prove.hostile",),
     ),
     "planted-faults": Campaign(
-        "`make test` finds each deliberate fault of tests/planted_faults", 8, workers=None,
+        "`make test` finds each deliberate fault of tests/planted_faults",
+        8,
+        workers=None,
         programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
-        "`make test` answers alike ten times in random order beside a busy loop per core", 65, workers=None,
+        "`make test` answers alike ten times in random order beside a busy loop per core",
+        65,
+        workers=None,
         programs=("-m tests.prove.steady",),
     ),
 }
@@ -92,10 +121,17 @@ def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
     found = []
     if campaign.workers is not None:
         selected = _SELECTED.get(name, f"--campaign={name}").split()
-        found.append(run_pytest([*selected, "-n", str(campaign.workers), *([] if campaign.programs else extra)]))
+        found.append(
+            run_pytest(
+                [*selected, "-n", str(campaign.workers), *([] if campaign.programs else extra)]
+            )
+        )
     found += [run_program([*program.split(), *extra]) for program in campaign.programs]
     verdict = max((verdict for verdict, _ in found), key=[PROVED, NOT_PROVED, FAILED].index)
-    return verdict, f"{'; '.join(figures for _, figures in found)}; {(time.monotonic() - start) / 60:.1f} min"
+    return (
+        verdict,
+        f"{'; '.join(figures for _, figures in found)}; {(time.monotonic() - start) / 60:.1f} min",
+    )
 
 
 def run_pytest(words: Sequence[str]) -> tuple[str, str]:
@@ -107,7 +143,10 @@ def run_pytest(words: Sequence[str]) -> tuple[str, str]:
         except ElementTree.ParseError:
             return FAILED, f"pytest ended with exit code {code}"
     counts = Counter(
-        next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+        next(
+            (kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None),
+            "passed",
+        )
         for case in cases
     )
     failed = counts["failure"] + counts["error"]
@@ -118,9 +157,13 @@ def run_pytest(words: Sequence[str]) -> tuple[str, str]:
 
 
 def run_program(words: Sequence[str]) -> tuple[str, str]:
-    """A program's last line is its figures. It says "not proved" in it for what it could not run."""
+    """A program's last line is its figures. It says "not proved" in it for what it could not
+    run.
+    """
     last = ""
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -133,20 +176,27 @@ def run_program(words: Sequence[str]) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
-    parser.add_argument("--args", default="", help="for the campaigns' programs; for pytest where they have none")
+    parser.add_argument(
+        "--args", default="", help="for the campaigns' programs; for pytest where they have none"
+    )
     options = parser.parse_args()
     if options.names == ["list"]:
         for name, campaign in CAMPAIGNS.items():
             print(f"{name:16}{campaign.minutes:5.0f} min  {campaign.what}")
         return 0
     if unknown := set(options.names) - set(CAMPAIGNS):
-        parser.error(f"no campaign {', '.join(sorted(unknown))}: choose from {', '.join(CAMPAIGNS)}")
+        parser.error(
+            f"no campaign {', '.join(sorted(unknown))}: choose from {', '.join(CAMPAIGNS)}"
+        )
     names = options.names or list(CAMPAIGNS)
     minutes = sum(CAMPAIGNS[name].minutes for name in names)
     print(f"prove: {len(names)} campaign(s), about {minutes:.0f} minutes", flush=True)
     lines, verdicts = [], set()
     for name in names:
-        print(f"prove: {name}: {CAMPAIGNS[name].what}: about {CAMPAIGNS[name].minutes:.0f} minutes", flush=True)
+        print(
+            f"prove: {name}: {CAMPAIGNS[name].what}: about {CAMPAIGNS[name].minutes:.0f} minutes",
+            flush=True,
+        )
         verdict, figures = run(name, options.args.split())
         lines.append(f"prove: {name}: {verdict}: {figures}")
         verdicts.add(verdict)

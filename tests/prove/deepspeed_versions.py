@@ -2,9 +2,10 @@
 
     make prove ONLY=deepspeed
 
-Each version is installed by pip into a folder of its own, without dependencies and extensions, and put before the
-installed one on PYTHONPATH.
+Each version is installed by pip into a folder of its own, without dependencies and extensions, and
+put before the installed one on PYTHONPATH.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,7 +28,15 @@ def oldest() -> str:
 def install(requirement: str, folder: Path) -> str:
     """Return the installed version; "" where pip could not install it."""
     command = [
-        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder),
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(folder),
         requirement,
     ]
     done = subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
@@ -41,11 +50,24 @@ def tests_pass(version: str, folder: Path) -> tuple[bool, str]:
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     found = subprocess.run(
         [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"],
-        cwd=ROOT, env=environ, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
     if not found or found[-1] != version:
         return False, f"PYTHONPATH gives deepspeed {' '.join(found[-1:]) or 'nothing'}"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-o", "timeout=3600", "tests/engine"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-o",
+        "timeout=3600",
+        "tests/engine",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-5000:], flush=True)

@@ -1,16 +1,22 @@
-"""Hostile input through every entry point: random command lines and environments, damaged files of every format.
+"""Hostile input through every entry point: random command lines and environments, damaged files of
+every format.
 
     make prove ONLY=hostile [PROVE="--minutes 60 --seed 7 --only files"]
     python -m tests.prove.hostile --seed 7 --case files:123      one case again
 
-flags    a command line that works, with words of a tool's own parser and of the configuration added, changed, lost
+flags    a command line that works, with words of a tool's own parser and of the configuration
+         added, changed, lost
 environ  a training under variables of launchers, and of what reads the environment
-files    a command line that works, one of whose files is damaged by its structure (hostile_files.py)
-runs     command lines that are accepted train two steps, in one process or in two that were not given the same
+files    a command line that works, one of whose files is damaged by its structure
+         (hostile_files.py)
+runs     command lines that are accepted train two steps, in one process or in two that were not
+         given the same
 
-A case has to end with success or with a message: a traceback, a fatal signal, more than 30 s, more than 4 GiB, more
-than 64 processes, or code run that came from a file, is a failure. A case follows from seed, kind and number alone.
+A case has to end with success or with a message: a traceback, a fatal signal, more than 30 s, more
+than 4 GiB, more than 64 processes, or code run that came from a file, is a failure. A case follows
+from seed, kind and number alone.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -52,24 +58,44 @@ KINDS = ("files", "files", "flags", "flags", "files", "runs", "files", "flags", 
 MODEL = f"{hostile_files.SMALL} --vocab-size 128 --distributed-timeout-minutes 0.1"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
 TRAIN = "pretrain_gpt.py"
-# {f} is the folder of the case; what it reads is made by the function of hostile_files with the name behind it.
+# {f} is the folder of the case; what it reads is made by the function of hostile_files with the
+# name behind it.
 Target = tuple[str, str, str]
 TARGETS: Sequence[Target] = (
     (TRAIN, MOCK, "nothing"),
-    (TRAIN, f"{MOCK} --save {{f}}/save --metrics-file {{f}}/m.jsonl --tensorboard-dir {{f}}/tb", "nothing"),
+    (
+        TRAIN,
+        f"{MOCK} --save {{f}}/save --metrics-file {{f}}/m.jsonl --tensorboard-dir {{f}}/tb",
+        "nothing",
+    ),
     (TRAIN, f"{MOCK} --deepspeed --deepspeed_config {{f}}/ds.json", "deepspeed_json"),
     (TRAIN, f"{MOCK} --cluster {{f}}/machine.toml", "cluster"),
     (TRAIN, f"{MOCK} --train-iters 4 --load {{f}}/run --save {{f}}/run", "run"),
     (TRAIN, f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache", "data"),
     (TRAIN, f"{MOCK} --dry-run --world-size 2 --tensor-model-parallel-size 2", "nothing"),
-    ("tools/build_index.py", f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache "
-     "--world-size 1", "data"),
-    ("tools/build_index.py", f"{MODEL} --train-iters 4 --data-path {{f}}/a --load {{f}}/run --world-size 1", "trained"),
+    (
+        "tools/build_index.py",
+        f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache --world-size 1",
+        "data",
+    ),
+    (
+        "tools/build_index.py",
+        f"{MODEL} --train-iters 4 --data-path {{f}}/a --load {{f}}/run --world-size 1",
+        "trained",
+    ),
     ("tools/build_corpus.py", "--stdlib {f}/lib --output {f}/corpus.jsonl", "sources"),
-    ("tools/calibrate.py", "--refine {f}/run/metrics.jsonl --cluster {f}/machine.toml -o {f}/out.toml", "measured"),
+    (
+        "tools/calibrate.py",
+        "--refine {f}/run/metrics.jsonl --cluster {f}/machine.toml -o {f}/out.toml",
+        "measured",
+    ),
     ("tools/convert_checkpoint.py", "{f}/megatron {f}/new --no-optim", "megatron"),
     ("tools/convert_checkpoint.py", "{f}/megatron {f}/new", "megatron"),
-    ("tools/convert_checkpoint.py", "{f}/deepspeed {f}/new --num-attention-heads 4 --vocab-size 50", "deepspeed"),
+    (
+        "tools/convert_checkpoint.py",
+        "{f}/deepspeed {f}/new --num-attention-heads 4 --vocab-size 50",
+        "deepspeed",
+    ),
     ("tools/generate_text.py", "--load {f}/run --prompt 5 --tokens 2", "spoken"),
     ("tools/inspect_checkpoint.py", "{f}/run --norms --passport", "run"),
     ("tools/inspect_checkpoint.py", "{f}/run --verify --json", "run"),
@@ -77,74 +103,223 @@ TARGETS: Sequence[Target] = (
     ("tools/inspect_checkpoint.py", "{f}/run --verify", "legacy"),
     ("tools/inspect_dataset.py", "{f}/a {f}/b --validate --samples 2", "data"),
     ("tools/merge_datasets.py", "--inputs {f}/a {f}/b --output-prefix {f}/out", "data"),
-    ("tools/plan.py", "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1", "cluster"),
+    (
+        "tools/plan.py",
+        "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1",
+        "cluster",
+    ),
     ("tools/plot_metrics.py", "{f}/run/metrics.jsonl --output {f}/loss.png", "measured"),
-    ("tools/preflight.py", "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
-     "--preset tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config {f}/ds.json", "job"),
-    ("tools/preprocess_data.py", "--input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet --workers 1 "
-     "--output-prefix {f}/o --tokenizer-type NullTokenizer --vocab-size 100", "texts"),
-    ("tools/preprocess_data.py", "--input {f}/a.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type NullTokenizer "
-     "--vocab-size 100", "unfinished"),
-    ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
-     "GPT2BPETokenizer --vocab-file {f}/vocab.json --merge-file {f}/merges.txt", "gpt2"),
-    ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type HFTokenizer "
-     "--tokenizer-model {f}/hf", "hugging_face"),
-    ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
-     "--tokenizer-model {f}/x.tiktoken --tiktoken-pattern gpt2", "ranks"),
-    ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
-     "--tokenizer-model {f}/x.json --vocab-size 300 --tiktoken-num-special-tokens 10", "ranks"),
-    ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
-     "GPTSentencePieceTokenizer --tokenizer-model {f}/spm.model", "pieces"),
+    (
+        "tools/preflight.py",
+        "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
+        "--preset tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config "
+        "{f}/ds.json",
+        "job",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet --workers 1 "
+        "--output-prefix {f}/o --tokenizer-type NullTokenizer --vocab-size 100",
+        "texts",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/a.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type NullTokenizer "
+        "--vocab-size 100",
+        "unfinished",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
+        "GPT2BPETokenizer --vocab-file {f}/vocab.json --merge-file {f}/merges.txt",
+        "gpt2",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type HFTokenizer "
+        "--tokenizer-model {f}/hf",
+        "hugging_face",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
+        "--tokenizer-model {f}/x.tiktoken --tiktoken-pattern gpt2",
+        "ranks",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
+        "--tokenizer-model {f}/x.json --vocab-size 300 --tiktoken-num-special-tokens 10",
+        "ranks",
+    ),
+    (
+        "tools/preprocess_data.py",
+        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
+        "GPTSentencePieceTokenizer --tokenizer-model {f}/spm.model",
+        "pieces",
+    ),
     ("tools/report_scaling.py", "{f}/run --out {f}/report", "measured"),
-    ("tools/run_experiment.py", "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "
-     "--out {f}/points", "points"),
-    ("tools/show_placement.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
+    (
+        "tools/run_experiment.py",
+        "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "
+        "--out {f}/points",
+        "points",
+    ),
+    (
+        "tools/show_placement.py",
+        "--cluster {f}/machine.toml --preset tiny --world-size 2",
+        "cluster",
+    ),
     ("tools/show_recipe.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
     ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
-    ("tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/x.model --vocab-size 300", "texts"),
-    ("tools/tune.py", "--space {f}/space.toml --cluster {f}/machine.toml --processes 2 --dry-run", "space"),
-    ("tools/tune.py", "--space {f}/space.toml --no-prior --search optuna --processes 2 --out {f}/tune "
-     "--report-only", "searched"),
-)  # fmt: skip
+    (
+        "tools/train_tokenizer.py",
+        "--input {f}/e.txt --output {f}/x.model --vocab-size 300",
+        "texts",
+    ),
+    (
+        "tools/tune.py",
+        "--space {f}/space.toml --cluster {f}/machine.toml --processes 2 --dry-run",
+        "space",
+    ),
+    (
+        "tools/tune.py",
+        "--space {f}/space.toml --no-prior --search optuna --processes 2 --out {f}/tune "
+        "--report-only",
+        "searched",
+    ),
+)
 VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME OMP_NUM_THREADS "
-    "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID SLURM_NTASKS "
-    "SLURM_LOCALID SLURM_NODEID SLURM_STEP_ID SLURM_JOB_ID SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES "
-    "SLURM_TASKS_PER_NODE SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_NODELIST SLURM_STEP_NODELIST "
-    "SLURM_JOB_END_TIME SLURM_SUBMIT_HOST SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURMD_NODENAME "
-    "SRUN_CPUS_PER_TASK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMI_SIZE "
-    "PMIX_RANK PBS_NODEFILE MEGATRON_CLUSTER MEGATRON_KERNELS_LIBRARY MEGATRON_REVISION HIP_VISIBLE_DEVICES "
-    "ROCR_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GLIBC_TUNABLES TOKENIZERS_PARALLELISM RAYON_NUM_THREADS TMPDIR HOME "
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME "
+    "OMP_NUM_THREADS "
+    "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID "
+    "SLURM_NTASKS "
+    "SLURM_LOCALID SLURM_NODEID SLURM_STEP_ID SLURM_JOB_ID SLURM_STEP_NUM_TASKS "
+    "SLURM_STEP_NUM_NODES "
+    "SLURM_TASKS_PER_NODE SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_NODELIST "
+    "SLURM_STEP_NODELIST "
+    "SLURM_JOB_END_TIME SLURM_SUBMIT_HOST SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID "
+    "SLURM_ARRAY_TASK_ID SLURMD_NODENAME "
+    "SRUN_CPUS_PER_TASK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+    "PMI_RANK PMI_SIZE "
+    "PMIX_RANK PBS_NODEFILE MEGATRON_CLUSTER MEGATRON_KERNELS_LIBRARY MEGATRON_REVISION "
+    "HIP_VISIBLE_DEVICES "
+    "ROCR_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GLIBC_TUNABLES TOKENIZERS_PARALLELISM "
+    "RAYON_NUM_THREADS TMPDIR HOME "
     "USER COLUMNS LOADEDMODULES HOSTNAME"
 ).split()
 LAUNCHERS: Sequence[Mapping[str, str]] = (
-    {}, rank_environment(0, 1, 29999),
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7",
-     "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1"},
+    {},
+    rank_environment(0, 1, 29999),
+    {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_TASKS_PER_NODE": "1",
+    },
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-)  # fmt: skip
+)
 WORDS = (
-    "", " ", "0", "-1", "1", "2", "3", "7.5", "²", "nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e9", str(2**31),
-    str(2**63), str(2**64), "9" * 5000, "None", "true", "a" * 5000, "é", "\udcff", "%s %d", "{}", "..", ".", "1,2",
-    "0-7", "n[1-9999999999]", "2(x99999999999)", "[" * 3000, "tp=4,pp=", "a=b", "-", "--", "'", "*", "\n", "\x1b[31m",
-    "127.0.0.1", "nope.invalid", "{f}", "{f}/nothing/x", "{f}/fifo", "{f}/loop", "{f}/zero", "{f}/folder", "{f}/empty",
-    "$(mkdir {f}/RAN)", "; mkdir {f}/RAN", "__import__('os').mkdir('{f}/RAN')",
+    "",
+    " ",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7.5",
+    "²",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "1e9",
+    str(2**31),
+    str(2**63),
+    str(2**64),
+    "9" * 5000,
+    "None",
+    "true",
+    "a" * 5000,
+    "é",
+    "\udcff",
+    "%s %d",
+    "{}",
+    "..",
+    ".",
+    "1,2",
+    "0-7",
+    "n[1-9999999999]",
+    "2(x99999999999)",
+    "[" * 3000,
+    "tp=4,pp=",
+    "a=b",
+    "-",
+    "--",
+    "'",
+    "*",
+    "\n",
+    "\x1b[31m",
+    "127.0.0.1",
+    "nope.invalid",
+    "{f}",
+    "{f}/nothing/x",
+    "{f}/fifo",
+    "{f}/loop",
+    "{f}/zero",
+    "{f}/folder",
+    "{f}/empty",
+    "$(mkdir {f}/RAN)",
+    "; mkdir {f}/RAN",
+    "__import__('os').mkdir('{f}/RAN')",
 )
 # What processes of our own send each other. Nothing of it ever comes from a file.
 OWN_PICKLES = (
-    "_codecs", "_thread", "collections", "concurrent.futures", "datetime", "functools", "megatron", "multiprocessing",
-    "numpy", "pathlib", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.slice", "torch",
-)  # fmt: skip
+    "_codecs",
+    "_thread",
+    "collections",
+    "concurrent.futures",
+    "datetime",
+    "functools",
+    "megatron",
+    "multiprocessing",
+    "numpy",
+    "pathlib",
+    "builtins.set",
+    "builtins.frozenset",
+    "builtins.complex",
+    "builtins.slice",
+    "torch",
+)
 PRELOADED = (
-    "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planner.search.tables", "megatron.jobs.tune",
-    "megatron.jobs.check_job", "megatron.planner.dryrun.rehearsal", "megatron.data.prepare.preprocess", "optuna",
-)  # fmt: skip
+    "tests.helpers.preload",
+    "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
+    "pyarrow.parquet",
+    "rich.table",
+    "sentencepiece",
+    "tokenizers",
+    "tiktoken",
+    "megatron.planner.search.tables",
+    "megatron.jobs.tune",
+    "megatron.jobs.check_job",
+    "megatron.planner.dryrun.rehearsal",
+    "megatron.data.prepare.preprocess",
+    "optuna",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A process, or several that meet. `made` are the files it reads, `damage` changes them and says how."""
+    """A process, or several that meet. `made` are the files it reads, `damage` changes them and
+    says how.
+    """
 
     script: str
     words: Sequence[Sequence[str]]
@@ -156,19 +331,32 @@ class Case:
 
 def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGETS) -> Case:
     chance = random.Random(f"{seed} {kind} {number}")
-    script, words, made = chance.choice([target for target in targets if kind != "files" or target[2] != "nothing"])
+    script, words, made = chance.choice(
+        [target for target in targets if kind != "files" or target[2] != "nothing"]
+    )
     if kind == "files":
-        return Case(script, [words.split()], made=made, damage=lambda folder: hostile_files.damage(folder, chance))
+        return Case(
+            script,
+            [words.split()],
+            made=made,
+            damage=lambda folder: hostile_files.damage(folder, chance),
+        )
     if kind == "flags":
         return Case(script, [changed(script, words.split(), chance)], made=made, trains=False)
     if kind == "environ":
         environ = {**chance.choice(LAUNCHERS)}
-        environ |= {name: chance.choice(WORDS) for name in chance.sample(VARIABLES, chance.randint(1, 3))}
+        environ |= {
+            name: chance.choice(WORDS) for name in chance.sample(VARIABLES, chance.randint(1, 3))
+        }
         return Case(TRAIN, [MOCK.split()], [environ])
     common = changed(TRAIN, MOCK.split(), chance, sane=True)
     if chance.random() < 0.6:
         return Case(TRAIN, [common])
-    pair = [*MOCK.split(), chance.choice(("--tensor-model-parallel-size", "--pipeline-model-parallel-size")), "2"]
+    pair = [
+        *MOCK.split(),
+        chance.choice(("--tensor-model-parallel-size", "--pipeline-model-parallel-size")),
+        "2",
+    ]
     pair = chance.choice((pair, MOCK.split()))
     port = free_port()
     other = changed(TRAIN, pair, chance, sane=True) if chance.random() < 0.5 else pair
@@ -178,7 +366,7 @@ def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGE
     return Case(TRAIN, [pair, other], environ)
 
 
-# -- command lines -----------------------------------------------------------------------------------------------------
+# -- command lines ---------------------------------------------------------------------------------
 
 
 @cache
@@ -197,20 +385,35 @@ def flags_of(script: str) -> list[tuple[str, str]]:
     with mock.patch("argparse.ArgumentParser.parse_known_args", note), suppress(SystemExit), quiet:
         runpy.run_path(str(ROOT / script), run_name="looked_at")["main"](words)
     actions = [action for parser in seen for action in parser._actions]
-    return [(name, "" if action.nargs == 0 else "value") for action in actions for name in action.option_strings]
+    return [
+        (name, "" if action.nargs == 0 else "value")
+        for action in actions
+        for name in action.option_strings
+    ]
 
 
 @cache
 def settings() -> list[tuple[str, str]]:
     """The same of pretrain_gpt.py."""
-    return [(spelling, "value" if flag.kind == "value" else "") for spelling, flag in sorted(flag_table().items())]
+    return [
+        (spelling, "value" if flag.kind == "value" else "")
+        for spelling, flag in sorted(flag_table().items())
+    ]
 
 
 def changed(script: str, words: list[str], chance: random.Random, sane: bool = False) -> list[str]:
-    """A command line with one to three words or flags added, changed or lost; `sane`: values that may well be right."""
+    """A command line with one to three words or flags added, changed or lost; `sane`: values that
+    may well be right.
+    """
     words, own = list(words), flags_of(script)
-    kept = [word for word in words if word in ("--dry-run", "--report-only")]  # without them it starts real trials
-    passes_on = script == TRAIN or not own or (script + "".join(words)).count("--preset") or "--num-layers" in words
+    # without them it starts real trials
+    kept = [word for word in words if word in ("--dry-run", "--report-only")]
+    passes_on = (
+        script == TRAIN
+        or not own
+        or (script + "".join(words)).count("--preset")
+        or "--num-layers" in words
+    )
     for _ in range(chance.randint(1, 3)):
         what, at = chance.random(), chance.randrange(len(words))
         if what < 0.1 and not sane:
@@ -222,7 +425,10 @@ def changed(script: str, words: list[str], chance: random.Random, sane: bool = F
             spelling, takes = chance.choice(flags)
             if sane and spelling in ("--help", "-h", "--print-config", "--dry-run"):
                 continue
-            words += [spelling, *([value(spelling, chance, sane)] if takes or chance.random() < 0.05 else [])]
+            words += [
+                spelling,
+                *([value(spelling, chance, sane)] if takes or chance.random() < 0.05 else []),
+            ]
         words = words or [""]
     return [*(word for word in kept if word not in words), *words]
 
@@ -236,15 +442,21 @@ def value(spelling: str, chance: random.Random, sane: bool) -> str:
         return str(chance.choice(option.choices))
     if option.kind is int:
         return chance.choice(("0", "1", "2", "3", "4", "8", "16", "100"))
-    return chance.choice(("0", "0.1", "0.5", "0.9", "1", "1e-3", "2", "1000")) if option.kind is float else "{f}/x"
+    return (
+        chance.choice(("0", "0.1", "0.5", "0.9", "1", "1e-3", "2", "1000"))
+        if option.kind is float
+        else "{f}/x"
+    )
 
 
-# -- one case ----------------------------------------------------------------------------------------------------------
+# -- one case --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Bench:
-    """A folder in which one case after the other runs. Where the files of a case lie is always the same place."""
+    """A folder in which one case after the other runs. Where the files of a case lie is always the
+    same place.
+    """
 
     root: Path
     limit_s: float = LIMIT_S
@@ -262,24 +474,42 @@ class Bench:
         note.unlink(missing_ok=True)
         with ExitStack() as stack:
             started = [
-                stack.enter_context(Script(
-                    case.script, [filled(word, self.folder) for word in words], self.root / f"log-{rank}",
-                    {"TMPDIR": str(self.folder)} | {k: filled(v, self.folder) for k, v in environ.items()},
-                    (arm, str(self.folder), str(note), self.limit_s, case.trains),
-                )) for rank, (words, environ) in enumerate(zip(case.words, case.environ, strict=True))
-            ]  # fmt: skip
+                stack.enter_context(
+                    Script(
+                        case.script,
+                        [filled(word, self.folder) for word in words],
+                        self.root / f"log-{rank}",
+                        {"TMPDIR": str(self.folder)}
+                        | {k: filled(v, self.folder) for k, v in environ.items()},
+                        (arm, str(self.folder), str(note), self.limit_s, case.trains),
+                    )
+                )
+                for rank, (words, environ) in enumerate(zip(case.words, case.environ, strict=True))
+            ]
             for script in started:
                 script.process.join(self.limit_s + 10)
                 outcomes.append((script.process.exitcode, script.output))
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(script.pid, signal.SIGKILL)
-        ran = (note.read_text() if note.exists() else "") + ("a command ran" if (self.folder / "RAN").exists() else "")
+        ran = (note.read_text() if note.exists() else "") + (
+            "a command ran" if (self.folder / "RAN").exists() else ""
+        )
         signature = next((found for code, text in outcomes if (found := judge(code, text))), "")
         signature = f"CODE RUN: {ran.splitlines()[0]}" if ran else signature
-        lines = [shlex.join([*(f"{k}={v}" for k, v in e.items()), case.script, *w])
-                 for w, e in zip(case.words, case.environ, strict=True)]  # fmt: skip
-        told = "\n".join([*lines, done, *(f"exit code {code}\n{text[-6000:]}" for code, text in outcomes)])
-        verdict = "FAILED" if signature else "refused" if any(code for code, _ in outcomes) else "accepted"
+        lines = [
+            shlex.join([*(f"{k}={v}" for k, v in e.items()), case.script, *w])
+            for w, e in zip(case.words, case.environ, strict=True)
+        ]
+        told = "\n".join(
+            [*lines, done, *(f"exit code {code}\n{text[-6000:]}" for code, text in outcomes)]
+        )
+        verdict = (
+            "FAILED"
+            if signature
+            else "refused"
+            if any(code for code, _ in outcomes)
+            else "accepted"
+        )
         return verdict, signature, told.replace(str(self.folder), "{f}")
 
     def _lay_out(self, made: str) -> None:
@@ -306,14 +536,19 @@ def remove(folder: Path) -> None:
 
 
 def judge(code: int | None, text: str) -> str:
-    """What is wrong with the end of a process, by the place where it happened; "" where nothing is."""
+    """What is wrong with the end of a process, by the place where it happened; "" where nothing
+    is.
+    """
     if code is None or "Timeout (0:" in text:
         frames = re.findall(r'File "([^"]+)", line \d+ in (\w+)', text.partition("Timeout (0:")[2])
         return f"HANG: {place(frames)}"
     if "Traceback (most recent call last)" in text:
         part = text.rpartition("Traceback (most recent call last)")[2]
         frames = re.findall(r'File "([^"]+)", line \d+, in ([\w<>]+)', part)[::-1]
-        last = next((line for line in part.splitlines()[1:] if line and not line.startswith((" ", "'"))), "?")
+        last = next(
+            (line for line in part.splitlines()[1:] if line and not line.startswith((" ", "'"))),
+            "?",
+        )
         return f"TRACEBACK: {last.partition(':')[0]}: {place(frames)}"
     # A long training without --save ends by the campaign's own SIGTERM; see arm.
     return f"SIGNAL: {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGTERM else ""
@@ -321,8 +556,11 @@ def judge(code: int | None, text: str) -> str:
 
 def place(frames: Sequence[tuple[str, str]]) -> str:
     """The innermost two frames of this project, and the innermost of all."""
-    ours = [f"{file.removeprefix(f'{ROOT}/')}:{name}" for file, name in frames
-            if file.startswith(f"{ROOT}/") and "/tests/" not in file]  # fmt: skip
+    ours = [
+        f"{file.removeprefix(f'{ROOT}/')}:{name}"
+        for file, name in frames
+        if file.startswith(f"{ROOT}/") and "/tests/" not in file
+    ]
     innermost = [f"{Path(file).name}:{name}" for file, name in frames[:1]]
     return " < ".join(dict.fromkeys([*innermost, *ours[:2]]))
 
@@ -360,12 +598,19 @@ def is_small(config: Any) -> bool:
     """Whether a step takes a fraction of a second: what is large may be right, and is not run."""
     model, h = config.model, config.model.hidden_size
     wide = max(h, model.ffn_hidden_size or 0) * h
-    elements = model.num_layers * 12 * wide + h * (model.vocab_size or 0) + h * (model.max_position_embeddings or 0)
+    elements = (
+        model.num_layers * 12 * wide
+        + h * (model.vocab_size or 0)
+        + h * (model.max_position_embeddings or 0)
+    )
     tokens: int = config.batch.global_batch_size * model.seq_length
-    return elements < LARGEST and tokens * model.num_layers * max(h, model.seq_length, model.vocab_size or 0) < 1 << 27
+    return (
+        elements < LARGEST
+        and tokens * model.num_layers * max(h, model.seq_length, model.vocab_size or 0) < 1 << 27
+    )
 
 
-# -- the campaign ------------------------------------------------------------------------------------------------------
+# -- the campaign ----------------------------------------------------------------------------------
 
 
 def cases(only: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -376,10 +621,17 @@ def cases(only: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def campaign(
-    seed: int, listed: Iterator[tuple[str, int]], folder: Path, until: float = float("inf"), jobs: int = 1,
-    limit_s: float = LIMIT_S, targets: Sequence[Target] = TARGETS,
+    seed: int,
+    listed: Iterator[tuple[str, int]],
+    folder: Path,
+    until: float = float("inf"),
+    jobs: int = 1,
+    limit_s: float = LIMIT_S,
+    targets: Sequence[Target] = TARGETS,
 ) -> tuple[dict[str, Counter[str]], dict[str, list[str]]]:
-    """({kind: verdicts}, {signature: cases that failed}), of cases that begin before `until` on the monotonic clock."""
+    """({kind: verdicts}, {signature: cases that failed}), of cases that begin before `until` on the
+    monotonic clock.
+    """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     found: dict[str, list[str]] = defaultdict(list)
     lock, stopped = threading.Lock(), threading.Event()
@@ -394,7 +646,10 @@ def campaign(
             start, case = time.monotonic(), case_of(seed, kind, number, targets)
             verdict, signature, told = bench.run(case)
             with lock, open(folder / "cases.log", "a") as log:
-                print(f"{time.monotonic() - start:6.1f} s {verdict:9}{kind}:{number} {case.script}", file=log)
+                print(
+                    f"{time.monotonic() - start:6.1f} s {verdict:9}{kind}:{number} {case.script}",
+                    file=log,
+                )
                 counts[kind][verdict] += 1
                 if not signature:
                     continue
@@ -402,7 +657,9 @@ def campaign(
                 if len(found[signature]) == 1:
                     kept = folder / "kept" / f"{kind}-{number}"
                     remove(kept)
-                    shutil.copytree(bench.folder, kept, symlinks=True, ignore=not_files, dirs_exist_ok=True)
+                    shutil.copytree(
+                        bench.folder, kept, symlinks=True, ignore=not_files, dirs_exist_ok=True
+                    )
                     (folder / f"{kind}-{number}.txt").write_text(told, errors="replace")
                     again = f"python -m tests.prove.hostile --seed {seed} --case {kind}:{number}"
                     print(f"{signature}\n    {again}    files: {kept}", flush=True)
@@ -421,7 +678,11 @@ def not_files(folder: str, names: list[str]) -> list[str]:
     """Pipes, devices and files with holes, which cannot be kept."""
     states = {name: os.lstat(os.path.join(folder, name)) for name in names}
     kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
-    return [n for n, s in states.items() if not any(kind(s.st_mode) for kind in kinds) or s.st_size > FILE_BYTES]
+    return [
+        n
+        for n, s in states.items()
+        if not any(kind(s.st_mode) for kind in kinds) or s.st_size > FILE_BYTES
+    ]
 
 
 def main() -> int:
@@ -430,10 +691,16 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="end after so many")
     parser.add_argument("--seed", type=int, help="of all chances; printed, default: random")
     parser.add_argument("--only", nargs="+", choices=sorted(set(KINDS)), default=sorted(set(KINDS)))
-    parser.add_argument("--case", metavar="KIND:NUMBER", help="this one again, with all that it says")
+    parser.add_argument(
+        "--case", metavar="KIND:NUMBER", help="this one again, with all that it says"
+    )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="more on a busy machine")
-    parser.add_argument("--folder", type=Path, help="of all files (default: a new temporary one, which is kept)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="more on a busy machine"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="of all files (default: a new temporary one, which is kept)"
+    )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     folder = options.folder or Path(tempfile.mkdtemp(prefix=f"hostile-{seed}-"))
@@ -441,7 +708,9 @@ def main() -> int:
     print(f"seed {seed}, files in {folder}", flush=True)
     if options.case:
         kind, _, number = options.case.partition(":")
-        verdict, signature, told = Bench(folder / "bench-0", options.limit).run(case_of(seed, kind, int(number)))
+        verdict, signature, told = Bench(folder / "bench-0", options.limit).run(
+            case_of(seed, kind, int(number))
+        )
         print(f"{told}\n{verdict} {signature}")
         return int(verdict == "FAILED")
     until = time.monotonic() + 60 * options.minutes
@@ -452,7 +721,8 @@ def main() -> int:
     for signature, failed in sorted(found.items()):
         print(f"{len(failed):5} x {signature}: {', '.join(failed[:4])}")
     figures = [
-        f"{kind} {sum(c.values())} cases, {c['accepted']} accepted, {c['refused']} refused, {c['FAILED']} failures"
+        f"{kind} {sum(c.values())} cases, {c['accepted']} accepted, {c['refused']} refused, "
+        f"{c['FAILED']} failures"
         for kind, c in sorted(counts.items())
     ]
     print(f"{'; '.join(figures)}; {len(found)} different failures, seed {seed}")

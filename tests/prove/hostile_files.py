@@ -1,4 +1,5 @@
 """Files of every format that this project reads, whole ones, and how they are damaged."""
+
 from __future__ import annotations
 
 import argparse
@@ -43,22 +44,33 @@ def tool(folder: Path, script: str, words: str, log: str = "made.log") -> None:
 
 
 def run(folder: Path) -> None:
-    words = f"{SMALL} --train-iters 2 --save-interval 1 --save {{f}}/run --vocab-size 128 --mock-data"
+    words = (
+        f"{SMALL} --train-iters 2 --save-interval 1 --save {{f}}/run --vocab-size 128 --mock-data"
+    )
     tool(folder, "pretrain_gpt.py", words)
 
 
 def spoken(folder: Path) -> None:
-    words = f"{SMALL} --train-iters 1 --save {{f}}/run --mock-data --tokenizer-type NullTokenizer --vocab-size 127"
+    words = (
+        f"{SMALL} --train-iters 1 --save {{f}}/run --mock-data --tokenizer-type NullTokenizer "
+        "--vocab-size 127"
+    )
     tool(folder, "pretrain_gpt.py", words)
 
 
 def trained(folder: Path) -> None:
     data(folder)
-    tool(folder, "pretrain_gpt.py", f"{SMALL} --train-iters 2 --save {{f}}/run --vocab-size 128 --data-path {{f}}/a")
+    tool(
+        folder,
+        "pretrain_gpt.py",
+        f"{SMALL} --train-iters 2 --save {{f}}/run --vocab-size 128 --data-path {{f}}/a",
+    )
 
 
 def legacy(folder: Path) -> None:
-    """What a forger makes of a checkpoint: no manifest, a form of old, and a pickle where torch's own is looked for."""
+    """What a forger makes of a checkpoint: no manifest, a form of old, and a pickle where torch's
+    own is looked for.
+    """
     from tests.checkpoint.made import make, tensors
 
     made = make(folder / "run", 5, tensors())
@@ -73,8 +85,14 @@ def measured(folder: Path) -> None:
     from tests.tools.measured import records, settings, write
 
     cluster(folder)
-    write(folder / "run", records(settings("22b", 1, 1, 8, 640), [9.0, 5.0, 5.1, 4.9]), {"name": "a", "warm_up": 1})
-    (folder / "run" / "result.json").write_text('{"status": "done", "reason": null, "exit_code": 0}')
+    write(
+        folder / "run",
+        records(settings("22b", 1, 1, 8, 640), [9.0, 5.0, 5.1, 4.9]),
+        {"name": "a", "warm_up": 1},
+    )
+    (folder / "run" / "result.json").write_text(
+        '{"status": "done", "reason": null, "exit_code": 0}'
+    )
 
 
 def data(folder: Path) -> None:
@@ -86,15 +104,26 @@ def data(folder: Path) -> None:
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             for length in range(1, 40):
                 writer.add_document([i % 128 for i in range(length)])
-    words = f"{SMALL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache --vocab-size 128 --world-size 1"
+    words = (
+        f"{SMALL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache "
+        "--vocab-size 128 --world-size 1"
+    )
     tool(folder, "tools/build_index.py", words)
 
 
 def deepspeed_json(folder: Path) -> None:
-    (folder / "ds.json").write_text(json.dumps({
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
-    }, indent=1))  # fmt: skip
+    (folder / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 1},
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
+            },
+            indent=1,
+        )
+    )
 
 
 def cluster(folder: Path) -> None:
@@ -110,13 +139,18 @@ def searched(folder: Path) -> None:
     from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
-    words = "--space {f}/space.toml --no-prior --search optuna --processes 2 --confirm 0 --max-trials 1"
+    words = (
+        "--space {f}/space.toml --no-prior --search optuna --processes 2 --confirm 0 --max-trials 1"
+    )
     tool(folder, "tools/tune.py", f"{words} --out {{f}}/tune")
 
 
 def points(folder: Path) -> None:
     cluster(folder)
-    words = "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --iterations 1 --warm-up 1"
+    words = (
+        "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --iterations "
+        "1 --warm-up 1"
+    )
     tool(folder, "tools/run_experiment.py", f"{words} --limit 200 --out {{f}}/points")
 
 
@@ -130,7 +164,8 @@ def job(folder: Path) -> None:
     cluster(folder)
     (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     (folder / "job.sh").write_text(
-        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\nsrun true\n"
+        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH "
+        "--ntasks-per-node=8\nsrun true\n"
     )
 
 
@@ -148,8 +183,16 @@ def unfinished(folder: Path) -> None:
     write_input(folder / "a.jsonl", TEXTS)
     size, blocks.BLOCK_BYTES, seen = blocks.BLOCK_BYTES, 200, list[int]()
     try:
-        listeners = Listeners(on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= 1)
-        preprocess([folder / "a.jsonl"], folder / "o", null_options(), journal_interval_s=0.0, listeners=listeners)
+        listeners = Listeners(
+            on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= 1
+        )
+        preprocess(
+            [folder / "a.jsonl"],
+            folder / "o",
+            null_options(),
+            journal_interval_s=0.0,
+            listeners=listeners,
+        )
     except PreprocessStopped:
         pass
     blocks.BLOCK_BYTES = size
@@ -162,7 +205,9 @@ def gpt2(folder: Path) -> None:
     texts(folder)
     letters = byte_letters()
     words = [*letters, "he", "hel"]
-    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate([*words, "<|endoftext|>"])}))
+    (folder / "vocab.json").write_text(
+        json.dumps({w: i for i, w in enumerate([*words, "<|endoftext|>"])})
+    )
     (folder / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n")
 
 
@@ -172,7 +217,9 @@ def hugging_face(folder: Path) -> None:
     byte_tokenizer(folder / "hf")
     (folder / "hf" / "bytes.json").rename(folder / "hf" / "tokenizer.json")
     (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    (folder / "hf" / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+    (folder / "hf" / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|endoftext|>"}}'
+    )
 
 
 def ranks(folder: Path) -> None:
@@ -180,12 +227,18 @@ def ranks(folder: Path) -> None:
     tokens = [*(bytes([b]) for b in range(256)), *(b"%02d" % i for i in range(40))]
     coded = [base64.b64encode(token).decode() for token in tokens]
     (folder / "x.tiktoken").write_text("".join(f"{token} {i}\n" for i, token in enumerate(coded)))
-    (folder / "x.json").write_text(json.dumps([{"rank": i, "token_bytes": t} for i, t in enumerate(coded)]))
+    (folder / "x.json").write_text(
+        json.dumps([{"rank": i, "token_bytes": t} for i, t in enumerate(coded)])
+    )
 
 
 def pieces(folder: Path) -> None:
     texts(folder)
-    tool(folder, "tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/spm.model --vocab-size 400")
+    tool(
+        folder,
+        "tools/train_tokenizer.py",
+        "--input {f}/e.txt --output {f}/spm.model --vocab-size 400",
+    )
 
 
 def megatron(folder: Path) -> None:
@@ -201,19 +254,74 @@ def deepspeed(folder: Path) -> None:
     run_processes(1, of_our_own_names, str(folder / "deepspeed"), timeout_s=300)
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 _INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 255)
 _VALUES: tuple[Any, ...] = (
-    None, True, 0, -1, 1, 2, 0.5, 2**31, 2**63, 2**64, -(2**63), 1e308, -1e308, float("nan"), float("inf"), "", "x",
-    "a" * 10000, "é\ud800", "\0", "../../x", "/nowhere", [], {}, [[]], [None], {"": None}, {"x": {"x": {}}}, [1, "x"],
-    "torch.float32", "nan", "1e9",
-)  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    0.5,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    1e308,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "a" * 10000,
+    "é\ud800",
+    "\0",
+    "../../x",
+    "/nowhere",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"x": {"x": {}}},
+    [1, "x"],
+    "torch.float32",
+    "nan",
+    "1e9",
+)
 _LITERALS = (
-    "0", "-1", "1e308", "nan", "inf", "true", "null", '""', '"x"', "[]", "{}", "[[]]", "9" * 20, "9" * 5000, "[" * 5000,
-    '{"a":' * 5000, "[" * 2000 + "]" * 2000, "\x00", "\\", '"' + "a" * 10000 + '"', "1979-05-27T07:32:00Z",
-    "'x'", "a.b.c", "__import__('os').mkdir('RAN')", "9**9**9", "$(mkdir RAN)", "(lambda: 0)()", "x" * 5000, "\xff",
-)  # fmt: skip
+    "0",
+    "-1",
+    "1e308",
+    "nan",
+    "inf",
+    "true",
+    "null",
+    '""',
+    '"x"',
+    "[]",
+    "{}",
+    "[[]]",
+    "9" * 20,
+    "9" * 5000,
+    "[" * 5000,
+    '{"a":' * 5000,
+    "[" * 2000 + "]" * 2000,
+    "\x00",
+    "\\",
+    '"' + "a" * 10000 + '"',
+    "1979-05-27T07:32:00Z",
+    "'x'",
+    "a.b.c",
+    "__import__('os').mkdir('RAN')",
+    "9**9**9",
+    "$(mkdir RAN)",
+    "(lambda: 0)()",
+    "x" * 5000,
+    "\xff",
+)
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
 
 
@@ -235,8 +343,12 @@ def damage(folder: Path, chance: random.Random) -> str:
     """Change one file of the case, now and then two; what was done."""
     done = dict[Path, str]()
     for _ in range(1 if chance.random() < 0.8 else 2):
-        files = sorted(path for path in folder.rglob("*") if path.parent != folder or path.name not in _SPECIAL)
-        files = [path for path in files if path.is_file() and not path.is_symlink() and path not in done]
+        files = sorted(
+            path for path in folder.rglob("*") if path.parent != folder or path.name not in _SPECIAL
+        )
+        files = [
+            path for path in files if path.is_file() and not path.is_symlink() and path not in done
+        ]
         if not files:
             break
         path, draw = chance.choice(files), chance.random()
@@ -251,7 +363,11 @@ def damage(folder: Path, chance: random.Random) -> str:
             in_torch(path, chance)
         else:
             content = path.read_bytes()
-            ways = [way for way in (in_json, in_json, in_text, in_bytes) if way is not in_json or _is_json(content)]
+            ways = [
+                way
+                for way in (in_json, in_json, in_text, in_bytes)
+                if way is not in_json or _is_json(content)
+            ]
             way = chance.choice(ways if _is_text(content) else [in_bytes])
             what = way.__name__
             path.write_bytes(way(content, chance))
@@ -346,7 +462,9 @@ def in_text(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_json(content: bytes, chance: random.Random) -> bytes:
-    """A value somewhere in the document, or in one of its lines, becomes another, is renamed or lost."""
+    """A value somewhere in the document, or in one of its lines, becomes another, is renamed or
+    lost.
+    """
     lines: list[bytes] = [content]
     try:
         json.loads(content)
@@ -397,8 +515,29 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
-    made.__name__: made for made in (
-        nothing, run, spoken, trained, legacy, measured, data, deepspeed_json, cluster, space, searched, points,
-        sources, job, texts, unfinished, gpt2, hugging_face, ranks, pieces, megatron, deepspeed,
+    made.__name__: made
+    for made in (
+        nothing,
+        run,
+        spoken,
+        trained,
+        legacy,
+        measured,
+        data,
+        deepspeed_json,
+        cluster,
+        space,
+        searched,
+        points,
+        sources,
+        job,
+        texts,
+        unfinished,
+        gpt2,
+        hugging_face,
+        ranks,
+        pieces,
+        megatron,
+        deepspeed,
     )
-}  # fmt: skip
+}

@@ -1,11 +1,13 @@
-"""Plants each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests must find it.
+"""Plants each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests
+must find it.
 
     make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
 
-A fault is found when tests fail that pass without it. Those that `found_by` names run first, then all others. A fault
-with `campaign` is found by that campaign alone; at most ten are. A fault whose text is no longer in its file is out of
-date: write it anew for the code that took its place.
+A fault is found when tests fail that pass without it. Those that `found_by` names run first, then
+all others. A fault with `campaign` is found by that campaign alone; at most ten are. A fault whose
+text is no longer in its file is out of date: write it anew for the code that took its place.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -67,13 +69,19 @@ def copy_tree(folder: Path) -> None:
     """What git tracks, as it is now, with what was built."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, check=True, capture_output=True,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     for name in listed.stdout.decode().split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for built in [*(ROOT / "megatron").rglob("*.so"), *ROOT.glob("megatron/**/*.pyc"), *ROOT.glob("tests/**/*.pyc")]:
+    for built in [
+        *(ROOT / "megatron").rglob("*.so"),
+        *ROOT.glob("megatron/**/*.pyc"),
+        *ROOT.glob("tests/**/*.pyc"),
+    ]:
         target = folder / built.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, target)
@@ -81,9 +89,17 @@ def copy_tree(folder: Path) -> None:
 
 def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
     """Compile the part of csrc/ that a fault is in; what the compiler said where it failed."""
-    command = "build_kernels --target host" if fault.file.startswith("csrc/kernels/") else "build_ext --inplace --force"
+    command = (
+        "build_kernels --target host"
+        if fault.file.startswith("csrc/kernels/")
+        else "build_ext --inplace --force"
+    )
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *command.split()], cwd=folder, env=environ, capture_output=True, text=True
+        [sys.executable, "setup.py", "-q", *command.split()],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
     )
     return f"does not compile: {done.stderr[-500:]}" if done.returncode else ""
 
@@ -99,7 +115,8 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
         target.write_text(target.read_text().replace(fault.old, fault.new))
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
-        environ["MEGATRON_KERNELS_TARGETS"] = "none"  # with build_ext; the host library is built apart
+        # with build_ext; the host library is built apart
+        environ["MEGATRON_KERNELS_TARGETS"] = "none"
         if fault.file.startswith("csrc/") and (reason := build(fault, folder, environ)):
             return "OUT OF DATE", reason
         rest = [suite] if not fault.campaign else []
@@ -109,14 +126,36 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
                 return "OUT OF DATE", f"{', '.join(gone)} does not exist"
             named = ["--campaign", fault.campaign] if fault.campaign else []
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *named, *paths],
-                cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S,
-            )  # fmt: skip
-            failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-x",
+                    "-q",
+                    "--tb=no",
+                    "-p",
+                    "no:cacheprovider",
+                    *named,
+                    *paths,
+                ],
+                cwd=folder,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            failed = [
+                line.split()[1]
+                for line in done.stdout.splitlines()
+                if line.startswith(("FAILED ", "ERROR "))
+            ]
             if done.returncode == 1 and failed:
                 return "found", failed[0]
             if done.returncode not in (0, 1, 5):
-                return "MISSED", f"pytest could not run {paths}: {(done.stdout + done.stderr)[-500:]}"
+                return (
+                    "MISSED",
+                    f"pytest could not run {paths}: {(done.stdout + done.stderr)[-500:]}",
+                )
     return "MISSED", fault.what
 
 
@@ -130,17 +169,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--room", action="append", help="faults of this room alone; repeatable")
     parser.add_argument("--fault", action="append", help="this fault alone; repeatable")
-    parser.add_argument("--check", action="store_true", help="only look whether every fault can still be planted")
-    parser.add_argument("--suite", default="tests", help="the tests that may find what `found_by` did not")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether every fault can still be planted"
+    )
+    parser.add_argument(
+        "--suite", default="tests", help="the tests that may find what `found_by` did not"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     chosen = [
-        fault for fault in faults()
-        if (not options.room or fault.room in options.room) and (not options.fault or fault.name in options.fault)
+        fault
+        for fault in faults()
+        if (not options.room or fault.room in options.room)
+        and (not options.fault or fault.name in options.fault)
     ]
     wrong = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda fault: look(fault) if options.check else plant(fault, options.suite), chosen)
+        verdicts = pool.map(
+            lambda fault: look(fault) if options.check else plant(fault, options.suite), chosen
+        )
         for fault, (verdict, note) in zip(chosen, verdicts, strict=True):
             wrong += verdict in ("MISSED", "OUT OF DATE")
             where = f" (campaign {fault.campaign})" if fault.campaign else ""
@@ -149,7 +196,10 @@ def main() -> int:
     if campaigns > MOST_BY_CAMPAIGN:
         wrong += 1
         print(f"{campaigns} faults are left to campaigns: {MOST_BY_CAMPAIGN} at most")
-    print(f"{len(chosen) - wrong} of {len(chosen)} planted faults found, {campaigns} of them by campaigns alone")
+    print(
+        f"{len(chosen) - wrong} of {len(chosen)} planted faults found, {campaigns} of them by "
+        "campaigns alone"
+    )
     return 1 if wrong or not chosen else 0
 
 

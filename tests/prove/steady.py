@@ -1,7 +1,9 @@
-"""Runs `make test` again and again in random order beside busy loops; every test must answer alike each time.
+"""Runs `make test` again and again in random order beside busy loops; every test must answer alike
+each time.
 
-    make prove ONLY=steady [PROVE="--runs 3 --seed 7"]
+make prove ONLY=steady [PROVE="--runs 3 --seed 7"]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,13 +24,28 @@ def answers(seed: int, workers: int) -> dict[str, str]:
     """{test: passed, failed, error or skipped} of one run."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--tb=short", "-n", str(workers), "--dist", "loadfile", "-o",
-             "addopts=--strict-markers", f"--randomly-seed={seed}", f"--junitxml={report.name}"],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--tb=short",
+                "-n",
+                str(workers),
+                "--dist",
+                "loadfile",
+                "-o",
+                "addopts=--strict-markers",
+                f"--randomly-seed={seed}",
+                f"--junitxml={report.name}",
+            ],
             cwd=ROOT,
-        )  # fmt: skip
+        )
         found = {}
         for case in ElementTree.parse(report.name).iter("testcase"):
-            kind = next((k for k in ("failure", "error", "skipped") if case.find(k) is not None), "passed")
+            kind = next(
+                (k for k in ("failure", "error", "skipped") if case.find(k) is not None), "passed"
+            )
             found[f"{case.get('classname')}::{case.get('name')}"] = kind
         return found
 
@@ -36,12 +53,18 @@ def answers(seed: int, workers: int) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=None, help="of the first order; default: random, and printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first order; default: random, and printed"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="busy loops; 0: beside your own load")
+    parser.add_argument(
+        "--busy", type=int, default=os.cpu_count() or 1, help="busy loops; 0: beside your own load"
+    )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)
+    ]
     seen: dict[str, list[str]] = defaultdict(list)
     seconds = []
     try:
@@ -50,15 +73,23 @@ def main() -> int:
             for test, answer in answers(seed + run, options.workers).items():
                 seen[test].append(answer)
             seconds.append(time.monotonic() - start)
-            print(f"run {run + 1} of {options.runs}, seed {seed + run}: {seconds[-1]:.0f} s", flush=True)
+            print(
+                f"run {run + 1} of {options.runs}, seed {seed + run}: {seconds[-1]:.0f} s",
+                flush=True,
+            )
     finally:
         for process in busy:
             process.kill()
-    odd = {t: a for t, a in seen.items() if len(set(a)) > 1 or len(a) < options.runs or a[0] in ("failure", "error")}
+    odd = {
+        t: a
+        for t, a in seen.items()
+        if len(set(a)) > 1 or len(a) < options.runs or a[0] in ("failure", "error")
+    }
     for test, given in sorted(odd.items()):
         print(f"unsteady: {test}: {', '.join(given)}")
     print(
-        f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops, {min(seconds):.0f} to "
+        f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops, {min(seconds):.0f} "
+        "to "
         f"{max(seconds):.0f} s: {len(odd)} did not answer alike"
     )
     return 1 if odd or not seen else 0

@@ -1,4 +1,5 @@
 """The campaign of hostile input: a few of its cases, and that it finds what it is there for."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,15 +14,18 @@ pytestmark = pytest.mark.slow
 
 # Those that start at once and whose files are made at once.
 CHEAP = [
-    target for target in hostile.TARGETS
-    if target[2] in ("sources", "legacy") or target[0] in ("tools/show_placement.py", "tools/show_schedule.py")
-]  # fmt: skip
+    target
+    for target in hostile.TARGETS
+    if target[2] in ("sources", "legacy")
+    or target[0] in ("tools/show_placement.py", "tools/show_schedule.py")
+]
 PLANTED = {
     "TRACEBACK: ValueError": "raise ValueError('x')",
     "TRACEBACK: MemoryError": "bytearray(5 << 30)",
     "HANG": "import time; time.sleep(1000)",
     "SIGNAL: SIGABRT": "import os; os.abort()",
-    "CODE RUN: posix.mkdir": "import pickle, sys; pickle.load(open(sys.argv[1], 'rb')); sys.exit(2)",
+    "CODE RUN: posix.mkdir": "import pickle, sys; pickle.load(open(sys.argv[1], "
+    "'rb')); sys.exit(2)",
     "CODE RUN: a command ran": "import os, sys; os.system(sys.argv[2])",
 }
 
@@ -30,13 +34,21 @@ def test_a_few_cases(tmp_path: Path) -> None:
     few = itertools.islice(hostile.cases(("files", "flags")), 12)
     counts, found = hostile.campaign(0, few, tmp_path, targets=CHEAP)
     assert not found
-    assert {kind: sum(verdicts.values()) for kind, verdicts in counts.items()} == {"files": 7, "flags": 5}
-    assert all(sum(verdicts[each] for verdicts in counts.values()) for each in ("accepted", "refused"))
+    assert {kind: sum(verdicts.values()) for kind, verdicts in counts.items()} == {
+        "files": 7,
+        "flags": 5,
+    }
+    assert all(
+        sum(verdicts[each] for verdicts in counts.values()) for each in ("accepted", "refused")
+    )
 
 
 @pytest.mark.parametrize(("signature", "code"), PLANTED.items(), ids=PLANTED)
 def test_what_may_not_happen_is_a_failure(signature: str, code: str, tmp_path: Path) -> None:
-    bench, script = Bench(tmp_path, 0.5 if signature == "HANG" else hostile.LIMIT_S), tmp_path / "planted.py"
+    bench, script = (
+        Bench(tmp_path, 0.5 if signature == "HANG" else hostile.LIMIT_S),
+        tmp_path / "planted.py",
+    )
     script.write_text(code)
     words = ["{f}/file", "mkdir {f}/RAN"]
 
@@ -51,4 +63,7 @@ def test_what_may_not_happen_is_a_failure(signature: str, code: str, tmp_path: P
 def test_a_refusal_and_a_success_are_none(tmp_path: Path) -> None:
     bench, script = Bench(tmp_path), tmp_path / "planted.py"
     script.write_text("import sys; sys.exit(int(sys.argv[1]))")
-    assert [bench.run(Case(str(script), [[code]]))[:2] for code in "02"] == [("accepted", ""), ("refused", "")]
+    assert [bench.run(Case(str(script), [[code]]))[:2] for code in "02"] == [
+        ("accepted", ""),
+        ("refused", ""),
+    ]

@@ -1,4 +1,5 @@
 """The throw-away Slurm of each module, as large as its NODES."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""What the tests here have in common: a user's settings of site.env, and the jobs of examples/frontier."""
+"""What the tests here have in common: a user's settings of site.env, and the jobs of
+examples/frontier.
+"""
+
 from __future__ import annotations
 
 import os
@@ -34,7 +37,9 @@ class Submitted:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def logs(self, start: int = 0) -> Path:
-        """What the tasks wrote to standard error, and the preflight's result, in the job's nth start."""
+        """What the tasks wrote to standard error, and the preflight's result, in the job's nth
+        start.
+        """
         return self.run / "logs" / self.number / str(start)
 
     def wait_for(self, pattern: str) -> None:
@@ -47,11 +52,18 @@ class Submitted:
 
 
 def submit(
-    testbed: Testbed, folder: Path, arguments: Sequence[str] = (), *, options: Sequence[str] = (), name: str = "run",
-    script: str = "train_22b.sbatch", **settings: str,
+    testbed: Testbed,
+    folder: Path,
+    arguments: Sequence[str] = (),
+    *,
+    options: Sequence[str] = (),
+    name: str = "run",
+    script: str = "train_22b.sbatch",
+    **settings: str,
 ) -> Submitted:
-    """Submit a script as a user would: site.env is sourced, its settings and those of job.sh come from the environment,
-    `options` go to sbatch and `arguments` to the script. Files go to FOLDER/NAME and FOLDER/NAME.log."""
+    """Submit a script as a user would: site.env is sourced, its settings and those of job.sh come
+    from the environment, `options` go to sbatch and `arguments` to the script. Files go to
+    FOLDER/NAME and FOLDER/NAME.log."""
     log = folder / f"{name}.log"
     env = {**settings_of_site(folder, name), "DEVICE": "cpu", **settings}
     command = f'source {FRONTIER}/site.env && exec sbatch --parsable "$@"'
@@ -61,9 +73,18 @@ def submit(
 
 
 def settings_of_site(folder: Path, name: str = "run") -> dict[str, str]:
-    """What a user would have in site.env and in the environment beside it, and a port that no other test has."""
+    """What a user would have in site.env and in the environment beside it, and a port that no other
+    test has.
+    """
     return {
-        **os.environ, "SBATCH_ACCOUNT": "abc123", "SITE_RUNS": str(folder), "SITE_VENV": sys.prefix, "RUN_NAME": name,
-        "SITE_ENV": str(folder / "no_packed_environment"), "MASTER_PORT": str(free_ports(1)), "COLUMNS": "100",
-        "USER": os.environ.get("USER", "root"), "PREFLIGHT": "0",
-    }  # fmt: skip
+        **os.environ,
+        "SBATCH_ACCOUNT": "abc123",
+        "SITE_RUNS": str(folder),
+        "SITE_VENV": sys.prefix,
+        "RUN_NAME": name,
+        "SITE_ENV": str(folder / "no_packed_environment"),
+        "MASTER_PORT": str(free_ports(1)),
+        "COLUMNS": "100",
+        "USER": os.environ.get("USER", "root"),
+        "PREFLIGHT": "0",
+    }

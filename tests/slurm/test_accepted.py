@@ -1,4 +1,7 @@
-"""Slurm takes each script of examples/frontier as it is: on a controller that believes in all 9,472 nodes."""
+"""Slurm takes each script of examples/frontier as it is: on a controller that believes in all 9,472
+nodes.
+"""
+
 from __future__ import annotations
 
 import re
@@ -13,8 +16,9 @@ pytestmark = CAMPAIGN
 
 NODES, PAPER_NODES = 0, 9472
 RANGES = "batch-2h,batch-6h,batch-12h"
-"""The three ranges of nodes of Frontier's batch partition, each with its longest time. A job may name several
-partitions; with EnforcePartLimits=ANY it is refused where none of them would take it."""
+"""The three ranges of nodes of Frontier's batch partition, each with its longest time. A job may
+name several partitions; with EnforcePartLimits=ANY it is refused where none of them would take
+it."""
 
 
 def submit(testbed: Testbed, script: Path, *options: str) -> str:
@@ -32,11 +36,19 @@ def nodes(testbed: Testbed, said: str) -> int:
 
 
 def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed: Testbed) -> None:
-    scripts = sorted(path for path in FRONTIER.iterdir() if path.is_file() and "\n#SBATCH -N " in path.read_text())
+    scripts = sorted(
+        path
+        for path in FRONTIER.iterdir()
+        if path.is_file() and "\n#SBATCH -N " in path.read_text()
+    )
     assert len(scripts) == 8
     for script in scripts:
         wanted = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
         assert wanted and nodes(testbed, submit(testbed, script)) == int(wanted[1])
-        for too_much in (["--time=12:01:00"], ["--nodes=91", "--time=02:01:00"], [f"--nodes={PAPER_NODES + 1}"]):
+        for too_much in (
+            ["--time=12:01:00"],
+            ["--nodes=91", "--time=02:01:00"],
+            [f"--nodes={PAPER_NODES + 1}"],
+        ):
             with pytest.raises(RuntimeError, match="time limit|Node count"):
                 submit(testbed, script, *too_much)

@@ -1,5 +1,6 @@
-"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the check
-before submitting foretells."""
+"""What the scripts really start, told by a Python that only writes down what it was called with:
+the same as the check before submitting foretells."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +19,8 @@ from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
 pytestmark = MARKS
 
 NODES = 2
-# Each task writes what it was called with and what it sees; the look at the configuration before them writes nothing.
+# Each task writes what it was called with and what it sees; the look at the configuration before
+# them writes nothing.
 PYTHON = f"""#!{sys.executable} -S
 import json, os, sys
 if "SLURM_STEP_ID" in os.environ and sys.argv[1:2] == ["-u"]:
@@ -29,7 +31,9 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """Frontier's user guide: the device nearest to the cores of local ranks 0, 1, ..."""
 
 
-def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]) -> tuple[Job, dict[str, Any]]:
+def foretold(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]
+) -> tuple[Job, dict[str, Any]]:
     """What tools/preflight.py check says of a script, and its findings by subject."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -41,12 +45,17 @@ def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[s
 campaign = pytest.mark.campaign("slurm")
 
 
-@pytest.mark.timeout(600)  # Slurm's start and a job beside other work; no more than a guard against a hang
-@pytest.mark.parametrize("script, recipe", [
-    ("train_22b.sbatch", "frontier"), pytest.param("train_1.4b.sbatch", "paper", marks=campaign),
-    pytest.param("train_175b.sbatch", "paper", marks=campaign),
-    pytest.param("train_1t.sbatch", "frontier", marks=campaign),
-])  # fmt: skip
+# Slurm's start and a job beside other work; no more than a guard against a hang
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "script, recipe",
+    [
+        ("train_22b.sbatch", "frontier"),
+        pytest.param("train_1.4b.sbatch", "paper", marks=campaign),
+        pytest.param("train_175b.sbatch", "paper", marks=campaign),
+        pytest.param("train_1t.sbatch", "frontier", marks=campaign),
+    ],
+)
 def test_srun_starts_what_the_check_foretold(
     testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, recipe: str
 ) -> None:
@@ -57,9 +66,14 @@ def test_srun_starts_what_the_check_foretold(
     (tmp_path / "net" / "hsn0").mkdir(parents=True)
     (tmp_path / "calls").mkdir()
     settings = {
-        "DEVICE": "gpu", "SITE_MODULES": "", "SITE_NET_FOLDER": str(tmp_path / "net"), "RECIPE": recipe,
-        "SITE_VENV": str(tmp_path / "venv"), "CALLS": str(tmp_path / "calls"), "MASTER_PORT": "3442",
-    }  # fmt: skip
+        "DEVICE": "gpu",
+        "SITE_MODULES": "",
+        "SITE_NET_FOLDER": str(tmp_path / "net"),
+        "RECIPE": recipe,
+        "SITE_VENV": str(tmp_path / "venv"),
+        "CALLS": str(tmp_path / "calls"),
+        "MASTER_PORT": "3442",
+    }
     # A word with blanks, and one that a shell would expand.
     arguments = ["--mock-data", "--train-iters", "7", "--wandb-project", "a  b $HOME *"]
     job = submit(testbed, tmp_path, arguments, options=["-N", "2"], script=script, **settings)
@@ -76,17 +90,25 @@ def test_srun_starts_what_the_check_foretold(
     program, *flags = calls[0]["arguments"]
     assert program == str(ROOT / "pretrain_gpt.py")
     assert (training.words, training.nodes, training.tasks) == (flags, 2, 16)
-    assert flags[-len(arguments):] == arguments
+    assert flags[-len(arguments) :] == arguments
     assert f"gpt-{script[6:-7]}{'-frontier' if recipe == 'frontier' else ''}" in flags
     # The line in the job's log is a command that a shell would read the same.
-    (line,) = [line for line in job.text().splitlines() if line.startswith("+ srun ") and "pretrain_gpt.py" in line]
-    assert shlex.split(line)[-len(flags):] == flags
+    (line,) = [
+        line
+        for line in job.text().splitlines()
+        if line.startswith("+ srun ") and "pretrain_gpt.py" in line
+    ]
+    assert shlex.split(line)[-len(flags) :] == flags
 
     seen = [call["environ"] for call in calls]
     assert [int(env["ROCR_VISIBLE_DEVICES"]) for env in seen] == NEAREST * 2
     assert {env["MASTER_ADDR"] for env in seen} == {"127.0.0.101"}
     wanted = {
-        "MASTER_PORT": "3442", "MEGATRON_CLUSTER": "frontier", "NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2",
-        "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "FI_CXI_RDZV_PROTO": "alt_read",
-    }  # fmt: skip
+        "MASTER_PORT": "3442",
+        "MEGATRON_CLUSTER": "frontier",
+        "NCCL_NET": "OFI",
+        "FI_MR_CACHE_MONITOR": "kdreg2",
+        "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
+        "FI_CXI_RDZV_PROTO": "alt_read",
+    }
     assert [{name: env.get(name) for name in wanted} for env in seen] == [wanted] * 16

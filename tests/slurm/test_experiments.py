@@ -1,4 +1,7 @@
-"""Scaling experiments in an allocation of two virtual nodes: side by side, interrupted, and gone on with."""
+"""Scaling experiments in an allocation of two virtual nodes: side by side, interrupted, and gone on
+with.
+"""
+
 from __future__ import annotations
 
 import csv
@@ -21,39 +24,64 @@ pytestmark = CAMPAIGN
 
 NODES = 2
 SMALL = {
-    "KINDS": "tp", "MODEL": "tiny", "VALUES": "1 2", "TASKS_PER_NODE": "2", "CPUS_PER_TASK": "1", "WARM_UP": "1",
-    "ITERATIONS": "2", "REQUEUE": "0",
-}  # fmt: skip
+    "KINDS": "tp",
+    "MODEL": "tiny",
+    "VALUES": "1 2",
+    "TASKS_PER_NODE": "2",
+    "CPUS_PER_TASK": "1",
+    "WARM_UP": "1",
+    "ITERATIONS": "2",
+    "REQUEUE": "0",
+}
 
 
 def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
     return submit(
-        testbed, folder, ["--", "--num-layers", "2"], options=["-N", "2", "--time=10"], name=name,
-        script="sweep_tp_pp_mbs.sh", **{**SMALL, **settings},
-    )  # fmt: skip
+        testbed,
+        folder,
+        ["--", "--num-layers", "2"],
+        options=["-N", "2", "--time=10"],
+        name=name,
+        script="sweep_tp_pp_mbs.sh",
+        **{**SMALL, **settings},
+    )
 
 
 def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_path: Path) -> None:
     job = experiment(testbed, tmp_path, "both")
     assert job.wait() == "COMPLETED", job.text()
-    results = [json.loads((tmp_path / f"tp-tiny/tp-0000{n}/result.json").read_text()) for n in (1, 2)]
+    results = [
+        json.loads((tmp_path / f"tp-tiny/tp-0000{n}/result.json").read_text()) for n in (1, 2)
+    ]
     assert [r["status"] for r in results] == ["done", "done"]
     assert sorted(host for r in results for host in r["hosts"]) == ["node01", "node02"]
     assert max(r["started"] for r in results) < min(r["ended"] for r in results)
     done = subprocess.run(
-        [sys.executable, "tools/report_scaling.py", str(tmp_path / "tp-tiny"), "--out", str(tmp_path / "report")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "tools/report_scaling.py",
+            str(tmp_path / "tp-tiny"),
+            "--out",
+            str(tmp_path / "report"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "report/report.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"], row["devices"], row["state"]) for row in rows] == [
-        ("tp-00001", "1", "valid"), ("tp-00002", "2", "valid"),
-    ]  # fmt: skip
+        ("tp-00001", "1", "valid"),
+        ("tp-00002", "2", "valid"),
+    ]
 
 
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
-    # The second point has to last until Slurm itself is told: srun loses a signal that comes while its tasks start.
+    # The second point has to last until Slurm itself is told: srun loses a signal that comes while
+    # its tasks start.
     settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "300"}
     job = experiment(testbed, tmp_path, "first", **settings)
     job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
@@ -62,13 +90,18 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
     assert "1 point(s) done, 0 failed, 1 not run" in job.text()
     again = experiment(testbed, tmp_path, "second", **settings)
     assert again.wait() == "COMPLETED", again.text()
-    assert again.text().count("done already") == 1 and "2 point(s) done, 0 failed, 0 not run" in again.text()
+    assert (
+        again.text().count("done already") == 1
+        and "2 point(s) done, 0 failed, 0 not run" in again.text()
+    )
 
 
 def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """srun asks Slurm once to end such a step; a node whose daemon is slow may hear that before it has the tasks."""
+    """srun asks Slurm once to end such a step; a node whose daemon is slow may hear that before it
+    has the tasks.
+    """
     script = tmp_path / "hold.sh"
     script.write_text("#!/bin/bash\nsleep 3600\n")
     job = testbed.sbatch("-N", "2", "-D", tmp_path, script)
@@ -76,17 +109,29 @@ def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     (tmp_path / "pretrain_gpt.py").write_text("import time; time.sleep(3600)")
     nodes = testbed.show(job)["NodeList"]
     for name, value in {
-        **settings_of_site(tmp_path), "SLURM_CONF": testbed.env["SLURM_CONF"], "SLURM_JOB_ID": job,
-        "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "node02",
-        "SITE_FILE": str(FRONTIER / "site.env"), "POINT_PYTHON": sys.executable, "POINT_CODE": str(tmp_path),
-        "DEVICE": "cpu", "CPUS_PER_TASK": "1",
-    }.items():  # fmt: skip
+        **settings_of_site(tmp_path),
+        "SLURM_CONF": testbed.env["SLURM_CONF"],
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURMD_NODENAME": "node02",
+        "SITE_FILE": str(FRONTIER / "site.env"),
+        "POINT_PYTHON": sys.executable,
+        "POINT_CODE": str(tmp_path),
+        "DEVICE": "cpu",
+        "CPUS_PER_TASK": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    slurmd = int(testbed.ask("bash", "-c", 'pgrep -P "$(<"$TESTBED_DIR/run/node02.pid")"').split()[0])
+    slurmd = int(
+        testbed.ask("bash", "-c", 'pgrep -P "$(<"$TESTBED_DIR/run/node02.pid")"').split()[0]
+    )
     for number in range(6):
         os.kill(slurmd, signal.SIGSTOP)
         try:
-            step, log = Step(f"told-{number}", ["node02"], 1, number, 3600.0), tmp_path / f"told-{number}/train.log"
+            step, log = (
+                Step(f"told-{number}", ["node02"], 1, number, 3600.0),
+                tmp_path / f"told-{number}/train.log",
+            )
             log.parent.mkdir()
             run = start_step(slurm_command([]), step, log.parent)
             while "+ srun" not in log.read_text():

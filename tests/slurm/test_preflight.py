@@ -1,5 +1,6 @@
-"""The measuring half of the preflight, as job.sh runs it: it finds what is wrong with a node, and the job trains on the
-others of its allocation."""
+"""The measuring half of the preflight, as job.sh runs it: it finds what is wrong with a node, and
+the job trains on the others of its allocation."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,12 +13,17 @@ pytestmark = CAMPAIGN
 
 NODES = 3
 TINY = (
-    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size 1 --train-iters 3"
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size "
+    "1 --train-iters 3"
 ).split()
 SETTINGS = {
-    "PREFLIGHT": "1", "PREFLIGHT_FLAGS": "--seconds 30", "PRESET": "tiny", "GPU_VISIBILITY": "one",
-    "TASKS_PER_NODE": "4", "SRUN_WAIT": "300",
-}  # fmt: skip
+    "PREFLIGHT": "1",
+    "PREFLIGHT_FLAGS": "--seconds 30",
+    "PRESET": "tiny",
+    "GPU_VISIBILITY": "one",
+    "TASKS_PER_NODE": "4",
+    "SRUN_WAIT": "300",
+}
 
 
 def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
@@ -35,11 +41,15 @@ def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> Non
     assert "FAULT node02 rank 5:" in job.text()
     assert "--exclude=node02" in job.text()
     # Training has all tasks of the two good nodes.
-    assert "layout: 8 ranks" in job.text() and "node02" not in job.text().split("layout: 8 ranks")[1]
+    assert (
+        "layout: 8 ranks" in job.text() and "node02" not in job.text().split("layout: 8 ranks")[1]
+    )
     assert history.newest(job.checkpoints).name == "iter_0000003"
 
 
-def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(testbed: Testbed, tmp_path: Path) -> None:
+def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(
+    testbed: Testbed, tmp_path: Path
+) -> None:
     testbed.control("slow-task", "node01", "1", "1")
     try:
         settings = {**SETTINGS, "TASKS_PER_NODE": "2"}

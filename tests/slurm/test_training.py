@@ -1,4 +1,7 @@
-"""examples/frontier unchanged on two virtual nodes: it trains what one process trains, and survives what stops it."""
+"""examples/frontier unchanged on two virtual nodes: it trains what one process trains, and survives
+what stops it.
+"""
+
 from __future__ import annotations
 
 import re
@@ -17,22 +20,27 @@ pytestmark = CAMPAIGN
 
 NODES = 2
 TINY = (
-    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 --adam-eps 1e-3"
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 "
+    "--adam-eps 1e-3"
 ).split()
-"""Beside PRESET=tiny. Adam's epsilon is larger than the default: where a gradient is nearly zero, Adam divides rounding
-errors by it."""
+"""Beside PRESET=tiny. Adam's epsilon is larger than the default: where a gradient is nearly zero,
+Adam divides rounding errors by it."""
 ITERATIONS = 6
 SIXTEEN = [
-    *TINY, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split(),
-    "--train-iters", str(ITERATIONS),
-]  # fmt: skip
+    *TINY,
+    *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split(),
+    "--train-iters",
+    str(ITERATIONS),
+]
 """TP 2 x PP 2 x DP 4, two micro-batches a step."""
 NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """The device next to each local rank's cores: what the ranks would have without placement."""
 
 
 def pack(file: Path) -> None:
-    """A packed environment as job.sh takes it: bin/python at its top, here one that is this machine's."""
+    """A packed environment as job.sh takes it: bin/python at its top, here one that is this
+    machine's.
+    """
     import sys
 
     python = file.parent / "python"
@@ -43,12 +51,14 @@ def pack(file: Path) -> None:
 
 
 def placed(job: Submitted) -> None:
-    """Ranks went by devices, not by the order of tasks: a tensor-parallel pair sits on devices with a link of 200 GB/s.
-    The line names the device that each rank's task was given."""
+    """Ranks went by devices, not by the order of tasks: a tensor-parallel pair sits on devices with
+    a link of 200 GB/s. The line names the device that each rank's task was given."""
     order = [int(device) for device in re.findall(r"device order (\S+)", job.text())[0].split(",")]
     groups = re.findall(r"(?m)^ +first tensor-parallel group: +(.*)$", job.text())
-    pair = [(int(rank), node, int(device)) for rank, node, device in
-            re.findall(r"(\d+) \((node\d\d):cpu \(device (\d)\)\)", groups[0])]  # fmt: skip
+    pair = [
+        (int(rank), node, int(device))
+        for rank, node, device in re.findall(r"(\d+) \((node\d\d):cpu \(device (\d)\)\)", groups[0])
+    ]
     assert pair == [(0, "node01", order[0]), (1, "node01", order[1])]
     assert sorted(order[:2]) in ([0, 1], [2, 3], [4, 5], [6, 7])
     assert order != NEAREST  # else all of this could be by chance
@@ -63,11 +73,20 @@ def _train(rank: int, arguments: Sequence[str]) -> int:
 def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Path) -> None:
     pack(tmp_path / "environment.tar")
     job = submit(
-        testbed, tmp_path, SIXTEEN, options=["-N", "2"], name="one", PRESET="tiny", GPU_VISIBILITY="one",
-        SRUN_WAIT="300", SITE_ENV=str(tmp_path / "environment.tar"),
-    )  # fmt: skip
+        testbed,
+        tmp_path,
+        SIXTEEN,
+        options=["-N", "2"],
+        name="one",
+        PRESET="tiny",
+        GPU_VISIBILITY="one",
+        SRUN_WAIT="300",
+        SITE_ENV=str(tmp_path / "environment.tar"),
+    )
     assert job.wait() == "COMPLETED", job.text()
-    assert re.search(r"(?m)^\+ srun .* /mnt/bb/\S+/environment/bin/python .*pretrain_gpt", job.text()), job.text()
+    assert re.search(
+        r"(?m)^\+ srun .* /mnt/bb/\S+/environment/bin/python .*pretrain_gpt", job.text()
+    ), job.text()
     placed(job)
     one = history.steps(job.checkpoints)
     assert len(one) == ITERATIONS
@@ -76,22 +95,36 @@ def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Pat
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *SIXTEEN, "--save", str(folder)]
     assert run_processes(16, _train, flags) == [0] * 16
     assert history.steps(folder) == one
-    alone = run_job(1, [*flags[:-1], str(tmp_path / "alone"), *"--tensor-model-parallel-size 1".split(),
-                        *"--pipeline-model-parallel-size 1".split()], tmp_path / "alone")
+    alone = run_job(
+        1,
+        [
+            *flags[:-1],
+            str(tmp_path / "alone"),
+            *"--tensor-model-parallel-size 1".split(),
+            *"--pipeline-model-parallel-size 1".split(),
+        ],
+        tmp_path / "alone",
+    )
     assert alone.processes[0].returncode == 0, alone.output()
     reference = dict(history.steps(tmp_path / "alone"))
     assert history.largest_difference(one, reference) < LOSS["fp32"]
 
 
 FOUR = [
-    *TINY, *"--pipeline-model-parallel-size 2 --micro-batch-size 1 --attention-dropout 0.1".split(),
-    *"--hidden-dropout 0.1 --train-iters 1000000 --lr-decay-style constant --save-interval 50 --walltime none".split(),
-]  # fmt: skip
-"""PP 2 x DP 2, for as long as it may; --walltime none: the program does not look at the clock itself."""
+    *TINY,
+    *"--pipeline-model-parallel-size 2 --micro-batch-size 1 --attention-dropout 0.1".split(),
+    *"--hidden-dropout 0.1 --train-iters 1000000 --lr-decay-style constant --save-interval 50 "
+    "--walltime none".split(),
+]
+"""PP 2 x DP 2, for as long as it may; --walltime none: the program does not look at the clock
+itself.
+"""
 
 
 def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
-    """Give a running job a new time limit, in whole minutes as Slurm has it, with so many seconds left."""
+    """Give a running job a new time limit, in whole minutes as Slurm has it, with so many seconds
+    left.
+    """
     hours, minutes, seconds = map(int, job.testbed.show(job.number)["RunTime"].split(":"))
     ran = 3600 * hours + 60 * minutes + seconds
     limit = -(-(ran + left_s[0]) // 60)
@@ -108,11 +141,21 @@ def newest(job: Submitted) -> int:
 
 
 def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
-    """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an undisturbed run."""
-    # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held back.
+    """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an
+    undisturbed run.
+    """
+    # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held
+    # back.
     testbed.control("slow-task", "node02", "1", "15")
-    settings = {"PRESET": "tiny", "TASKS_PER_NODE": "2", "GPU_VISIBILITY": "all", "SRUN_WAIT": "300"}
-    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "60", "--signal=USR1@600"], **settings)
+    settings = {
+        "PRESET": "tiny",
+        "TASKS_PER_NODE": "2",
+        "GPU_VISIBILITY": "all",
+        "SRUN_WAIT": "300",
+    }
+    job = submit(
+        testbed, tmp_path, FOUR, options=["-N", "2", "-t", "60", "--signal=USR1@600"], **settings
+    )
     job.wait_for(r"(?m)^ iteration +2/")
     testbed.control("mend")
     shorten(job, (500, 590))  # the signal is due at once, and there is time for a slow save
@@ -126,7 +169,8 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     job.wait_for(rf"(?m)^ iteration +{at_signal + 101}/")
     testbed.control("lose-node", "node02")
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
-    at_loss = history.steps(job.checkpoints)[-1][0]  # the last lines of the output may have been lost with the node
+    # the last lines of the output may have been lost with the node
+    at_loss = history.steps(job.checkpoints)[-1][0]
     testbed.control("add-node", "node02")
     testbed.control("hurry", job.number)
     job.wait_for(rf"(?s) start 2 .*\n iteration +{at_loss + 1}/")
@@ -138,7 +182,10 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     third = int(starts[2].removeprefix("2 "))
     assert at_loss - 2 * 50 <= third <= at_loss  # a save may be on its way for one interval
     found = history.steps(job.checkpoints)
-    assert [step for step, _ in found] == [*range(1, at_loss + 1), *range(third + 1, found[-1][0] + 1)]
+    assert [step for step, _ in found] == [
+        *range(1, at_loss + 1),
+        *range(third + 1, found[-1][0] + 1),
+    ]
     last, folder = found[-1][0], tmp_path / "undisturbed"
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *FOUR, "--save", str(folder)]
     assert run_processes(4, _train, [*flags, "--exit-interval", str(last)]) == [0] * 4

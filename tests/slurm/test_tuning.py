@@ -1,5 +1,7 @@
-"""A search in an allocation of four virtual nodes: two trials at a time on nodes of their own, one of which hangs and
-one of which runs out of memory; killed, and gone on with; nodes that die under it."""
+"""A search in an allocation of four virtual nodes: two trials at a time on nodes of their own, one
+of which hangs and one of which runs out of memory; killed, and gone on with; nodes that die under
+it."""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +25,8 @@ from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, submit
 pytestmark = CAMPAIGN
 
 NODES = 4
-# Two processes of a trial, one on each of two nodes. A micro-batch of 64 needs more than a gigabyte, one of 3 hangs.
+# Two processes of a trial, one on each of two nodes. A micro-batch of 64 needs more than a
+# gigabyte, one of 3 hangs.
 SPACE = """
 title = "two pipeline sizes and some micro-batches"
 flags = [
@@ -45,7 +48,8 @@ warm_up = 1
 """
 HANGS, TOO_BIG = "pp=1,mbs=3", "pp=1,mbs=64"
 _LIMIT = "ulimit -d 943718  # KiB, of each process"
-# Stops itself after the first step, in every rank, so that no other one can tell. More steps: it must not end before.
+# Stops itself after the first step, in every rank, so that no other one can tell. More steps: it
+# must not end before.
 PYTHON = f"""#!/bin/bash
 {_LIMIT}
 if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) ]]; then
@@ -65,7 +69,12 @@ exec {sys.executable} "$@"
 
 
 def tune(
-    testbed: Testbed, folder: Path, name: str, space: str = SPACE, program: str = PYTHON, **settings: str
+    testbed: Testbed,
+    folder: Path,
+    name: str,
+    space: str = SPACE,
+    program: str = PYTHON,
+    **settings: str,
 ) -> Submitted:
     python = folder / "venv/bin/python"
     if not python.exists():
@@ -75,18 +84,35 @@ def tune(
         (folder / "space.toml").write_text(space)
     arguments = ["--search", "optuna", "--confirm", "0", "--stall", "30"]
     return submit(
-        testbed, folder, arguments, options=["-N", "4", "--time=120"], name=name, script="tune.sbatch",
-        SPACE=str(folder / "space.toml"), PRIOR="0", SITE_CLUSTER="", TASKS_PER_NODE="1", CPUS_PER_TASK="1",
-        SITE_VENV=str(folder / "venv"), PYTHON=sys.executable, **{"REQUEUE": "0", **settings},
-    )  # fmt: skip
+        testbed,
+        folder,
+        arguments,
+        options=["-N", "4", "--time=120"],
+        name=name,
+        script="tune.sbatch",
+        SPACE=str(folder / "space.toml"),
+        PRIOR="0",
+        SITE_CLUSTER="",
+        TASKS_PER_NODE="1",
+        CPUS_PER_TASK="1",
+        SITE_VENV=str(folder / "venv"),
+        PYTHON=sys.executable,
+        **{"REQUEUE": "0", **settings},
+    )
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
     """What the folders of trials tell: which were started, and how they ended."""
     found = list[dict[str, Any]]()
     for path in sorted((folder / "tune-space/trials").glob("*/point.json")):
-        point, number, result = json.loads(path.read_text()), int(path.parent.name), path.with_name("result.json")
-        found.append({"event": "started", "number": number, "key": point["key"], "hosts": point["hosts"]})
+        point, number, result = (
+            json.loads(path.read_text()),
+            int(path.parent.name),
+            path.with_name("result.json"),
+        )
+        found.append(
+            {"event": "started", "number": number, "key": point["key"], "hosts": point["hosts"]}
+        )
         if result.exists():
             found.append({"event": "ended", "number": number, **json.loads(result.read_text())})
     return found
@@ -122,14 +148,19 @@ def running(records: list[dict[str, Any]]) -> set[int]:
 
 def kill_the_tuner(folder: Path) -> None:
     found = subprocess.run(
-        ["pgrep", "-f", f"tools/tune.py .*--out {folder}/"], capture_output=True, text=True, check=True
-    )  # fmt: skip
+        ["pgrep", "-f", f"tools/tune.py .*--out {folder}/"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for pid in found.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
 
 
 def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
-    """The journal of a job that has ended, once no step, no process of a trial and no tuner is left."""
+    """The journal of a job that has ended, once no step, no process of a trial and no tuner is
+    left.
+    """
     deadline = time.monotonic() + 600
     while True:
         steps = testbed.ask("squeue", "--steps", "-h")
@@ -141,7 +172,9 @@ def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed: Testbed, tmp_path: Path) -> None:
+def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
+    testbed: Testbed, tmp_path: Path
+) -> None:
     # Killed as no program can prevent.
     job = tune(testbed, tmp_path, "first")
     done = [mid_way(testbed, tmp_path, job, 1)]
@@ -149,7 +182,8 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
     assert job.wait() == "FAILED", job.text()
     starts = [left_behind(testbed, tmp_path)]
 
-    # Cancelled, as people do: Slurm signals the trials together with the script. It is not for the script to undo.
+    # Cancelled, as people do: Slurm signals the trials together with the script. It is not for the
+    # script to undo.
     job = tune(testbed, tmp_path, "second", REQUEUE="1")
     done.append(mid_way(testbed, tmp_path, job, 1))
     testbed.ask("scancel", job.number)
@@ -167,7 +201,10 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
     testbed.control("hurry", job.number)
     assert job.wait() == "COMPLETED", job.text()
     records = left_behind(testbed, tmp_path)
-    assert testbed.state(cancelled.number) == "CANCELLED" and "back into the queue" not in cancelled.text()
+    assert (
+        testbed.state(cancelled.number) == "CANCELLED"
+        and "back into the queue" not in cancelled.text()
+    )
 
     # Nothing that had ended was run again; what had been interrupted was, under its number.
     for ended, before in zip(done, starts, strict=True):
@@ -177,12 +214,18 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
     keys = {r["number"]: r["key"] for r in records if r["event"] == "started"}
     assert len(set(keys.values())) == len(keys) == 6
     assert sorted(numbers(records, "ended")) == sorted(keys)
-    check_trials({keys[r["number"]]: r for r in records if r["event"] == "ended"}, tmp_path / "tune-space/report")
+    check_trials(
+        {keys[r["number"]]: r for r in records if r["event"] == "ended"},
+        tmp_path / "tune-space/report",
+    )
 
 
 def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
     kinds = {key: (r["status"], r["kind"]) for key, r in ended.items()}
-    assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == ("failed", OUT_OF_MEMORY), kinds
+    assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == (
+        "failed",
+        OUT_OF_MEMORY,
+    ), kinds
     assert set(kinds.values()) == {("done", None)} and len(kinds) == 4
 
     ran = [(r["started"], r["ended"], set(r["hosts"])) for r in ended.values()]
@@ -192,7 +235,10 @@ def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
 
     best = max((key for key in kinds), key=lambda key: ended[key]["tokens_per_s"])
     command = (report / "best.txt").read_text()
-    sizes = [re.search(rf"--{name}[= ](\d+)", command) for name in ("pipeline-model-parallel-size", "micro-batch-size")]
+    sizes = [
+        re.search(rf"--{name}[= ](\d+)", command)
+        for name in ("pipeline-model-parallel-size", "micro-batch-size")
+    ]
     assert best == "pp={},mbs={}".format(*(size[1] for size in sizes if size)), command
     assert {"trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
 
@@ -202,11 +248,17 @@ def guarded(testbed: Testbed) -> bool:
 
 
 def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
-    """A search whose first two trials are on their nodes and wait for the file, which is returned."""
+    """A search whose first two trials are on their nodes and wait for the file, which is
+    returned.
+    """
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
     deadline, started = time.monotonic() + 900, dict[int, list[str]]()
-    while len(list((folder / "venv/bin").glob("on.node0*"))) < 4 or len(started) < 2 or not guarded(testbed):
+    while (
+        len(list((folder / "venv/bin").glob("on.node0*"))) < 4
+        or len(started) < 2
+        or not guarded(testbed)
+    ):
         assert time.monotonic() < deadline and testbed.state(job.number) not in ENDED, job.text()
         time.sleep(0.2)
         started = {r["number"]: r["hosts"] for r in journal(folder) if r["event"] == "started"}
@@ -234,7 +286,9 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
     records, text = left_behind(testbed, tmp_path), job.text()
     assert "node03 does not answer: it is left out from now on; 3 of 4 node(s) are left" in text
     started = [(r["number"], set(r["hosts"])) for r in records if r["event"] == "started"]
-    assert [number for number, _ in started] == [1, 2] and again(tmp_path) == {2}, "one was run again"
+    assert [number for number, _ in started] == [1, 2] and again(tmp_path) == {2}, (
+        "one was run again"
+    )
     assert "node03" not in started[-1][1] and len(started[-1][1]) == 2
     assert "node03 did not answer: it is run again" in text
     ended = {r["number"]: r["status"] for r in records if r["event"] == "ended"}
@@ -259,7 +313,8 @@ def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     job.wait()
 
 
-# The guard, a step with all cores and devices of its nodes, and beside it an inquiry that tells what it hears.
+# The guard, a step with all cores and devices of its nodes, and beside it an inquiry that tells
+# what it hears.
 FULL = f"""
 export MEGATRON_ROOT={ROOT} SITE_FILE={FRONTIER}/site.env GUARD_S=1 REQUEUE=1
 source {FRONTIER}/allocation.sh
@@ -292,7 +347,13 @@ kill "$guard"
 """
 
 
-def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(testbed: Testbed, tmp_path: Path) -> None:
-    said = output_of(testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=20"])
-    assert sorted(re.findall("answers node0.", said)) == [f"answers node0{n}" for n in (1, 2, 3)], said
+def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(
+    testbed: Testbed, tmp_path: Path
+) -> None:
+    said = output_of(
+        testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=20"]
+    )
+    assert sorted(re.findall("answers node0.", said)) == [f"answers node0{n}" for n in (1, 2, 3)], (
+        said
+    )
     assert "dead: []" in said and said.count("ran beside it") == 24, said

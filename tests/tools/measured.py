@@ -1,4 +1,5 @@
 """Made-up runs whose figures are known: metrics files and points as programs write them."""
+
 from __future__ import annotations
 
 import json
@@ -17,55 +18,108 @@ def paper_flops(model: str, batch: int, k: int = 4) -> float:
     return 24 * k * batch * SEQUENCE * layers * hidden**2 * inner
 
 
-def settings(model: str, tensor: int, pipeline: int, data: int, batch: int, **more: Any) -> dict[str, Any]:
+def settings(
+    model: str, tensor: int, pipeline: int, data: int, batch: int, **more: Any
+) -> dict[str, Any]:
     layers, hidden, heads = SIZES[model]
     return {
-        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "ffn_hidden_size": 4 * hidden, "swiglu": False, "seq_length": SEQUENCE, "vocab_size": VOCABULARY,
-        "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline, "virtual_pipeline_model_parallel_size": 1,
-        "data_parallel_size": data, "world_size": tensor * pipeline * data, "micro_batch_size": 1,
-        "global_batch_size": batch, "recompute_granularity": "full", "rampup_batch_size": None, "fp16": True,
-        "bf16": False, **more,
-    }  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "ffn_hidden_size": 4 * hidden,
+        "swiglu": False,
+        "seq_length": SEQUENCE,
+        "vocab_size": VOCABULARY,
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": 1,
+        "data_parallel_size": data,
+        "world_size": tensor * pipeline * data,
+        "micro_batch_size": 1,
+        "global_batch_size": batch,
+        "recompute_granularity": "full",
+        "rampup_batch_size": None,
+        "fp16": True,
+        "bf16": False,
+        **more,
+    }
 
 
 def records(
-    config: dict[str, Any], times: Sequence[float], *, batches: Sequence[int] | None = None,
-    skipped: Sequence[int] = (), clock: float = 1e9, first: int = 0, device: str = "AMD Instinct MI250X",
+    config: dict[str, Any],
+    times: Sequence[float],
+    *,
+    batches: Sequence[int] | None = None,
+    skipped: Sequence[int] = (),
+    clock: float = 1e9,
+    first: int = 0,
+    device: str = "AMD Instinct MI250X",
 ) -> list[dict[str, Any]]:
-    """Records of a run whose steps took `times` seconds; `skipped` are numbers of skipped iterations."""
+    """Records of a run whose steps took `times` seconds; `skipped` are numbers of skipped
+    iterations.
+    """
     world, batch = config["world_size"], config["global_batch_size"]
     layers, hidden = config["num_layers"], config["hidden_size"]
-    flops_per_sample = 96 * SEQUENCE * layers * hidden**2 * (
-        1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+    flops_per_sample = (
+        96
+        * SEQUENCE
+        * layers
+        * hidden**2
+        * (1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden))
     )
     layout = {
-        "world": world, "tensor": config["tensor_model_parallel_size"],
-        "pipeline": config["pipeline_model_parallel_size"], "data": config["data_parallel_size"],
-    }  # fmt: skip
+        "world": world,
+        "tensor": config["tensor_model_parallel_size"],
+        "pipeline": config["pipeline_model_parallel_size"],
+        "data": config["data_parallel_size"],
+    }
     found: list[dict[str, Any]] = [
-        {"event": "start", "time": clock, "iteration": first, "config": config, "layout": layout, "device": device}
+        {
+            "event": "start",
+            "time": clock,
+            "iteration": first,
+            "config": config,
+            "layout": layout,
+            "device": device,
+        }
     ]
     consumed = 0
     for number, step_s in enumerate(times, first + 1):
         size = batches[number - first - 1] if batches else batch
         clock, consumed = clock + step_s, consumed + size
         rate = size / step_s
-        found.append({
-            "event": "iteration", "time": clock, "iteration": number, "consumed_samples": consumed,
-            "global_batch_size": size, "seq_length": SEQUENCE, "lm_loss": 9.0, "loss_scale": 4096.0, "grad_norm": 1.5,
-            "skipped": int(number in skipped), "nan": 0, "step_time_s": step_s, "samples_per_s": rate,
-            "tokens_per_s": rate * SEQUENCE, "tokens_per_s_per_device": rate * SEQUENCE / world,
-            "model_tflops": 0.75 * rate * flops_per_sample / world / 1e12,
-            "hardware_tflops": rate * flops_per_sample / world / 1e12, "memory_bytes": (40 + number) * 2**30,
-            "memory_rank": world - number,
-        })  # fmt: skip
+        found.append(
+            {
+                "event": "iteration",
+                "time": clock,
+                "iteration": number,
+                "consumed_samples": consumed,
+                "global_batch_size": size,
+                "seq_length": SEQUENCE,
+                "lm_loss": 9.0,
+                "loss_scale": 4096.0,
+                "grad_norm": 1.5,
+                "skipped": int(number in skipped),
+                "nan": 0,
+                "step_time_s": step_s,
+                "samples_per_s": rate,
+                "tokens_per_s": rate * SEQUENCE,
+                "tokens_per_s_per_device": rate * SEQUENCE / world,
+                "model_tflops": 0.75 * rate * flops_per_sample / world / 1e12,
+                "hardware_tflops": rate * flops_per_sample / world / 1e12,
+                "memory_bytes": (40 + number) * 2**30,
+                "memory_rank": world - number,
+            }
+        )
     found.append({"event": "end", "time": clock, "iteration": first + len(times), "reason": "done"})
     return found
 
 
-def write(folder: Path, written: Sequence[dict[str, Any]], point: dict[str, Any] | None = None) -> Path:
+def write(
+    folder: Path, written: Sequence[dict[str, Any]], point: dict[str, Any] | None = None
+) -> Path:
     """A run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in written))

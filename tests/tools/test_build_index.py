@@ -18,15 +18,19 @@ from megatron.training.run.batches import BatchSchedule, planned_samples
 from tests.helpers.launching import ROOT, launch
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 "
-    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --lr 1e-3 "
+    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 "
     "--log-interval 1 --num-workers 0 --eval-iters 2"
 ).split()
 ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
 
 
 def tool() -> Any:
-    specification = importlib.util.spec_from_file_location("build_index", ROOT / "tools" / "build_index.py")
+    specification = importlib.util.spec_from_file_location(
+        "build_index", ROOT / "tools" / "build_index.py"
+    )
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
@@ -44,7 +48,10 @@ def write(folder: Path, name: str, documents: int) -> str:
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, str]:
     """Three data sets; of the smallest, 5 % for validation round to no document."""
-    return {name: write(tmp_path, name, documents) for name, documents in (("a", 300), ("b", 200), ("c", 8))}
+    return {
+        name: write(tmp_path, name, documents)
+        for name, documents in (("a", 300), ("b", 200), ("c", 8))
+    }
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -66,23 +73,54 @@ def never(*_: object) -> bool:
 
 CASES: dict[str, Callable[[dict[str, str]], list[str]]] = {
     "one": lambda p: [*ITERATIONS, "--data-path", p["a"]],
-    "blend": lambda p: [*ITERATIONS, *f"--data-path 0.5 {p['a']} 0.3 {p['b']} 0.2 {p['c']} --split 90,5,5".split()],
-    "per split": lambda p: [*ITERATIONS, "--train-data-path", "1", p["a"], "2", p["b"], "--valid-data-path", p["c"]],
-    "packed": lambda p: [*ITERATIONS, *f"--data-path 1 {p['a']} 1 {p['b']} --data-packing best-fit".split()],
+    "blend": lambda p: [
+        *ITERATIONS,
+        *f"--data-path 0.5 {p['a']} 0.3 {p['b']} 0.2 {p['c']} --split 90,5,5".split(),
+    ],
+    "per split": lambda p: [
+        *ITERATIONS,
+        "--train-data-path",
+        "1",
+        p["a"],
+        "2",
+        p["b"],
+        "--valid-data-path",
+        p["c"],
+    ],
+    "packed": lambda p: [
+        *ITERATIONS,
+        *f"--data-path 1 {p['a']} 1 {p['b']} --data-packing best-fit".split(),
+    ],
     "ramp": lambda p: [
-        *ITERATIONS, "--data-path", p["a"], "--rampup-batch-size", "4", "4", "8", "--global-batch-size", "12",
+        *ITERATIONS,
+        "--data-path",
+        p["a"],
+        "--rampup-batch-size",
+        "4",
+        "4",
+        "8",
+        "--global-batch-size",
+        "12",
     ],
     "samples": lambda p: [*f"--data-path 1 {p['a']} 1 {p['b']} --train-samples 3000".split()],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("case", "workers"), [
-    *((case, "1") for case in CASES if case != "blend"), pytest.param("blend", "3", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    [
+        *((case, "1") for case in CASES if case != "blend"),
+        pytest.param("blend", "3", marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_finds_all_and_needs_all(
-    tmp_path: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    case: str, workers: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    data: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    workers: str,
+) -> None:
     flags = [*FLAGS, *CASES[case](data)]
     cache, reference = tmp_path / "cache", tmp_path / "reference"
     arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]
@@ -100,13 +138,16 @@ def test_the_run_finds_all_and_needs_all(
 
 
 def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str, str]) -> None:
-    """Without --global-batch-size the batch, and with it the length of the indices, grows with the processes."""
+    """Without --global-batch-size the batch, and with it the length of the indices, grows with the
+    processes.
+    """
     flags = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path"]
     for world_size in ("2", "4"):
         assert tool().main([*flags, str(tmp_path / world_size), "--world-size", world_size]) == 0
     assert not files(tmp_path / "2").keys() & files(tmp_path / "4").keys()
     assert tool().main([*flags, str(tmp_path / "8"), "--global-batch-size", "8"]) == 0
-    assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()  # 4 processes of micro-batches of 2
+    # 4 processes of micro-batches of 2
+    assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()
 
 
 @pytest.mark.parametrize(
@@ -114,9 +155,13 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
     [
         (["--data-path", "x"], "--global-batch-size"),
         (["--data-path", "/x/y", "--world-size", "2"], "error: /x/y.idx"),
-        (["--world-size", "2"], "--data-path"), (["--nmock-data"], "--nmock-data"),
+        (["--world-size", "2"], "--data-path"),
+        (["--nmock-data"], "--nmock-data"),
         (["--mock-data", "--world-size", "2", "--workers", "0"], "--workers"),
-        (["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"], "/x/iter_0000007"),
+        (
+            ["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"],
+            "/x/iter_0000007",
+        ),
     ],
 )
 def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -125,21 +170,48 @@ def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words:
     assert words in error and "Traceback" not in error
 
 
-def test_a_cache_that_cannot_be_written(data: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path", "/dev/null/x", "--world-size", "1"]
+def test_a_cache_that_cannot_be_written(
+    data: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        *FLAGS,
+        *ITERATIONS,
+        "--data-path",
+        data["a"],
+        "--data-cache-path",
+        "/dev/null/x",
+        "--world-size",
+        "1",
+    ]
     assert tool().main(arguments) == 2
     assert "/dev/null/x" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, str]) -> None:
-    """pretrain_gpt.py itself, from the beginning, and resumed with a smaller batch: the 2 x 16 samples of the past and
-    4 x 4 to come are more than the 6 x 4 of a run that begins so."""
+    """pretrain_gpt.py itself, from the beginning, and resumed with a smaller batch: the 2 x 16
+    samples of the past and 4 x 4 to come are more than the 6 x 4 of a run that begins so."""
     cache = tmp_path / "cache"
-    flags = [*FLAGS, "--eval-interval", "20", "--data-path", "1", data["a"], "1", data["b"],
-             "--data-cache-path", str(cache), "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run"]  # fmt: skip
-    for more in (["--train-iters", "2", "--global-batch-size", "16"],
-                 ["--train-iters", "6", "--global-batch-size", "4"]):  # fmt: skip
+    flags = [
+        *FLAGS,
+        "--eval-interval",
+        "20",
+        "--data-path",
+        "1",
+        data["a"],
+        "1",
+        data["b"],
+        "--data-cache-path",
+        str(cache),
+        "--save",
+        f"{tmp_path}/run",
+        "--load",
+        f"{tmp_path}/run",
+    ]
+    for more in (
+        ["--train-iters", "2", "--global-batch-size", "16"],
+        ["--train-iters", "6", "--global-batch-size", "4"],
+    ):
         assert tool().main([*flags, *more, "--world-size", "1"]) == 0
         before = files(cache)
         (outcome,) = launch(1, [*flags, *more])

@@ -1,4 +1,5 @@
 """tools/calibrate.py: a small real calibration, and what it refuses."""
+
 from __future__ import annotations
 
 import shutil
@@ -15,33 +16,60 @@ from tools import plan
 from tools.calibrate import main
 
 MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --global-batch-size 2 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 "
+    "--global-batch-size 2 "
     "--attention-dropout 0 --hidden-dropout 0"
 ).split()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "words"), [
-    (2, []), pytest.param(1, ["--processes", "2"], marks=pytest.mark.campaign("benchmarks")),
-], ids=["under a launcher", "that it starts itself"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (2, []),
+        pytest.param(1, ["--processes", "2"], marks=pytest.mark.campaign("benchmarks")),
+    ],
+    ids=["under a launcher", "that it starts itself"],
+)
 def test_a_calibration_of_seconds_plans(
-    processes: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    processes: int,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two processes measure together; the file loads, all figures but one are measured, a step can be estimated, and
-    the planner searches on this node or says how to measure the format that it lacks."""
+    """Two processes measure together; the file loads, all figures but one are measured, a step can
+    be estimated, and the planner searches on this node or says how to measure the format that it
+    lacks."""
     path = tmp_path / "here.toml"
-    done = launch(processes, ["-o", str(path), *words, "--minutes", "0.002", *MODEL], script="tools/calibrate.py",
-                  timeout_s=LIMIT_S * 4)  # fmt: skip
+    done = launch(
+        processes,
+        ["-o", str(path), *words, "--minutes", "0.002", *MODEL],
+        script="tools/calibrate.py",
+        timeout_s=LIMIT_S * 4,
+    )
     assert all(each is not None and each.code == 0 for each in done), done
     cluster = read_cluster(path)
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
     figures = cluster.compute.figures
     assert {f.name for f in figures.values() if f.basis != "measured"} == {"kernel_s"}
-    wanted = {"products.float32", "collectives.all_reduce", "collectives.reduce", "messages", "step_overhead_s"}
+    wanted = {
+        "products.float32",
+        "collectives.all_reduce",
+        "collectives.reduce",
+        "messages",
+        "step_overhead_s",
+    }
     assert wanted <= {*figures}
-    assert all(point[-1] > 0 for name in figures if "overhead" not in name for point in figures[name].points)
-    found = estimate(parse_plan([*MODEL, "--world-size", "2", "--tensor-model-parallel-size", "2"]), cluster)
+    assert all(
+        point[-1] > 0
+        for name in figures
+        if "overhead" not in name
+        for point in figures[name].points
+    )
+    found = estimate(
+        parse_plan([*MODEL, "--world-size", "2", "--tensor-model-parallel-size", "2"]), cluster
+    )
     assert found.seconds > 0 and found.confidence.worst == "assumed"
     monkeypatch.chdir(tmp_path)
     at = MODEL.index("--global-batch-size")
@@ -53,10 +81,14 @@ def test_a_calibration_of_seconds_plans(
     assert "here.toml" in told and "bfloat16" in told
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("--processes", "2", "--num-layers", "2"), "--hidden-size"), (("--refine", "x.jsonl"), "--cluster"),
-    (("--refine", "x.jsonl", "--cluster", "frontier", "--bf16"), "--bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--processes", "2", "--num-layers", "2"), "--hidden-size"),
+        (("--refine", "x.jsonl"), "--cluster"),
+        (("--refine", "x.jsonl", "--cluster", "frontier", "--bf16"), "--bf16"),
+    ],
+)
 def test_what_is_refused(
     words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,13 +104,26 @@ def test_the_description_that_is_corrected_is_not_overwritten(
     machine = tmp_path / "machine.toml"
     shutil.copy(ROOT / "examples/local/two-cores.toml", machine)
     text = machine.read_text()
-    assert main(["--refine", str(tmp_path / "run"), "--cluster", str(machine), "-o", str(machine)]) == 2
+    assert (
+        main(["--refine", str(tmp_path / "run"), "--cluster", str(machine), "-o", str(machine)])
+        == 2
+    )
     assert str(machine) in capsys.readouterr().err and machine.read_text() == text
 
 
 @pytest.mark.slow
-def test_processes_that_fail_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_that_fail_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The processes that it starts find that there is no GPU for the backend that was asked for."""
-    words = ["-o", str(tmp_path / "x.toml"), "--processes", "2", "--distributed-backend", "nccl", *MODEL]
+    words = [
+        "-o",
+        str(tmp_path / "x.toml"),
+        "--processes",
+        "2",
+        "--distributed-backend",
+        "nccl",
+        *MODEL,
+    ]
     assert main(words) != 0
     assert "nccl" in capsys.readouterr().err and not (tmp_path / "x.toml").exists()

@@ -1,4 +1,5 @@
 """What tools/check_kernels.py prints, and that it sees a wrong result."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,13 +24,24 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.forget()
 
 
-def test_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A device that was asked for by name has to have one, and so has a path."""
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
     monkeypatch.setattr(command, "LIBRARIES", tmp_path)
-    assert [command.main([]), command.main(["--list"]), command.main(["--device", "cpu"])] == [0, 0, 1]
+    assert [command.main([]), command.main(["--list"]), command.main(["--device", "cpu"])] == [
+        0,
+        0,
+        1,
+    ]
     text = capsys.readouterr().out
-    words = (f"libmegatron-host-{build.host_archs()[0]}.so", str(tmp_path), "flash-attn", *build.TARGETS)
+    words = (
+        f"libmegatron-host-{build.host_archs()[0]}.so",
+        str(tmp_path),
+        "flash-attn",
+        *build.TARGETS,
+    )
     assert all(word in text for word in words)
     monkeypatch.setenv(library.OVERRIDE, "/nowhere.so")
     library.forget()
@@ -41,11 +53,15 @@ def test_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_a_wrong_result_fails(
     kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Off by a thousandth of the largest element in fp32, not a number, of another shape, or an error."""
+    """Off by a thousandth of the largest element in fp32, not a number, of another shape, or an
+    error.
+    """
     (right,) = command.CHECKS["rotate"]
 
     def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> list[command.Check]:
-        return [lambda *a: ((change(found.detach().clone()), wanted) for found, wanted in right(*a))]
+        return [
+            lambda *a: ((change(found.detach().clone()), wanted) for found, wanted in right(*a))
+        ]
 
     def broken(*_: object) -> command.Pairs:
         raise RuntimeError("x")
@@ -55,14 +71,23 @@ def test_a_wrong_result_fails(
         return x
 
     monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
-    monkeypatch.setattr(command, "CHECKS", {
-        "right": [right], "one_off": wrong(one_off), "nan": wrong(lambda x: x * float("nan")),
-        "shape": wrong(lambda x: x[:1]), "broken": [broken],
-    })  # fmt: skip
+    monkeypatch.setattr(
+        command,
+        "CHECKS",
+        {
+            "right": [right],
+            "one_off": wrong(one_off),
+            "nan": wrong(lambda x: x * float("nan")),
+            "shape": wrong(lambda x: x[:1]),
+            "broken": [broken],
+        },
+    )
     assert command.main(["--device", "cpu"]) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert lines["right"].split()[1] == "ok"
-    assert [lines[name].split()[1] for name in ("one_off", "nan", "shape", "broken")] == ["FAILED"] * 4
+    assert [lines[name].split()[1] for name in ("one_off", "nan", "shape", "broken")] == [
+        "FAILED"
+    ] * 4
     assert "float32" in lines["one_off"] and "RuntimeError: x" in lines["broken"]
 
 
@@ -71,7 +96,9 @@ def test_every_operator_has_a_case() -> None:
     import megatron.kernels.ops as ops
     from benchmarks import kernel_cases
 
-    modules = {path.stem for path in Path(ops.__path__[0]).glob("*.py") if "operator(" in path.read_text()}
+    modules = {
+        path.stem for path in Path(ops.__path__[0]).glob("*.py") if "operator(" in path.read_text()
+    }
     assert modules and modules <= vars(kernel_cases).keys()
     assert {"adamw", "bias_dropout_add"} | kernel_cases.OPERATORS.keys() == command.CHECKS.keys()
 
@@ -82,7 +109,11 @@ def test_the_kernels_agree_with_torch(
 ) -> None:
     monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
     assert command.main(["--device", "cpu"]) == 0
-    verdicts = {words[0]: words[1] for line in capsys.readouterr().out.splitlines() if len(words := line.split()) > 1}
+    verdicts = {
+        words[0]: words[1]
+        for line in capsys.readouterr().out.splitlines()
+        if len(words := line.split()) > 1
+    }
     assert {verdicts[name] for name in command.CHECKS} == {"ok"}
 
 

@@ -1,4 +1,5 @@
 """What all tools share: how a mistake ends, what --help looks like, a model by its name."""
+
 from __future__ import annotations
 
 import importlib
@@ -12,21 +13,28 @@ from tests.helpers.launching import ROOT
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 # What each tool that takes a model needs beside it.
 OF_A_MODEL = {
-    "calibrate": ["-o", "x.toml"], "plan": ["--nodes", "1"], "run_experiment": ["weak", "--dry-run"],
-    "show_placement": ["--cluster", "frontier", "--world-size", "8"], "show_recipe": [],
+    "calibrate": ["-o", "x.toml"],
+    "plan": ["--nodes", "1"],
+    "run_experiment": ["weak", "--dry-run"],
+    "show_placement": ["--cluster", "frontier", "--world-size", "8"],
+    "show_recipe": [],
     "tune": ["--space", "two-cores", "--dry-run", "--no-prior"],
-}  # fmt: skip
+}
 
 
 def call(tool: str, words: Sequence[str]) -> int:
     try:
-        return importlib.import_module(f"tools.{tool}").main([*(["measure"] if tool == "preflight" else []), *words])
+        return importlib.import_module(f"tools.{tool}").main(
+            [*(["measure"] if tool == "preflight" else []), *words]
+        )
     except SystemExit as end:  # of --help
         return int(end.code or 0)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_mistake_ends_with_2_and_one_prefix(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_ends_with_2_and_one_prefix(
+    tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(tool, ["--no-such-flag"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and out == "" and "Traceback" not in err
@@ -43,7 +51,11 @@ def test_help_is_readable(tool: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("flag", ["--preset", "--model"])
 @pytest.mark.parametrize("tool", OF_A_MODEL)
 def test_a_model_has_a_name(
-    tool: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: str,
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call(tool, [*OF_A_MODEL[tool], flag, "gpt-7t"]) == 2

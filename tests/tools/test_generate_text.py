@@ -1,4 +1,5 @@
 """tools/generate_text.py as it is called: which checkpoint it speaks from."""
+
 from __future__ import annotations
 
 import json
@@ -11,17 +12,31 @@ from tests.helpers.launching import TINY, launch
 
 @pytest.mark.slow
 def test_the_checkpoint_that_is_named_speaks(tmp_path: Path) -> None:
-    """Two checkpoints of one run, between which a step changes every weight by about 1: their texts differ. A folder
-    that holds the first alone tells what its text is."""
+    """Two checkpoints of one run, between which a step changes every weight by about 1: their texts
+    differ. A folder that holds the first alone tells what its text is."""
     flags = [*TINY, "--lr", "1", "--train-iters", "2", "--save-interval", "1"]
     (trained,) = launch(1, [*flags, "--save", str(tmp_path / "run")])
     (alone,) = launch(1, [*flags, "--save", str(tmp_path / "first"), "--exit-interval", "1"])
-    assert trained is not None and trained.code == 0 and alone is not None and alone.code == 0, (trained, alone)
+    assert trained is not None and trained.code == 0 and alone is not None and alone.code == 0, (
+        trained,
+        alone,
+    )
 
     def text(folder: str, *more: str) -> str:
         metrics = tmp_path / "-".join([folder, *more, "metrics.jsonl"])
-        words = ["--prompt", "5 17 3", "--tokens", "12", "--temperature", "0", "--metrics-file", str(metrics)]
-        (done,) = launch(1, ["--load", str(tmp_path / folder), *words, *more], script="tools/generate_text.py")
+        words = [
+            "--prompt",
+            "5 17 3",
+            "--tokens",
+            "12",
+            "--temperature",
+            "0",
+            "--metrics-file",
+            str(metrics),
+        ]
+        (done,) = launch(
+            1, ["--load", str(tmp_path / folder), *words, *more], script="tools/generate_text.py"
+        )
         assert done is not None and done.code == 0, done
         (record,) = [json.loads(line) for line in metrics.read_text().splitlines()]
         return str(record["text"])

@@ -1,4 +1,5 @@
 """tools/inspect_checkpoint.py: what it prints, as tables and as JSON, and how it ends."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -17,11 +18,14 @@ VALUES = tensors()
 
 
 def tool() -> Any:
-    specification = importlib.util.spec_from_file_location("inspect_checkpoint", ROOT / "tools/inspect_checkpoint.py")
+    specification = importlib.util.spec_from_file_location(
+        "inspect_checkpoint", ROOT / "tools/inspect_checkpoint.py"
+    )
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
 
 Run = Any  # Callable[..., tuple[int, str]]
 
@@ -51,7 +55,10 @@ def test_contents(tmp_path: Path, run: Run) -> None:
     assert code == 0
     lines = output.splitlines()
     (row,) = [line for line in lines if "layers.0.mlp.weight" in line]
-    expected = "layers.0.mlp.weight 4 x 2 x 3 float32 master, exp_avg, exp_avg_sq 6 __0_0.distcp, __1_0.distcp"
+    expected = (
+        "layers.0.mlp.weight 4 x 2 x 3 float32 master, exp_avg, exp_avg_sq 6 __0_0.distcp, "
+        "__1_0.distcp"
+    )
     assert row.split() == expected.split()
     assert any(line.split() == ["parameters", "61"] for line in lines)
     assert any(line.split() == ["iteration", "100"] for line in lines)
@@ -116,17 +123,23 @@ def test_difference(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "30 of 30" in row and row.split()[-1] == "0.5"
     found = json.loads(run("--diff", first, other, "--json")[1])
     assert found["same"] is False and list(found["tensors"]) == ["master.embedding.weight"]
-    # Each product is rounded to float32 once: relative 2**-24, over the half that the difference is.
+    # Each product is rounded to float32 once: relative 2**-24, over the half that the difference
+    # is.
     assert found["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(0.5, rel=2**-23)
     assert run("--diff", first, other, "--match", "layers.*")[0] == 0
     damage(other / "__0_0.distcp")
     assert run("--diff", first, other)[0] == 1
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ((), "PATH"), (("--diff", ".", ".", "."), "PATH"), (("--diff", ".", "/does/not/exist"), "/does/not/exist"),
-    (("--diff", ".", ".", "--verify"), "--diff"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "PATH"),
+        (("--diff", ".", ".", "."), "PATH"),
+        (("--diff", ".", "/does/not/exist"), "/does/not/exist"),
+        (("--diff", ".", ".", "--verify"), "--diff"),
+    ],
+)
 def test_errors(run: Run, arguments: tuple[str, ...], words: str) -> None:
     code, output = run(*arguments)
     assert code == 2 and words in output and "Traceback" not in output
@@ -153,7 +166,9 @@ def test_what_is_not_there_is_not_called_damaged(tmp_path: Path, run: Run) -> No
         assert code == 2 and "no.such.tensor" in output
 
 
-def test_a_folder_that_cannot_be_listed_is_shown(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_shown(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, 100, VALUES)
     bad, iterdir = make(tmp_path, 200, VALUES), Path.iterdir
 

@@ -1,4 +1,5 @@
 """Numbers on the tools' command lines have ranges, as settings have."""
+
 from __future__ import annotations
 
 import argparse
@@ -31,10 +32,19 @@ def test_every_number_of_a_tool_has_a_range() -> None:
     assert ranges > 50
 
 
-@pytest.mark.parametrize(("make", "accepted"), [
-    (whole(), 1), (whole(0, 64), 0), (real(60), 1e-3), (real(least=0), 0.0), (real(least=5), 5.0),
-])  # fmt: skip
-def test_a_number_is_within_its_range_or_refused(make: Callable[[str], Any], accepted: float) -> None:
+@pytest.mark.parametrize(
+    ("make", "accepted"),
+    [
+        (whole(), 1),
+        (whole(0, 64), 0),
+        (real(60), 1e-3),
+        (real(least=0), 0.0),
+        (real(least=5), 5.0),
+    ],
+)
+def test_a_number_is_within_its_range_or_refused(
+    make: Callable[[str], Any], accepted: float
+) -> None:
     assert make(str(accepted)) == accepted
     for text in EXTREMES:
         try:

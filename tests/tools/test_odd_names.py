@@ -1,4 +1,7 @@
-"""Names of files that the system refuses or that are no text: every tool ends in a message, or does its work."""
+"""Names of files that the system refuses or that are no text: every tool ends in a message, or does
+its work.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -11,16 +14,27 @@ from tests.helpers.launching import Script
 LONG = "a" * 5000
 
 
-@pytest.mark.parametrize(("tool", "words"), [
-    ("build_corpus", ["--stdlib", "{tmp}", "--output", LONG]), ("inspect_dataset", [LONG]),
-    ("merge_datasets", ["--inputs", LONG, "--output-prefix", "x"]), ("plot_metrics", [LONG, "--output", "x.png"]),
-    ("show_placement", ["--cluster", LONG, "--world-size", "2", "--preset", "tiny"]),
-    ("show_recipe", ["--cluster", LONG, "--preset", "tiny"]), ("inspect_checkpoint", [LONG]),
-    ("calibrate", ["--refine", "x", "--cluster", LONG, "--output", "y"]), ("convert_checkpoint", [LONG, "--dry-run"]),
-    ("plan", ["--cluster", LONG, "--model", "tiny", "--nodes", "1"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("build_corpus", ["--stdlib", "{tmp}", "--output", LONG]),
+        ("inspect_dataset", [LONG]),
+        ("merge_datasets", ["--inputs", LONG, "--output-prefix", "x"]),
+        ("plot_metrics", [LONG, "--output", "x.png"]),
+        ("show_placement", ["--cluster", LONG, "--world-size", "2", "--preset", "tiny"]),
+        ("show_recipe", ["--cluster", LONG, "--preset", "tiny"]),
+        ("inspect_checkpoint", [LONG]),
+        ("calibrate", ["--refine", "x", "--cluster", LONG, "--output", "y"]),
+        ("convert_checkpoint", [LONG, "--dry-run"]),
+        ("plan", ["--cluster", LONG, "--model", "tiny", "--nodes", "1"]),
+    ],
+)
 def test_a_name_that_is_too_long(
-    tool: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tool: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main = importlib.import_module(f"tools.{tool}").main
@@ -31,7 +45,9 @@ def test_a_name_that_is_too_long(
 @pytest.mark.slow
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "module.py").write_text("x = 1  # long enough to be a document of the corpus, as it is\n" * 2)
+    (tmp_path / "lib" / "module.py").write_text(
+        "x = 1  # long enough to be a document of the corpus, as it is\n" * 2
+    )
     output = tmp_path / "corpus\udcff.jsonl"
     words = ["--stdlib", str(tmp_path / "lib"), "--output", str(output)]
     with Script("tools/build_corpus.py", words, tmp_path / "log") as script:

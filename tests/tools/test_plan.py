@@ -1,4 +1,7 @@
-"""tools/plan.py as it is called: tables, files, single layouts, explanations, exit codes and mistakes."""
+"""tools/plan.py as it is called: tables, files, single layouts, explanations, exit codes and
+mistakes.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,8 +26,21 @@ from tools import plan
 
 FRONTIER = load_cluster("frontier")
 ONE = ["--nodes", "1", "--global-batch", "16"]
-SMALL = [*ONE, "--processes", "1", "--fix", "tp=2,4", "mbs=1,2", "recompute=none,full", "zero=1", "sp=on"]
-MODEL = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50257 --bf16".split()
+SMALL = [
+    *ONE,
+    "--processes",
+    "1",
+    "--fix",
+    "tp=2,4",
+    "mbs=1,2",
+    "recompute=none,full",
+    "zero=1",
+    "sp=on",
+]
+MODEL = (
+    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size "
+    "50257 --bf16"
+).split()
 
 
 def call(capsys, *words: str, flags: list[str] = MODEL) -> tuple[int, str]:
@@ -43,10 +59,22 @@ def test_tables_and_files(capsys, tmp_path: Path):
         float(r["seconds_per_step"]) for r in rows
     )
     first = rows[0]
-    parts = sum(float(value) for name, value in first.items() if name in {
-        "forward_s", "backward_s", "recompute_s", "tensor_messages_s", "bubble_s", "pipeline_messages_s",
-        "data_parallel_s", "optimizer_s", "host_s",
-    })  # fmt: skip
+    parts = sum(
+        float(value)
+        for name, value in first.items()
+        if name
+        in {
+            "forward_s",
+            "backward_s",
+            "recompute_s",
+            "tensor_messages_s",
+            "bubble_s",
+            "pipeline_messages_s",
+            "data_parallel_s",
+            "optimizer_s",
+            "host_s",
+        }
+    )
     assert parts == pytest.approx(float(first["seconds_per_step"]))
     tokens_per_s = 16 * 2048 / float(first["seconds_per_step"])
     assert float(first["tokens_per_day"]) == pytest.approx(86400 * tokens_per_s)
@@ -75,11 +103,15 @@ def test_a_layout_is_judged_alone(capsys, tmp_path: Path):
     assert "--recompute-granularity=full" in flags and "block" not in flags
 
 
-@pytest.mark.parametrize(("words", "named"), [
-    (["--layout", LAYOUT, "--layout", "pp=4,chunks=3"], "pp=4,chunks=3: rejected"),
-    (["--layout", "tp=2,pp=3"], "6 into 8"), (["--layout", LAYOUT, "--headroom", "99%"], "0.6 GiB"),
-    (["--layout", "pp=3", "--explain"], "pp=3: rejected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--layout", LAYOUT, "--layout", "pp=4,chunks=3"], "pp=4,chunks=3: rejected"),
+        (["--layout", "tp=2,pp=3"], "6 into 8"),
+        (["--layout", LAYOUT, "--headroom", "99%"], "0.6 GiB"),
+        (["--layout", "pp=3", "--explain"], "pp=3: rejected"),
+    ],
+)
 def test_a_rejected_layout_ends_with_3(capsys, words, named):
     code, text = call(capsys, *SMALL, *words)
     assert code == 3 and named in text
@@ -87,41 +119,67 @@ def test_a_rejected_layout_ends_with_3(capsys, words, named):
 
 @pytest.mark.parametrize(("sums", "code"), [("fp32", 3), ("bf16", 0)])
 def test_sums_in_bf16_make_a_layout_fit(capsys, sums, code):
-    """22B over two devices: 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free; 4 bytes are 41.8."""
-    words = ["--preset", "gpt-22b", "--devices", "256", "--global-batch", "2048", "--layout",
-             "tp=2,pp=1,mbs=1,recompute=full"]  # fmt: skip
+    """22B over two devices: 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free;
+    4 bytes are 41.8.
+    """
+    words = [
+        "--preset",
+        "gpt-22b",
+        "--devices",
+        "256",
+        "--global-batch",
+        "2048",
+        "--layout",
+        "tp=2,pp=1,mbs=1,recompute=full",
+    ]
     assert call(capsys, *words, flags=["--bf16", "--main-grads-dtype", sums])[0] == code
 
 
-@pytest.mark.parametrize(("words", "code"), [
-    (["--layout", LAYOUT, "--explain"], 0), (["--layout", "tp=4", "--layout", LAYOUT, "--explain", "2"], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--layout", LAYOUT, "--explain"], 0),
+        (["--layout", "tp=4", "--layout", LAYOUT, "--explain", "2"], 0),
+    ],
+)
 def test_the_arithmetic_of_a_layout(capsys, words, code):
-    """Its sizes, and a layer's first product: 1024 tokens of width 2048 after a gather over two devices, onto half of
-    three times 2048 columns."""
+    """Its sizes, and a layer's first product: 1024 tokens of width 2048 after a gather over two
+    devices, onto half of three times 2048 columns."""
     ended, text = call(capsys, *SMALL, *words)
     assert ended == code and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
 
 
 def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
-    """The formula as published: 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound holds what is predicted."""
+    """The formula as published: 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound holds
+    what is predicted.
+    """
+
     def cells(*words: str) -> dict[str, dict[str, str]]:
         code, text = call(capsys, *SMALL, "--markdown", "--layout", LAYOUT, *words)
         assert code == 0, text
         tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| #")]
-        split = [[[c.strip() for c in row.strip("|").split("|")] for row in (table[0], table[2])] for table in tables]
+        split = [
+            [[c.strip() for c in row.strip("|").split("|")] for row in (table[0], table[2])]
+            for table in tables
+        ]
         return {table[0][1]: dict(zip(*table, strict=True)) for table in split}
 
     plain, full = cells(), cells("--bounds", "--paper-flops")
     assert len(full) == len(plain) + 1 and {*full["TP"]} - {*plain["TP"]} == {"TFLOP/s (paper)"}
     vocabulary, seconds = 50432, float(full["TP"]["s/step"])  # padded to a multiple of 2 x 128
-    flops = 24 * 4 * 16 * 2048 * 4 * 2048**2 * (1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048))
-    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(flops / 8 / seconds / 1e12, rel=5e-3)
+    flops = (
+        24 * 4 * 16 * 2048 * 4 * 2048**2 * (1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048))
+    )
+    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(
+        flops / 8 / seconds / 1e12, rel=5e-3
+    )
     bounds = full["s/step"]
     assert bounds["s/step"] == full["TP"]["s/step"]
     order = [float(bounds[name]) for name in ("at the peak", "s/step", "slow ends")]
     assert order == sorted(order) and 0 < float(bounds["fast ends"]) < seconds
-    assert float(bounds["at the peak"]) == pytest.approx(float(full["TP"]["HFU"].strip(" %")) / 100 * seconds, rel=0.01)
+    assert float(bounds["at the peak"]) == pytest.approx(
+        float(full["TP"]["HFU"].strip(" %")) / 100 * seconds, rel=0.01
+    )
 
 
 def test_nothing_fits(capsys):
@@ -130,22 +188,29 @@ def test_nothing_fits(capsys):
         assert code == 3 and "0.1 GiB" in text
 
 
-@pytest.mark.parametrize(("words", "parts"), [
-    (["--global-batch", "16"], ["--nodes", "--devices"]), ([*ONE, "--devices", "8"], ["--nodes", "--devices"]),
-    (["--nodes", "8:4"], ["--nodes 8:4"]),
-    (["--nodes", "1", "--cluster", "moon"], ["moon"]), ([*ONE, "--fix", "tq=2"], ["--fix tq=2"]),
-    ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
-    ([*ONE, "--preset", "gpt-3"], ["gpt-3"]), (["--devices", "12"], ["--devices 12"]),
-    ([*ONE, "--fix", "tp=2", "--explain", "--layout", "nodes=99999"], ["99999"]),
-    (["--nodes", "1"], ["--global-batch"]), ([*ONE, "--fix", "gbs=8"], ["--global-batch"]),
-    ([*SMALL, "--layout", "tp=8"], ["tp=8", "tp=2, 4"]),
-    ([*SMALL, "--explain", "99"], ["--explain 99"]),
-    ([*SMALL, "--layout", LAYOUT, "--explain", "2"], ["--explain 2"]),
-    ([*SMALL, "--layout", LAYOUT, "--layout", "tp=4", "--output", "x"], ["--output"]),
-    ([*SMALL, "--explain", "--output", "x"], ["--output", "--explain"]),
-    ([*SMALL, "--allow", "gbs=8"], ["--allow", "gbs", "--global-batch"]),
-    ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--global-batch", "16"], ["--nodes", "--devices"]),
+        ([*ONE, "--devices", "8"], ["--nodes", "--devices"]),
+        (["--nodes", "8:4"], ["--nodes 8:4"]),
+        (["--nodes", "1", "--cluster", "moon"], ["moon"]),
+        ([*ONE, "--fix", "tq=2"], ["--fix tq=2"]),
+        ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
+        ([*ONE, "--preset", "gpt-3"], ["gpt-3"]),
+        (["--devices", "12"], ["--devices 12"]),
+        ([*ONE, "--fix", "tp=2", "--explain", "--layout", "nodes=99999"], ["99999"]),
+        (["--nodes", "1"], ["--global-batch"]),
+        ([*ONE, "--fix", "gbs=8"], ["--global-batch"]),
+        ([*SMALL, "--layout", "tp=8"], ["tp=8", "tp=2, 4"]),
+        ([*SMALL, "--explain", "99"], ["--explain 99"]),
+        ([*SMALL, "--layout", LAYOUT, "--explain", "2"], ["--explain 2"]),
+        ([*SMALL, "--layout", LAYOUT, "--layout", "tp=4", "--output", "x"], ["--output"]),
+        ([*SMALL, "--explain", "--output", "x"], ["--output", "--explain"]),
+        ([*SMALL, "--allow", "gbs=8"], ["--allow", "gbs", "--global-batch"]),
+        ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
+    ],
+)
 def test_mistakes(capsys, words, parts):
     code, text = call(capsys, *words)
     assert code == 2 and "\nerror: " in f"\n{text}"
@@ -156,30 +221,82 @@ def test_mistakes(capsys, words, parts):
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tools.plan.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
-    for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")],
-                  ["--nodes", "99999"], ["--layout", "nodes=99999"]):  # fmt: skip
+    for words in (
+        ["--layout", "tq=2"],
+        ["--layout", "tp=8"],
+        ["--output", str(tmp_path / "file")],
+        ["--nodes", "99999"],
+        ["--layout", "nodes=99999"],
+    ):
         assert call(capsys, *SMALL, *words)[0] == 2
 
 
-@pytest.mark.parametrize(("preset", "flags", "layout"), [
-    ("gpt-175b-frontier", [], Layout(1024, 640, 4, 16, 1, "zb-h1", 1, False, True, 0, "full:block:3")),
-    ("gpt-175b", ["--fp16"], Layout(1024, 640, 8, 8, 6, "interleaved", 2, True, False, 1, "none", "pp-tp-dp",
-                                     (0, 1, 6, 7, 2, 3, 4, 5))),
-    ("gpt-175b", [], Layout(1024, 640, 8, 8, 1, "1f1b", 1, True, False, 1, "selective:mlp_act+layernorm")),
-    ("tiny", [], Layout(8, 8, 1, 4, 1, "1f1b", 1, False, False, 1, "full:uniform:1")),
-    (None, MODEL, Layout(8, 16, 2, 2, 1, "1f1b", 1, True, False, 1, "none")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("preset", "flags", "layout"),
+    [
+        (
+            "gpt-175b-frontier",
+            [],
+            Layout(1024, 640, 4, 16, 1, "zb-h1", 1, False, True, 0, "full:block:3"),
+        ),
+        (
+            "gpt-175b",
+            ["--fp16"],
+            Layout(
+                1024,
+                640,
+                8,
+                8,
+                6,
+                "interleaved",
+                2,
+                True,
+                False,
+                1,
+                "none",
+                "pp-tp-dp",
+                (0, 1, 6, 7, 2, 3, 4, 5),
+            ),
+        ),
+        (
+            "gpt-175b",
+            [],
+            Layout(1024, 640, 8, 8, 1, "1f1b", 1, True, False, 1, "selective:mlp_act+layernorm"),
+        ),
+        ("tiny", [], Layout(8, 8, 1, 4, 1, "1f1b", 1, False, False, 1, "full:uniform:1")),
+        (None, MODEL, Layout(8, 16, 2, 2, 1, "1f1b", 1, True, False, 1, "none")),
+    ],
+)
 def test_the_flags_give_the_layout(preset, flags, layout):
     base = make_config(preset, flags, layout.batch)
-    config = Space(base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}).config(layout)
+    config = Space(base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}).config(
+        layout
+    )
     assert parse_plan([*flags_of(config), "--world-size", str(layout.world)]) == config
 
 
 @pytest.mark.slow
 def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
     """Nothing stands against it but what depends on this disk and environment."""
-    words = ["--preset", "gpt-22b", "--nodes", "16", "--fix", "tp=2", "pp=4", "mbs=1", "recompute=none", "zero=1",
-             "sp=on", "--processes", "1", "--output", str(tmp_path / "plan"), "--tokens", "300e9"]  # fmt: skip
+    words = [
+        "--preset",
+        "gpt-22b",
+        "--nodes",
+        "16",
+        "--fix",
+        "tp=2",
+        "pp=4",
+        "mbs=1",
+        "recompute=none",
+        "zero=1",
+        "sp=on",
+        "--processes",
+        "1",
+        "--output",
+        str(tmp_path / "plan"),
+        "--tokens",
+        "300e9",
+    ]
     assert plan.main(words) == 0
     capsys.readouterr()
     script = tmp_path / "plan" / "job.sbatch"
@@ -199,7 +316,9 @@ def test_another_machine_gets_a_command(capsys, tmp_path: Path):
 
 
 def interrupt_its_group(flag: str) -> None:
-    """Arm a process: one of those that it starts sends Ctrl-C to all of them, as a terminal does, at its first task."""
+    """Arm a process: one of those that it starts sends Ctrl-C to all of them, as a terminal does,
+    at its first task.
+    """
     os.setsid()
 
     def act(*_: object) -> None:

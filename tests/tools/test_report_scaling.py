@@ -1,4 +1,7 @@
-"""tools/report_scaling.py: figures of known runs, what makes them invalid, efficiencies, logs, files and plots."""
+"""tools/report_scaling.py: figures of known runs, what makes them invalid, efficiencies, logs,
+files and plots.
+"""
+
 from __future__ import annotations
 
 import csv
@@ -26,14 +29,18 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 def tool() -> Any:
-    specification = importlib.util.spec_from_file_location("report_scaling", ROOT / "tools/report_scaling.py")
+    specification = importlib.util.spec_from_file_location(
+        "report_scaling", ROOT / "tools/report_scaling.py"
+    )
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
 
-def measure(folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any) -> Figures:
+def measure(
+    folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any
+) -> Figures:
     return figures(read_run(write(folder, written, point)), **judge)
 
 
@@ -52,13 +59,20 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.hfu == pytest.approx(expected / 191.5, rel=1e-12)
 
 
-@pytest.mark.parametrize(("model", "layout", "batch", "tflops", "percent"), [
-    ("22b", (1, 8), 640, 73.5, 38.38), ("175b", (4, 16), 640, 69.2, 36.14), ("1t", (8, 64), 1600, 61.2, 31.96),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layout", "batch", "tflops", "percent"),
+    [
+        ("22b", (1, 8), 640, 73.5, 38.38),
+        ("175b", (4, 16), 640, 69.2, 36.14),
+        ("1t", (8, 64), 1600, 61.2, 31.96),
+    ],
+)
 def test_published_throughput_gives_published_percentage(
     tmp_path: Path, model: str, layout: tuple[int, int], batch: int, tflops: float, percent: float
 ) -> None:
-    """The percentages of the paper are of 191.5; theirs are rounded to two decimals, the TFLOP/s to one."""
+    """The percentages of the paper are of 191.5; theirs are rounded to two decimals, the TFLOP/s to
+    one.
+    """
     step_s = paper_flops(model, batch) / (layout[0] * layout[1] * tflops * 1e12)
     found = measure(tmp_path / "run", records(settings(model, *layout, 1, batch), [step_s] * 4))
     assert found.hardware_tflops == pytest.approx(tflops, rel=1e-9)
@@ -67,7 +81,9 @@ def test_published_throughput_gives_published_percentage(
 
 def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
     config = settings("22b", 1, 8, 1, 640, rampup_batch_size=[32, 608, 64])
-    written = records(config, [90.0, 25.0, 470.0, 430.0, 420.0, 440.0], batches=[32, 32, 640, 640, 640, 640])
+    written = records(
+        config, [90.0, 25.0, 470.0, 430.0, 420.0, 440.0], batches=[32, 32, 640, 640, 640, 640]
+    )
     assert measure(tmp_path / "a", written).step_s == 435.0
     assert measure(tmp_path / "b", written, {"name": "x", "warm_up": 3}).step_s == 430.0
     found = measure(tmp_path / "c", written, {"name": "x", "warm_up": 3}, warm_up=4)
@@ -92,15 +108,21 @@ def counted_four_times(written: Records) -> None:
 
 
 def four_times_too_fast(written: Records) -> None:
-    """Every figure agrees with the others, only the time is wrong: what a batch counted four times looks like."""
+    """Every figure agrees with the others, only the time is wrong: what a batch counted four times
+    looks like.
+    """
     config = written[0]["config"]
     written[:] = records(config, [0.25 * r["step_time_s"] for r in written[1:-1]])
 
 
-@pytest.mark.parametrize(("spoil", "figures_"), [
-    (counted_four_times, (2560, 640)), (four_times_too_fast, (115.3,)),
-    (longer_than_the_clock_says, (420, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "figures_"),
+    [
+        (counted_four_times, (2560, 640)),
+        (four_times_too_fast, (115.3,)),
+        (longer_than_the_clock_says, (420, 5)),
+    ],
+)
 def test_contradictions_make_a_run_invalid(
     tmp_path: Path, spoil: Callable[[Records], None], figures_: tuple[float, ...]
 ) -> None:
@@ -134,8 +156,17 @@ def scaled(tmp_path: Path, kind: str, worlds: dict[int, tuple[float, int]]) -> P
     """Runs of 175B in a folder: world size -> (seconds of a step, batch)."""
     for world, (step_s, batch) in worlds.items():
         config = settings("175b", 4, 16, world // 64, batch)
-        point = {"name": f"gcds-{world:05d}", "experiment": f"{kind}-175b-paper", "kind": kind, "warm_up": 1}
-        write(tmp_path / f"gcds-{world:05d}", records(config, [2 * step_s, step_s, step_s, step_s]), point)
+        point = {
+            "name": f"gcds-{world:05d}",
+            "experiment": f"{kind}-175b-paper",
+            "kind": kind,
+            "warm_up": 1,
+        }
+        write(
+            tmp_path / f"gcds-{world:05d}",
+            records(config, [2 * step_s, step_s, step_s, step_s]),
+            point,
+        )
     return tmp_path
 
 
@@ -164,30 +195,51 @@ def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
 def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
     folder = scaled(tmp_path, "strong", STRONG)
     smallest = folder / "gcds-00064/metrics.jsonl"
-    smallest.write_text(smallest.read_text().replace('"consumed_samples": 16000', '"consumed_samples": 4000'))
+    smallest.write_text(
+        smallest.read_text().replace('"consumed_samples": 16000', '"consumed_samples": 4000')
+    )
     (series,) = compare([figures(run) for run in find_runs([folder])])
     assert [m.valid for m in series.members] == [False, True, True]
     assert series.base is not None and series.base.run.world_size == 256
     assert series.efficiency(series.members[0]) is None
-    assert series.efficiency(series.members[2]) == pytest.approx([1420 * 256 / (375 * 1024)] * 3, rel=1e-12)
+    assert series.efficiency(series.members[2]) == pytest.approx(
+        [1420 * 256 / (375 * 1024)] * 3, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(("times", "best"), [
-    ({2: [46.0, 44.0, 48.0], 4: [45.0, 43.0, 47.0], 8: [60.0, 58.0, 62.0]}, {2, 4}),
-    ({2: [46.0, 44.0, 48.0], 4: [40.0, 39.0, 43.0], 8: [60.0, 58.0, 62.0]}, {4}),
-    ({2: [46.0, 44.0, 48.0], 4: [40.0]}, {2, 4}),  # of one step no spread is known
-])  # fmt: skip
-def test_no_run_is_better_within_the_spread(tmp_path: Path, times: dict[int, list[float]], best: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({2: [46.0, 44.0, 48.0], 4: [45.0, 43.0, 47.0], 8: [60.0, 58.0, 62.0]}, {2, 4}),
+        ({2: [46.0, 44.0, 48.0], 4: [40.0, 39.0, 43.0], 8: [60.0, 58.0, 62.0]}, {4}),
+        ({2: [46.0, 44.0, 48.0], 4: [40.0]}, {2, 4}),  # of one step no spread is known
+    ],
+)
+def test_no_run_is_better_within_the_spread(
+    tmp_path: Path, times: dict[int, list[float]], best: set[int]
+) -> None:
     for value, steps in times.items():
-        point = {"name": f"mbs-{value}", "experiment": "mbs", "kind": "sweep", "value": value, "warm_up": 1}
-        write(tmp_path / f"mbs-{value}", records(settings("22b", 1, 8, 1, 64), [90.0, *steps]), point)
+        point = {
+            "name": f"mbs-{value}",
+            "experiment": "mbs",
+            "kind": "sweep",
+            "value": value,
+            "warm_up": 1,
+        }
+        write(
+            tmp_path / f"mbs-{value}", records(settings("22b", 1, 8, 1, 64), [90.0, *steps]), point
+        )
     (series,) = compare([figures(run) for run in find_runs([tmp_path])])
     assert {member.run.point["value"] for member in series.best()} == best
 
 
 def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
     """By the slowest step of one against the fastest of the other."""
-    for replicas, steps in ((1, [424.0, 420.0, 428.0]), (2, [426.0, 421.0, 430.0]), (4, [500.0, 490.0, 510.0])):
+    for replicas, steps in (
+        (1, [424.0, 420.0, 428.0]),
+        (2, [426.0, 421.0, 430.0]),
+        (4, [500.0, 490.0, 510.0]),
+    ):
         config = settings("175b", 4, 16, replicas, 640 * replicas)
         write(tmp_path / str(replicas), records(config, [900.0, *steps]))
     (series,) = compare([figures(run) for run in find_runs([tmp_path])])
@@ -197,7 +249,10 @@ def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
 
 def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> None:
     for replicas in (1, 2):
-        write(tmp_path / str(replicas), records(settings("175b", 4, 16, replicas, 640 * replicas), [900.0, 424.0]))
+        write(
+            tmp_path / str(replicas),
+            records(settings("175b", 4, 16, replicas, 640 * replicas), [900.0, 424.0]),
+        )
     (series,) = compare([figures(run) for run in find_runs([tmp_path])])
     assert series.efficiency(series.members[1]) == (0.0, 1.0, float("inf"))
     assert tool().main([str(tmp_path)]) == 0
@@ -221,9 +276,13 @@ def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
 def failed_point(folder: Path, value: int, reason: str) -> None:
     folder.mkdir(parents=True)
     point = {
-        "name": folder.name, "experiment": "tp-22b-paper", "kind": "sweep", "parameter": "tensor-parallel size",
-        "value": value, "settings": settings("22b", value, 8, 1, 128),
-    }  # fmt: skip
+        "name": folder.name,
+        "experiment": "tp-22b-paper",
+        "kind": "sweep",
+        "parameter": "tensor-parallel size",
+        "value": value,
+        "settings": settings("22b", value, 8, 1, 128),
+    }
     (folder / "point.json").write_text(json.dumps(point))
     (folder / "result.json").write_text(json.dumps({"status": "failed", "reason": reason}))
 
@@ -231,10 +290,18 @@ def failed_point(folder: Path, value: int, reason: str) -> None:
 def sweep(folder: Path) -> Path:
     for value, step_s in ((2, 46.0), (4, 26.0), (8, 17.0)):
         point = {
-            "name": f"tp-{value:05d}", "experiment": "tp-22b-paper", "kind": "sweep", "value": value, "warm_up": 1,
+            "name": f"tp-{value:05d}",
+            "experiment": "tp-22b-paper",
+            "kind": "sweep",
+            "value": value,
+            "warm_up": 1,
             "parameter": "tensor-parallel size",
-        }  # fmt: skip
-        write(folder / f"tp-{value:05d}", records(settings("22b", value, 8, 1, 128), [step_s] * 4), point)
+        }
+        write(
+            folder / f"tp-{value:05d}",
+            records(settings("22b", value, 8, 1, 128), [step_s] * 4),
+            point,
+        )
     failed_point(folder / "tp-00001", 1, "OutOfMemory")
     return folder
 
@@ -264,15 +331,26 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
 
 
-@pytest.mark.parametrize("arguments_", [
-    ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
-    ["{tmp}/sizes"], ["{tmp}/point"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments_",
+    [
+        ["{tmp}/nothing"],
+        ["{tmp}/empty"],
+        ["{tmp}/text.log"],
+        ["{tmp}/run", "--out", "{tmp}/text.log"],
+        ["{tmp}/forged"],
+        ["{tmp}/sizes"],
+        ["{tmp}/point"],
+    ],
+)
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str]) -> None:
     (tmp_path / "text.log").write_text("nothing of interest\n")
     (tmp_path / "empty").mkdir()
     write(tmp_path / "run", RUN)
-    for name, change in (("forged", {"step_time_s": "fast"}), ("sizes", {"config": {"num_layers": [2]}})):
+    for name, change in (
+        ("forged", {"step_time_s": "fast"}),
+        ("sizes", {"config": {"num_layers": [2]}}),
+    ):
         write(tmp_path / name, [{**r, **{k: v for k, v in change.items() if k in r}} for r in RUN])
     write(tmp_path / "point", RUN, {"experiment": ["a"]})
     given = [a.format(tmp=tmp_path) for a in arguments_]
@@ -284,8 +362,12 @@ def test_bad_flags(flags: list[str]) -> None:
     assert tool().main(["x", *flags]) == 2
 
 
-@pytest.mark.parametrize("written", [RUN[:1], RUN[:2]], ids=["no step", "no step after the warm-up"])
-def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records) -> None:
+@pytest.mark.parametrize(
+    "written", [RUN[:1], RUN[:2]], ids=["no step", "no step after the warm-up"]
+)
+def test_nothing_to_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records
+) -> None:
     write(tmp_path / "run", written)
     assert tool().main([str(tmp_path)]) == 1
     shown = capsys.readouterr()

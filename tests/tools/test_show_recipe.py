@@ -1,4 +1,5 @@
 """The command that shows a configuration's memory and where its time would go."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,25 +15,34 @@ def show(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
 def test_a_row_for_each_value(capsys):
     line = "--preset gpt-22b --world-size 64 --vary global-batch-size 64 640 --markdown"
     code, out, _ = show(capsys, line)
-    layout, memory, time = ([row.split(" | ") for row in table.split("\n")[2:]] for table in out.strip().split("\n\n"))
+    layout, memory, time = (
+        [row.split(" | ") for row in table.split("\n")[2:]] for table in out.strip().split("\n\n")
+    )
     assert code == 0
     assert [row[6] for row in layout] == ["8", "80"]  # micro-batches of 8 replicas
     assert memory[0][0] == time[0][0] == "| --global-batch-size 64"
     few, many = ([float(cell.removesuffix(" %")) for cell in (row[1], row[5])] for row in time)
-    assert few[0] < many[0] < 10 * few[0] and few[1] > 4 * many[1], "more micro-batches, a smaller bubble"
+    assert few[0] < many[0] < 10 * few[0] and few[1] > 4 * many[1], (
+        "more micro-batches, a smaller bubble"
+    )
 
 
 def test_a_vocabulary_that_the_tokenizer_has_is_assumed(capsys):
-    code, out, _ = show(capsys, "--preset gpt-22b-frontier --world-size 128 --vocab-file v.json --merge-file m.txt")
+    code, out, _ = show(
+        capsys, "--preset gpt-22b-frontier --world-size 128 --vocab-file v.json --merge-file m.txt"
+    )
     assert code == 0 and "50257" in out
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("--preset gpt-22b --world-size 12", "12"),
-    ("--preset gpt-22c", "gpt-22c"),
-    ("--all --seed 3", "--all"),
-    ("--world-size 8", "--num-layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--preset gpt-22b --world-size 12", "12"),
+        ("--preset gpt-22c", "gpt-22c"),
+        ("--all --seed 3", "--all"),
+        ("--world-size 8", "--num-layers"),
+    ],
+)
 def test_errors_are_told_on_one_line(capsys, line, words):
     code, out, error = show(capsys, line)
     assert code == 2 and not out

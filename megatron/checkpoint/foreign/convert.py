@@ -1,4 +1,7 @@
-"""Find a foreign checkpoint, check that a model of ours has the same parameters, and write it in our format."""
+"""Find a foreign checkpoint, check that a model of ours has the same parameters, and write it in
+our format.
+"""
+
 from __future__ import annotations
 
 import os
@@ -52,13 +55,16 @@ class Plan:
 
 
 def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder to read: DIRECTORY itself, the one that its tracker file names, or `tag` in it.
+    """Return the folder to read: DIRECTORY itself, the one that its tracker file names, or `tag` in
+    it.
 
     Raises CheckpointError.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise CheckpointError(f"{root} is not a folder: give one with a checkpoint of Megatron or DeepSpeed")
+        raise CheckpointError(
+            f"{root} is not a folder: give one with a checkpoint of Megatron or DeepSpeed"
+        )
     if tag is not None:
         folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
     elif is_deepspeed(root) or is_megatron(root):
@@ -72,15 +78,21 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
 
 
 def _tracked(root: Path) -> str:
-    """Return the folder that a tracker file names; where DeepSpeed's is there, its engine wrote the checkpoint."""
+    """Return the folder that a tracker file names; where DeepSpeed's is there, its engine wrote the
+    checkpoint.
+    """
     for name in ("latest", TRACKER):
         if (root / name).is_file():
             data = read_bytes(root / name, _TRACKER_LIMIT_BYTES, error=CheckpointError)
             text = data.decode(errors="replace").strip()
             if not text or "/" in text or len(text) > 200:
-                raise CheckpointError(f"{root / name} holds {text[:40]!r} where a folder is expected: use --load-tag")
+                raise CheckpointError(
+                    f"{root / name} holds {text[:40]!r} where a folder is expected: use --load-tag"
+                )
             return tagged_name(text)
-    raise CheckpointError(f"{root} has no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag")
+    raise CheckpointError(
+        f"{root} has no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag"
+    )
 
 
 def read_source(
@@ -92,7 +104,9 @@ def read_source(
             with laid_out(folder):
                 return read(folder, optimizer, version, plain)
     names = {path.name for path in folder.iterdir()}
-    if any(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names):
+    if any(
+        name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
+    ):
         why = "is of ZeRO stage 3: use the zero_to_fp32.py beside it, which makes a file of weights"
     elif "zero" in names:
         why = "is a universal checkpoint: convert the one that it was made from"
@@ -104,9 +118,11 @@ def read_source(
 
 
 def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
-    """Check a source against the model that its arguments and the settings `chosen` by the user describe.
+    """Check a source against the model that its arguments and the settings `chosen` by the user
+    describe.
 
-    Raises CheckpointError where tensors are missing, unknown or of another shape, and ConfigError for bad settings.
+    Raises CheckpointError where tensors are missing, unknown or of another shape, and ConfigError
+    for bad settings.
     """
     with laid_out(source.folder):
         settings, notes = settings_of(source.arguments)
@@ -115,8 +131,10 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         assert vocab_size is not None, "configure requires it"
         layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
         if model.num_layers > len(layers):
-            raise CheckpointError(f"{source.folder} has {len(layers)} layers, and with these settings the model has "
-                                  f"{model.num_layers}: correct --num-layers")  # fmt: skip
+            raise CheckpointError(
+                f"{source.folder} has {len(layers)} layers, and with these settings the model has "
+                f"{model.num_layers}: correct --num-layers"
+            )
         shapes = global_shapes(config)
         _check_names(source, shapes)
         rules = Rules(source.version, model.kv_channels, vocab_size, model.swiglu)
@@ -124,13 +142,18 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         padded = _rows(source)
         if padded > vocab_size:
             plan.notes.append(
-                f"{padded - vocab_size} of {padded} rows of the vocabulary are padding and left out; Megatron's loss "
+                f"{padded - vocab_size} of {padded} rows of the vocabulary are padding and left "
+                "out; Megatron's loss "
                 f"includes them, so it is a little higher than the one here"
             )
         for name, shape in shapes.items():
-            found = tuple(merge(name, [part.weight.to("meta") for part in source.parts[name]], rules).shape)
+            found = tuple(
+                merge(name, [part.weight.to("meta") for part in source.parts[name]], rules).shape
+            )
             if found != shape:
-                raise CheckpointError(f"{source.folder}: {name} is {found} there, and {shape} with these settings")
+                raise CheckpointError(
+                    f"{source.folder}: {name} is {found} there, and {shape} with these settings"
+                )
         return plan
 
 
@@ -139,7 +162,9 @@ def _rows(source: Source) -> int:
     return sum(len(part.weight) for part in source.parts[WORD_EMBEDDINGS])
 
 
-def _completed(settings: dict[str, Any], source: Source, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _completed(
+    settings: dict[str, Any], source: Source, chosen: Mapping[str, Any]
+) -> dict[str, Any]:
     """Add settings that follow from the tensors, where there are no arguments."""
     parts = source.parts
     if not source.arguments:
@@ -154,9 +179,14 @@ def _completed(settings: dict[str, Any], source: Source, chosen: Mapping[str, An
         if WORD_EMBEDDINGS in parts:
             shown["hidden_size"] = parts[WORD_EMBEDDINGS][0].weight.shape[-1]
         return {**shown, **settings}
-    if settings.get("vocab_size") is None and chosen.get("vocab_size") is None and WORD_EMBEDDINGS in parts:
+    if (
+        settings.get("vocab_size") is None
+        and chosen.get("vocab_size") is None
+        and WORD_EMBEDDINGS in parts
+    ):
         raise CheckpointError(
-            f"{source.folder} does not contain the size of the vocabulary without padding: give --vocab-size with the "
+            f"{source.folder} does not contain the size of the vocabulary without padding: give "
+            "--vocab-size with the "
             f"number of entries of its tokenizer (at most {_rows(source)}, its padded size)"
         )
     return settings
@@ -169,12 +199,15 @@ def _check_names(source: Source, shapes: Mapping[str, Any]) -> None:
     if problems := [f"{what} {named(names)}" for what, names in lists if names]:
         hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
         raise CheckpointError(
-            f"{source.folder} does not have the parameters of a model with these settings: {'; '.join(problems)}{hint}"
+            f"{source.folder} does not have the parameters of a model with these settings: "
+            f"{'; '.join(problems)}{hint}"
         )
 
 
 def convert(
-    plan: Plan, directory: str | os.PathLike[str], passport: Mapping[str, Any] | None = None,
+    plan: Plan,
+    directory: str | os.PathLike[str],
+    passport: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
@@ -182,47 +215,75 @@ def convert(
     passport   provenance to be kept beside that of the source
     progress   called with (parameters written, all parameters)
 
-    Raises CheckpointError when the optimizer's masters are not those of the weights, or when it cannot be written.
+    Raises CheckpointError when the optimizer's masters are not those of the weights, or when it
+    cannot be written.
     """
     source = plan.source
     state = dict(source.counters)
-    for kind in ("consumed", "scheduled"):  # without arguments only our settings have the length of a sample
-        state[f"{kind}_tokens"] = state[f"{kind}_tokens"] or state[f"{kind}_samples"] * plan.config.model.seq_length
+    # without arguments only our settings have the length of a sample
+    for kind in ("consumed", "scheduled"):
+        state[f"{kind}_tokens"] = (
+            state[f"{kind}_tokens"] or state[f"{kind}_samples"] * plan.config.model.seq_length
+        )
     scalars = {
-        "optimizer_step": source.optimizer_step or 0, "skipped_steps": source.counters.get("skipped_iterations", 0),
+        "optimizer_step": source.optimizer_step or 0,
+        "skipped_steps": source.counters.get("skipped_iterations", 0),
         "loss_scale": source.loss_scale,
-    }  # fmt: skip
+    }
     origin = {
-        "kind": source.kind, "folder": str(source.folder.absolute()), "tensor_parallel_size": source.tensor_size,
-        "pipeline_parallel_size": source.pipeline_size, "data_parallel_size": source.data_size,
-        "checkpoint_version": source.version, "notes": plan.notes,
-    }  # fmt: skip
+        "kind": source.kind,
+        "folder": str(source.folder.absolute()),
+        "tensor_parallel_size": source.tensor_size,
+        "pipeline_parallel_size": source.pipeline_size,
+        "data_parallel_size": source.data_size,
+        "checkpoint_version": source.version,
+        "notes": plan.notes,
+    }
     with laid_out(source.folder):
         return write_offline(
-            directory, source.iteration, _tensors(plan, progress), config=plan.config, state=state, scalars=scalars,
-            optimizer=plan.optimizer, passport={**(passport or {}), "converted_from": origin},
-        )  # fmt: skip
+            directory,
+            source.iteration,
+            _tensors(plan, progress),
+            config=plan.config,
+            state=state,
+            scalars=scalars,
+            optimizer=plan.optimizer,
+            passport={**(passport or {}), "converted_from": origin},
+        )
 
 
-def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    plan: Plan, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in a checkpoint, fp32 tensor), one after another; nothing is kept."""
     for done, name in enumerate(plan.shapes, 1):
         parts = plan.source.parts[name]
-        if is_replicated(name) and any(not torch.equal(part.weight, parts[0].weight) for part in parts[1:]):
-            plan.notes.append(f"{name} is not the same on all tensor ranks: that of the first is taken")
+        if is_replicated(name) and any(
+            not torch.equal(part.weight, parts[0].weight) for part in parts[1:]
+        ):
+            plan.notes.append(
+                f"{name} is not the same on all tensor ranks: that of the first is taken"
+            )
         for kind in KINDS if plan.optimizer else KINDS[:1]:
-            yield f"{kind}.{name}", merge(name, [_value(plan, name, part, kind) for part in parts], plan.rules)
+            yield (
+                f"{kind}.{name}",
+                merge(name, [_value(plan, name, part, kind) for part in parts], plan.rules),
+            )
         progress(done, len(plan.shapes))
 
 
 def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
-    """Return a part's tensor, fp32; a master must round to the weight that the model computes with."""
+    """Return a part's tensor, fp32; a master must round to the weight that the model computes
+    with.
+    """
     if part.state is None or not plan.optimizer:
         return part.weight.float()
     value = part.state(kind).detach().float()
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
         raise CheckpointError(
-            f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: files of different "
-            f"steps or layouts. Convert without the optimizer (--no-optim) if the weights are the right ones"
+            f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
+            "files of different "
+            "steps or layouts. Convert without the optimizer (--no-optim) if the weights are the "
+            "right ones"
         )
     return value

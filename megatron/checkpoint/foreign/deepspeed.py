@@ -1,14 +1,20 @@
 """Checkpoints that DeepSpeed's engine wrote: those of Megatron-DeepSpeed, with or without pipeline.
 
-    global_step100/mp_rank_01_model_states.pt               a model-parallel rank (stage x tensor size + tensor rank):
-                                                            counters, arguments, and without pipeline the weights
-                   layer_03-model_01-model_states.pt        with pipeline: a layer's weights, of tensor rank 1
-                   bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt      a shard of the optimizer's state
+    global_step100/mp_rank_01_model_states.pt               a model-parallel rank (stage x tensor
+    size + tensor rank):
+                                                            counters, arguments, and without
+                                                            pipeline the weights
+                   layer_03-model_01-model_states.pt        with pipeline: a layer's weights, of
+                   tensor rank 1
+                   bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt      a shard of the optimizer's
+                   state
 
-The shards are those of ZeRO stages 1 and 2. The parameters of a group are laid end to end in one flat array, which is
-cut over the data-parallel ranks. Each shard has a map of which stretch of its piece belongs to which parameter
-(param_slice_mappings); older ones only have the shapes of the parameters (param_shapes).
+The shards are those of ZeRO stages 1 and 2. The parameters of a group are laid end to end in one
+flat array, which is cut over the data-parallel ranks. Each shard has a map of which stretch of its
+piece belongs to which parameter (param_slice_mappings); older ones only have the shapes of the
+parameters (param_shapes).
 """
+
 from __future__ import annotations
 
 import math
@@ -21,7 +27,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.foreign.names import WORD_EMBEDDINGS, PipelineNames, flatten, ours
-from megatron.checkpoint.foreign.source import MOMENTS, Part, Source, aligned, check_ranks, source_of
+from megatron.checkpoint.foreign.source import (
+    MOMENTS,
+    Part,
+    Source,
+    aligned,
+    check_ranks,
+    source_of,
+)
 from megatron.checkpoint.foreign.unpickle import attributes, load_file
 from megatron.errors import CheckpointError
 
@@ -38,7 +51,9 @@ def is_deepspeed(folder: Path) -> bool:
     return any(_MODEL.match(path.name) for path in folder.iterdir())
 
 
-def read_deepspeed(folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()) -> Source:
+def read_deepspeed(
+    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
+) -> Source:
     """Read a folder that DeepSpeed's engine wrote.
 
     optimizer   whether its state is wanted
@@ -50,7 +65,9 @@ def read_deepspeed(folder: Path, optimizer: bool, version: float | None = None, 
     listed = sorted(folder.iterdir())
     experts = [path.name for path in listed if "_expert_" in path.name]
     if experts:
-        raise CheckpointError(f"{folder} has a model with experts ({experts[0]} ...), which are not supported")
+        raise CheckpointError(
+            f"{folder} has a model with experts ({experts[0]} ...), which are not supported"
+        )
     model_files = {int(match[1]): path for path in listed if (match := _MODEL.match(path.name))}
     layer_files: dict[int, dict[int, Path]] = {}
     for path in listed:
@@ -64,12 +81,21 @@ def read_deepspeed(folder: Path, optimizer: bool, version: float | None = None, 
     if tensor is None and layer_files:
         tensor = max(len(files) for files in layer_files.values())
     tensor = int(tensor or written.get("tp_degree") or first.get("mp_world_size") or count)
-    pipeline = int(arguments.get("pipeline_model_parallel_size") or max(1, count // tensor)) if layer_files else 1
+    pipeline = (
+        int(arguments.get("pipeline_model_parallel_size") or max(1, count // tensor))
+        if layer_files
+        else 1
+    )
     check_ranks(
-        folder, tensor, pipeline, {(rank % tensor, rank // tensor) for rank in states},
+        folder,
+        tensor,
+        pipeline,
+        {(rank % tensor, rank // tensor) for rank in states},
         lambda t, p: f"mp_rank_{p * tensor + t:02d}_model_states.pt",
-    )  # fmt: skip
-    kind = f"DeepSpeed {first.get('ds_version', '')}".strip() + (", pipeline" if layer_files else "")
+    )
+    kind = f"DeepSpeed {first.get('ds_version', '')}".strip() + (
+        ", pipeline" if layer_files else ""
+    )
     if version is None:
         version = first.get("checkpoint_version", 0.0 if arguments else 3.0)
     files = {model_files[rank]: state for rank, state in states.items()}
@@ -88,11 +114,18 @@ def read_deepspeed(folder: Path, optimizer: bool, version: float | None = None, 
     return source
 
 
-def _modules(states: Mapping[Path, Mapping[str, Any]]) -> tuple[Weights, Callable[[str], str | None]]:
-    """Return the weights of a checkpoint without pipeline, and what translates names in its optimizer."""
-    # Of two names of one tensor the optimizer has the first. A tied embedding is an embedding to us.
+def _modules(
+    states: Mapping[Path, Mapping[str, Any]],
+) -> tuple[Weights, Callable[[str], str | None]]:
+    """Return the weights of a checkpoint without pipeline, and what translates names in its
+    optimizer.
+    """
+    # Of two names of one tensor the optimizer has the first. A tied embedding is an embedding to
+    # us.
     again = attributes(next(iter(states.values())).get("shared_params"))
-    tied = {first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS}
+    tied = {
+        first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS
+    }
 
     def translate(name: str) -> str | None:
         return tied.get(name) or ours(name)
@@ -102,11 +135,14 @@ def _modules(states: Mapping[Path, Mapping[str, Any]]) -> tuple[Weights, Callabl
         module = state.get("module")
         if not isinstance(module, Mapping):
             raise CheckpointError(
-                f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: the checkpoint is "
+                f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: "
+                "the checkpoint is "
                 f"incomplete"
             )
         named = {name: weight for name, weight in flatten(module).items() if name not in again}
-        each.append({own: (weight, name) for name, weight in named.items() if (own := translate(name))})
+        each.append(
+            {own: (weight, name) for name, weight in named.items() if (own := translate(name))}
+        )
     return each, translate
 
 
@@ -118,38 +154,48 @@ def _layers(
         if sorted(files) != list(range(tensor)):
             example = re.sub(r"model_\d+-", "model_NN-", next(iter(files.values())).name)
             raise CheckpointError(
-                f"{folder} was written by {tensor} tensor-parallel ranks, but {example} is there for {sorted(files)}"
+                f"{folder} was written by {tensor} tensor-parallel ranks, but {example} is there "
+                f"for {sorted(files)}"
             )
-    loaded = {n: [load_file(files[t], plain) for t in range(tensor)] for n, files in sorted(layer_files.items())}
+    loaded = {
+        n: [load_file(files[t], plain) for t in range(tensor)]
+        for n, files in sorted(layer_files.items())
+    }
     names = PipelineNames({number: ranks[0] for number, ranks in loaded.items()})
     each: Weights = [{} for _ in range(tensor)]
     for number, ranks in loaded.items():
         for t, content in enumerate(ranks):
             for name, weight in flatten(content).items():
                 if own := names.in_file(number, name):
-                    each[t].setdefault(own, (weight, name))  # a tied embedding is stored again in a later layer
+                    # a tied embedding is stored again in a later layer
+                    each[t].setdefault(own, (weight, name))
     return each, names.in_module
 
 
 def _shards(
-    source: Source, states: Mapping[int, Mapping[str, Any]], translate: Callable[[str], str | None],
+    source: Source,
+    states: Mapping[int, Mapping[str, Any]],
+    translate: Callable[[str], str | None],
     plain: Sequence[str],
 ) -> list[tuple[ZeroShards, dict[str, str]]]:
-    """Return the optimizer's shards of each model-parallel rank, with their names of parameters by ours; empty, with a
-    note, where there are none."""
+    """Return the optimizer's shards of each model-parallel rank, with their names of parameters by
+    ours; empty, with a note, where there are none."""
     files = shards_in(source.folder)
     if not files:
         kept = any(state.get("optimizer") for state in states.values())
         source.notes.append(
-            "its optimizer's state is not in ZeRO's shards, and has no names of parameters: only weights are taken"
-            if kept else "it has no optimizer state: only weights are taken"
+            "its optimizer's state is not in ZeRO's shards, and has no names of parameters: only "
+            "weights are taken"
+            if kept
+            else "it has no optimizer state: only weights are taken"
         )
         return []
     absent = [rank for rank in states if rank not in files]
     if absent:
         raise CheckpointError(
             f"{source.folder} has optimizer shards, but none of model-parallel rank {absent[0]} "
-            f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert without the "
+            f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert "
+            "without the "
             f"optimizer (--no-optim)"
         )
     found = []
@@ -159,7 +205,9 @@ def _shards(
         source.files += shards.files
     steps = {shards.step for shards, _ in found}
     if len(steps) > 1:
-        raise CheckpointError(f"{source.folder}: optimizer shards of different steps: {sorted(map(str, steps))}")
+        raise CheckpointError(
+            f"{source.folder}: optimizer shards of different steps: {sorted(map(str, steps))}"
+        )
     if not all(shards.is_adam for shards, _ in found):
         source.notes.append("its optimizer is not Adam: only weights are taken")
         return []
@@ -167,26 +215,36 @@ def _shards(
     if "scale_window" in scaler:  # a dynamic loss scale
         steps_since = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
         source.loss_scale = {
-            "scale": float(scaler["cur_scale"]), "good_steps": max(steps_since, 0) % int(scaler["scale_window"]),
+            "scale": float(scaler["cur_scale"]),
+            "good_steps": max(steps_since, 0) % int(scaler["scale_window"]),
             "allowance": int(scaler.get("cur_hysteresis", 1)),
-        }  # fmt: skip
+        }
     source.optimizer_step = steps.pop()
     source.data_size = len(files[0])
     return found
 
 
 def _state(
-    stages: Sequence[tuple[ZeroShards, dict[str, str]]], folder: Path, name: str, weight: torch.Tensor
+    stages: Sequence[tuple[ZeroShards, dict[str, str]]],
+    folder: Path,
+    name: str,
+    weight: torch.Tensor,
 ) -> Callable[[str], torch.Tensor]:
-    """Return what reads the optimizer's state of one part, from the first stage that has the parameter."""
+    """Return what reads the optimizer's state of one part, from the first stage that has the
+    parameter.
+    """
     for shards, names in stages:
         if name in names:
             return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
-    raise CheckpointError(f"{folder}: no optimizer shard has {name}; convert without it (--no-optim)")
+    raise CheckpointError(
+        f"{folder}: no optimizer shard has {name}; convert without it (--no-optim)"
+    )
 
 
 def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return {model-parallel rank: {data-parallel rank: file}}. Raises CheckpointError where one rank has two files."""
+    """Return {model-parallel rank: {data-parallel rank: file}}. Raises CheckpointError where one
+    rank has two files.
+    """
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if match := _SHARD.match(path.name):
@@ -194,13 +252,16 @@ def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
             other = found.setdefault(model, {}).setdefault(data, path)
             if other != path:
                 raise CheckpointError(
-                    f"{other} and {path.name} are shards of the same rank: remove those of the other run or precision"
+                    f"{other} and {path.name} are shards of the same rank: remove those of the "
+                    "other run or precision"
                 )
     return found
 
 
 class _Stretch(NamedTuple):
-    """`numel` numbers from `start` of a group's flat tensors (by kind) in the shard of data-parallel rank `data`."""
+    """`numel` numbers from `start` of a group's flat tensors (by kind) in the shard of
+    data-parallel rank `data`.
+    """
 
     data: int
     flat: Mapping[str, torch.Tensor]
@@ -217,15 +278,21 @@ class ZeroShards:
     names        parameters, by their names in the module
     """
 
-    def __init__(self, files: Mapping[int, Path], param_shapes: Any, plain: Sequence[str] = ()) -> None:
+    def __init__(
+        self, files: Mapping[int, Path], param_shapes: Any, plain: Sequence[str] = ()
+    ) -> None:
         self.files = [files[data] for data in sorted(files)]
         shards = [load_file(path, plain) for path in self.files]
         try:
-            self._read([shard["optimizer_state_dict"] for shard in shards], sorted(files), param_shapes)
+            self._read(
+                [shard["optimizer_state_dict"] for shard in shards], sorted(files), param_shapes
+            )
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self.files[0].parent}: the shards {self.files[0].name} ... do not have the layout of ZeRO stage 1 "
-                f"or 2 ({type(error).__name__}: {error}); convert without the optimizer (--no-optim)"
+                f"{self.files[0].parent}: the shards {self.files[0].name} ... do not have the "
+                "layout of ZeRO stage 1 "
+                f"or 2 ({type(error).__name__}: {error}); convert without the optimizer "
+                "(--no-optim)"
             ) from error
 
     def _read(self, states: list[dict[str, Any]], ranks: list[int], param_shapes: Any) -> None:
@@ -234,49 +301,66 @@ class ZeroShards:
         wanted = list(range(min(expected, len(ranks) + 1)))
         if ranks != wanted:
             missing = sorted(set(wanted) - set(ranks))
-            example = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name)
+            example = re.sub(
+                r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name
+            )
             raise CheckpointError(
-                f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where {expected} wrote: "
+                f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where "
+                f"{expected} wrote: "
                 f"{example} is {'missing' if missing else 'from another run'}"
             )
         pieces = [_pieces(state) for state in states]
         self.loss_scaler = attributes(states[0].get("loss_scaler"))
         steps = {_step(state) for state in states}
         if len(steps) > 1:
-            raise CheckpointError(f"{self.files[0].parent}: shards of different steps: {sorted(map(str, steps))}")
+            raise CheckpointError(
+                f"{self.files[0].parent}: shards of different steps: {sorted(map(str, steps))}"
+            )
         self.step = steps.pop()
         mapped = "param_slice_mappings" in states[0]
         self._where = _mapped(states, pieces) if mapped else _laid(pieces, param_shapes)
         self.names = list(self._where)
         groups = [group for piece in pieces for group in piece]
-        self.is_adam = self.step is not None and all(kind in group for group in groups for kind in MOMENTS)
+        self.is_adam = self.step is not None and all(
+            kind in group for group in groups for kind in MOMENTS
+        )
 
     def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape. Raises CheckpointError."""
+        """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape. Raises
+        CheckpointError.
+        """
         stretches = self._where[name]
         held = sum(s.numel for s in stretches)
         if held != math.prod(shape):
             raise CheckpointError(
-                f"{self.files[0].parent}: the optimizer's shards have {held} numbers of {name}, which is "
+                f"{self.files[0].parent}: the optimizer's shards have {held} numbers of {name}, "
+                "which is "
                 f"{tuple(shape)}: files of different runs?"
             )
         found = []
         for s in stretches:
             flat = s.flat[kind].detach().view(-1)
             if s.start + s.numel > flat.numel():
-                raise CheckpointError(f"{self.files[s.data]} ends within {name}: the file is damaged")
+                raise CheckpointError(
+                    f"{self.files[s.data]} ends within {name}: the file is damaged"
+                )
             found.append(flat[s.start : s.start + s.numel].float())
         return (found[0] if len(found) == 1 else torch.cat(found)).view(*shape)
 
 
 def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Return the flat tensors of a shard: of each group {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
+    """Return the flat tensors of a shard: of each group {"master": ..., "exp_avg": ...,
+    "exp_avg_sq": ...}.
+    """
     masters = state["single_partition_of_fp32_groups"]
     base = state["base_optimizer_state"]
     # A plain torch state dict, or with DeepSpeed's elastic checkpoints a list over the groups.
-    each = base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(masters))]
+    each = (
+        base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(masters))]
+    )
     return [
-        {"master": master} | {kind: moments[kind] for kind in MOMENTS if isinstance(moments.get(kind), torch.Tensor)}
+        {"master": master}
+        | {kind: moments[kind] for kind in MOMENTS if isinstance(moments.get(kind), torch.Tensor)}
         for master, moments in zip(masters, each, strict=True)
     ]
 
@@ -294,26 +378,37 @@ def _step(state: Mapping[str, Any]) -> int | None:
 _Pieces = list[dict[str, torch.Tensor]]
 
 
-def _mapped(states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]) -> dict[str, list[_Stretch]]:
-    """Return where the shards have parameters: their parts follow one another over the data-parallel ranks."""
+def _mapped(
+    states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]
+) -> dict[str, list[_Stretch]]:
+    """Return where the shards have parameters: their parts follow one another over the
+    data-parallel ranks.
+    """
     found: dict[str, list[_Stretch]] = {}
     for data, state in enumerate(states):
         for flat, mapping in zip(pieces[data], state["param_slice_mappings"], strict=True):
             for name, address in mapping.items():
                 at = attributes(address)
-                found.setdefault(name, []).append(_Stretch(data, flat, int(at["start"]), int(at["numel"])))
+                found.setdefault(name, []).append(
+                    _Stretch(data, flat, int(at["start"]), int(at["numel"]))
+                )
     return found
 
 
 def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stretch]]:
-    """Return where parameters are that lie end to end in the order of `param_shapes`, a dict for each group."""
+    """Return where parameters are that lie end to end in the order of `param_shapes`, a dict for
+    each group.
+    """
     if not param_shapes:
         raise CheckpointError(
-            "the ZeRO shards do not contain where parameters are (neither param_slice_mappings nor param_shapes): "
+            "the ZeRO shards do not contain where parameters are (neither param_slice_mappings nor "
+            "param_shapes): "
             "convert without the optimizer (--no-optim)"
         )
     found: dict[str, list[_Stretch]] = {}
-    for group, shapes in enumerate(param_shapes if isinstance(param_shapes, (list, tuple)) else [param_shapes]):
+    for group, shapes in enumerate(
+        param_shapes if isinstance(param_shapes, (list, tuple)) else [param_shapes]
+    ):
         bounds = [0]
         for piece in pieces:
             bounds.append(bounds[-1] + piece[group]["master"].numel())
@@ -323,6 +418,8 @@ def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stret
             for data, piece in enumerate(pieces):
                 low, high = max(start, bounds[data]), min(stop, bounds[data + 1])
                 if low < high:
-                    found.setdefault(name, []).append(_Stretch(data, piece[group], low - bounds[data], high - low))
+                    found.setdefault(name, []).append(
+                        _Stretch(data, piece[group], low - bounds[data], high - low)
+                    )
             start = stop
     return found

@@ -1,9 +1,11 @@
 """Checkpoints of Megatron without DeepSpeed: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
-A rank's file holds arguments, weights (`model`, or `model0`, `model1`, ... with virtual stages) and the optimizer. That
-has no names in it: its tensors are in the order of the parameters, those with weight decay before those without. They
-are assigned by order and shape and checked against the weights: a master must round to its weight.
+A rank's file holds arguments, weights (`model`, or `model0`, `model1`, ... with virtual stages) and
+the optimizer. That has no names in it: its tensors are in the order of the parameters, those with
+weight decay before those without. They are assigned by order and shape and checked against the
+weights: a master must round to its weight.
 """
+
 from __future__ import annotations
 
 import re
@@ -14,7 +16,14 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.foreign.names import flatten, ours
-from megatron.checkpoint.foreign.source import MOMENTS, Part, Source, aligned, check_ranks, source_of
+from megatron.checkpoint.foreign.source import (
+    MOMENTS,
+    Part,
+    Source,
+    aligned,
+    check_ranks,
+    source_of,
+)
 from megatron.checkpoint.foreign.unpickle import attributes, load_file
 from megatron.errors import CheckpointError
 
@@ -33,7 +42,9 @@ def is_megatron(folder: Path) -> bool:
     return any(_RANK.match(path.name) and (path / FILE).is_file() for path in folder.iterdir())
 
 
-def read_megatron(folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()) -> Source:
+def read_megatron(
+    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
+) -> Source:
     """Read a folder that Megatron wrote; arguments and errors as those of read_deepspeed."""
     files = {
         (int(match[1]), int(match[2] or 0)): path / FILE
@@ -54,7 +65,12 @@ def read_megatron(folder: Path, optimizer: bool, version: float | None = None, p
     if version is None:
         version = first.get("checkpoint_version", 0)
     source = source_of(
-        "Megatron", {files[rank]: state for rank, state in states.items()}, folder, version, tensor, pipeline
+        "Megatron",
+        {files[rank]: state for rank, state in states.items()},
+        folder,
+        version,
+        tensor,
+        pipeline,
     )
     optimizers = _optimizers(source, states, models) if optimizer else {}
     each: list[dict[str, Part]] = [{} for _ in range(tensor)]
@@ -68,7 +84,9 @@ def read_megatron(folder: Path, optimizer: bool, version: float | None = None, p
 
 
 def _models(state: Mapping[str, Any]) -> Models:
-    numbered = sorted((k for k in state if re.fullmatch(r"model\d+", k)), key=lambda key: int(key[len("model") :]))
+    numbered = sorted(
+        (k for k in state if re.fullmatch(r"model\d+", k)), key=lambda key: int(key[len("model") :])
+    )
     keys = ["model"] if "model" in state else numbered
     if not keys or not all(isinstance(state[key], Mapping) for key in keys):
         raise CheckpointError(f"a {FILE} has no weights under 'model': did Megatron write it?")
@@ -78,14 +96,19 @@ def _models(state: Mapping[str, Any]) -> Models:
 def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
     """Return (pipeline rank, virtual stage, {name there: our name}) in order of the model.
 
-    Layers are counted from 0 in every virtual stage; those of later stages come after all before them.
+    Layers are counted from 0 in every virtual stage; those of later stages come after all before
+    them.
     """
     if len({len(chunks) for chunks in models}) > 1:
-        raise CheckpointError("pipeline ranks have different numbers of virtual stages: files of several runs?")
+        raise CheckpointError(
+            "pipeline ranks have different numbers of virtual stages: files of several runs?"
+        )
     found, first = [], 0
     for chunk in range(len(models[0])):
         for p, chunks in enumerate(models):
-            found.append((p, chunk, {name: own for name in chunks[chunk] if (own := ours(name, first))}))
+            found.append(
+                (p, chunk, {name: own for name in chunks[chunk] if (own := ours(name, first))})
+            )
             first += len({match[1] for name in chunks[chunk] if (match := _LAYER.search(name))})
     return found
 
@@ -95,7 +118,9 @@ class _Unusable(Exception):
 
 
 def _optimizers(
-    source: Source, states: Mapping[tuple[int, int], dict[str, Any]], models: Mapping[tuple[int, int], Models]
+    source: Source,
+    states: Mapping[tuple[int, int], dict[str, Any]],
+    models: Mapping[tuple[int, int], Models],
 ) -> dict[tuple[int, int], State]:
     """Return the optimizer's state of each rank; empty, with a note, where it cannot be read."""
     try:
@@ -109,7 +134,10 @@ def _optimizers(
     source.optimizer_step = steps.pop()
     scaler = attributes(attributes(next(iter(states.values()))["optimizer"]).get("grad_scaler"))
     if "scale" in scaler and "growth_tracker" in scaler:
-        source.loss_scale = {"scale": float(scaler["scale"]), "good_steps": int(scaler["growth_tracker"])}
+        source.loss_scale = {
+            "scale": float(scaler["scale"]),
+            "good_steps": int(scaler["growth_tracker"]),
+        }
         if "hysteresis_tracker" in scaler:
             source.loss_scale["allowance"] = max(int(scaler["hysteresis_tracker"]), 1)
     return {rank: state for rank, (state, _) in found.items()}
@@ -123,11 +151,15 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
     base = held.get("optimizer", held)
     entries = (base.get("state"), base.get("param_groups")) if isinstance(base, Mapping) else ()
     if [type(entry) for entry in entries] != [dict, list]:
-        raise _Unusable("its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's")
+        raise _Unusable(
+            "its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's"
+        )
     moments, groups = base["state"], base["param_groups"]
     masters = held.get("fp32_from_fp16_params")
     # The head's weight is a parameter of its own only where the first embedding is on another rank.
-    embedding = any("word_embeddings_for_head" not in n and "word_embeddings." in n for m in models for n in m)
+    embedding = any(
+        "word_embeddings_for_head" not in n and "word_embeddings." in n for m in models for n in m
+    )
     parameters = [
         ((chunk, name), weight)
         for chunk, model in enumerate(models)

@@ -1,7 +1,9 @@
-"""Parameters of Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline: their names as ours, their parts joined.
+"""Parameters of Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline: their names as ours, their
+parts joined.
 
 Our names are those of the parameters' Shardings, with layers counted over the whole model.
 """
+
 from __future__ import annotations
 
 import re
@@ -13,7 +15,10 @@ import torch
 
 from megatron.errors import CheckpointError
 
-WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+WORD_EMBEDDINGS, POSITION_EMBEDDINGS = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+)
 OUTPUT_LAYER, FINAL_NORM = "output_layer.weight", "final_layernorm"
 
 # Entries that are no parameters: buffers, and the last stage's copy of a tied embedding.
@@ -22,14 +27,17 @@ _IGNORED = re.compile(
 )
 _PREFIX = re.compile(r"^(module\.|language_model\.|model\.)+")
 _LAYER = re.compile(r"^(?:(?:encoder|transformer|decoder)\.)?layers\.(\d+)\.(.+)$")
-_FINAL = re.compile(r"^(?:(?:encoder|transformer|decoder)\.)?final_(?:layernorm|norm)\.(weight|bias)$")
+_FINAL = re.compile(
+    r"^(?:(?:encoder|transformer|decoder)\.)?final_(?:layernorm|norm)\.(weight|bias)$"
+)
 _WHOLE = {
     "word_embeddings.weight": WORD_EMBEDDINGS,
     "position_embeddings.weight": POSITION_EMBEDDINGS,
     "output_weight": OUTPUT_LAYER,
     "lm_head.weight": OUTPUT_LAYER,
 }
-# Megatron core's names for parts of a layer; with TransformerEngine the norms are parts of the linear layers.
+# Megatron core's names for parts of a layer; with TransformerEngine the norms are parts of the
+# linear layers.
 _CORE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
@@ -43,7 +51,9 @@ _CORE = {
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dicts under joined names, in order; other values are left out."""
+    """Return the tensors of nested dicts under joined names, in order; other values are left
+    out.
+    """
     found: dict[str, torch.Tensor] = {}
     for key, value in nested.items():
         if isinstance(value, torch.Tensor):
@@ -54,7 +64,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
 
 
 def ours(name: str, first_layer: int = 0) -> str | None:
-    """Return our name of a parameter; None for what is none. Layers in the name count from `first_layer`.
+    """Return our name of a parameter; None for what is none. Layers in the name count from
+    `first_layer`.
 
     An unknown name is returned as it is; `convert` refuses names that the model does not have.
 
@@ -63,7 +74,9 @@ def ours(name: str, first_layer: int = 0) -> str | None:
     """
     if _IGNORED.search(name):
         return None
-    name = re.sub(r"^\d+\.(?=word_emb|position_emb|layers\.|final_|output_)", "", _PREFIX.sub("", name))
+    name = re.sub(
+        r"^\d+\.(?=word_emb|position_emb|layers\.|final_|output_)", "", _PREFIX.sub("", name)
+    )
     if final := _FINAL.match(name):
         return f"{FINAL_NORM}.{final[1]}"
     if layer := _LAYER.match(name):
@@ -84,7 +97,9 @@ class PipelineNames:
         count = 0
         for number in sorted(layers):
             names = set(layers[number])
-            self._prefixes[number] = f"{FINAL_NORM}." if names and names <= {"weight", "bias"} else ""
+            self._prefixes[number] = (
+                f"{FINAL_NORM}." if names and names <= {"weight", "bias"} else ""
+            )
             if any(name.startswith(("self_attention.", "attention.")) for name in names):
                 self._prefixes[number] = f"layers.{count}."
                 count += 1
@@ -94,7 +109,9 @@ class PipelineNames:
         return ours(self._prefixes[number] + name)
 
     def in_module(self, name: str) -> str | None:
-        """Return our name for a name in the whole module: 3.input_layernorm.weight, tied_modules.embed.NAME."""
+        """Return our name for a name in the whole module: 3.input_layernorm.weight,
+        tied_modules.embed.NAME.
+        """
         if tied := re.match(r"^tied_modules\.[^.]+\.(.+)$", name):
             return ours(tied[1])
         numbered = re.match(r"^(\d+)\.(.+)$", name)
@@ -102,7 +119,8 @@ class PipelineNames:
             return ours(name)
         if int(numbered[1]) not in self._prefixes:
             raise CheckpointError(
-                f"the optimizer has state of layer {numbered[1]} ({name}), which has no layer file: the checkpoint is "
+                f"the optimizer has state of layer {numbered[1]} ({name}), which has no layer "
+                "file: the checkpoint is "
                 f"incomplete"
             )
         return self.in_file(int(numbered[1]), numbered[2])
@@ -135,7 +153,8 @@ def is_replicated(name: str) -> bool:
 
 
 def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tensor:
-    """Return the global tensor of parameter `name` (ours), in our order of rows, from its parts by tensor rank.
+    """Return the global tensor of parameter `name` (ours), in our order of rows, from its parts by
+    tensor rank.
 
     Of replicated parameters the first is taken. Raises CheckpointError when the parts do not fit.
     """
@@ -145,7 +164,8 @@ def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tenso
         if "query_key_value." in name:
             return _joined([_ordered(part, rules) for part in parts], 0)
         if "dense_h_to_4h." in name and rules.swiglu:
-            # Each rank has [gate; value] of its own columns; here the two are matrices side by side.
+            # Each rank has [gate; value] of its own columns; here the two are matrices side by
+            # side.
             row = parts[0].shape[-1:] if name.endswith(".weight") else ()
             return _joined([part.reshape(2, -1, *row) for part in parts], 1)
         if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER):
@@ -154,20 +174,24 @@ def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tenso
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise CheckpointError(
-            f"the parts of {name} do not fit together ({shapes}): {str(error).splitlines()[0]}. Is the number of "
+            f"the parts of {name} do not fit together ({shapes}): {str(error).splitlines()[0]}. Is "
+            "the number of "
             f"tensor-parallel ranks {len(parts)}?"
         ) from error
     if len(whole) < rules.vocab_size:
         raise CheckpointError(
-            f"{name} has {len(whole)} rows, fewer than the vocabulary of {rules.vocab_size}: correct --vocab-size"
+            f"{name} has {len(whole)} rows, fewer than the vocabulary of {rules.vocab_size}: "
+            "correct --vocab-size"
         )
     return whole[: rules.vocab_size]
 
 
 def _ordered(part: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Return the rows of one rank's query_key_value in the order [head][query, key, value][head dimension].
+    """Return the rows of one rank's query_key_value in the order [head][query, key, value][head
+    dimension].
 
-    Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head dimension][query, key, value].
+    Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head
+    dimension][query, key, value].
     """
     if rules.version >= 2.0:
         return part

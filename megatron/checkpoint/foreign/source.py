@@ -1,4 +1,5 @@
 """A foreign checkpoint as its reader returns it, and Megatron's arguments as our settings."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,26 +20,66 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("master", *MOMENTS)
 
 _MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length",
-    "max_position_embeddings", "make_vocab_size_divisible_by", "apply_layernorm_1p", "swiglu", "squared_relu",
-    "openai_gelu", "add_bias_linear", "untie_embeddings_and_output_weights", "rotary_percent",
-    "apply_residual_connection_post_layernorm", "fp32_residual_connection", "attention_dropout", "hidden_dropout",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "apply_layernorm_1p",
+    "swiglu",
+    "squared_relu",
+    "openai_gelu",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "rotary_percent",
+    "apply_residual_connection_post_layernorm",
+    "fp32_residual_connection",
+    "attention_dropout",
+    "hidden_dropout",
     "init_method_std",
-)  # fmt: skip
+)
 _RUN = (
-    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_fraction", "lr_warmup_iters",
-    "lr_warmup_samples", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "train_iters", "train_samples", "seed", "fp16", "bf16",
-    "global_batch_size", "micro_batch_size",
-)  # fmt: skip
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "train_iters",
+    "train_samples",
+    "seed",
+    "fp16",
+    "bf16",
+    "global_batch_size",
+    "micro_batch_size",
+)
 # Arguments that have another meaning here, or none: (name, values that mean it is off).
 _UNKNOWN = (
-    ("num_experts", (None, 0, 1, [1], (1,))), ("multi_latent_attention", (None, False)),
-    ("qk_layernorm", (None, False)), ("embed_layernorm", (None, False)),
-    ("rotary_interleaved", (None, False)), ("use_rope_scaling", (None, False)),
-    ("rotary_scaling_factor", (None, 1, 1.0)), ("rotary_seq_len_interpolation_factor", (None, 1, 1.0)),
-    ("num_residual_layers_per_attention", (None, 1)), ("use_mup", (None, False)), ("mtp_num_layers", (None, 0)),
-)  # fmt: skip
+    ("num_experts", (None, 0, 1, [1], (1,))),
+    ("multi_latent_attention", (None, False)),
+    ("qk_layernorm", (None, False)),
+    ("embed_layernorm", (None, False)),
+    ("rotary_interleaved", (None, False)),
+    ("use_rope_scaling", (None, False)),
+    ("rotary_scaling_factor", (None, 1, 1.0)),
+    ("rotary_seq_len_interpolation_factor", (None, 1, 1.0)),
+    ("num_residual_layers_per_attention", (None, 1)),
+    ("use_mup", (None, False)),
+    ("mtp_num_layers", (None, 0)),
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +87,8 @@ class Part:
     """A tensor rank's part of a parameter.
 
     weight   as the model computes with it
-    state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without optimizer state
+    state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
+             optimizer state
     """
 
     weight: torch.Tensor
@@ -87,24 +129,37 @@ class Source:
 
 
 def source_of(
-    kind: str, states: Mapping[Path, Mapping[str, Any]], folder: Path, version: Any, tensor: int, pipeline: int
+    kind: str,
+    states: Mapping[Path, Mapping[str, Any]],
+    folder: Path,
+    version: Any,
+    tensor: int,
+    pipeline: int,
 ) -> Source:
-    """Return a source with what the model-parallel ranks' files say of the run: `states` by file, the first one first.
+    """Return a source with what the model-parallel ranks' files say of the run: `states` by file,
+    the first one first.
 
     Raises CheckpointError where they are of different iterations.
     """
     first = next(iter(states.values()))
     arguments = attributes(first.get("args"))
     unnamed = 0 if kind == "Megatron" else None  # its releases have no iteration
-    iterations = {path: state.get("iteration", state.get("global_steps", unnamed)) for path, state in states.items()}
+    iterations = {
+        path: state.get("iteration", state.get("global_steps", unnamed))
+        for path, state in states.items()
+    }
     for path, iteration in iterations.items():
         if not is_count(iteration):
             raise CheckpointError(f"{path} has no valid iteration")
     if len(set(iterations.values())) > 1:
-        listed = ", ".join(f"{path.relative_to(folder)}: {iteration}" for path, iteration in iterations.items())
+        listed = ", ".join(
+            f"{path.relative_to(folder)}: {iteration}" for path, iteration in iterations.items()
+        )
         raise CheckpointError(f"{folder} mixes files of different iterations ({listed})")
     iteration = next(iter(iterations.values()))
-    source = Source(kind, folder, iteration, arguments, float(version), tensor, pipeline, list(states))
+    source = Source(
+        kind, folder, iteration, arguments, float(version), tensor, pipeline, list(states)
+    )
     if not arguments:
         source.notes.append("it has no arguments of Megatron: settings come from the command line")
     # Megatron's scheduler counts samples, and only of steps that were not skipped.
@@ -112,20 +167,30 @@ def source_of(
     samples = int(arguments.get("consumed_train_samples") or first.get("global_samples") or 0)
     tokens = first.get("tokens") or arguments.get("consumed_train_tokens") or samples * sequence
     skipped = int(first.get("skipped_steps") or arguments.get("skipped_iterations") or 0)
-    scheduled = attributes(first.get("opt_param_scheduler") or first.get("lr_scheduler")).get("num_steps")
+    scheduled = attributes(first.get("opt_param_scheduler") or first.get("lr_scheduler")).get(
+        "num_steps"
+    )
     if not isinstance(scheduled, int):
         scheduled = samples * (iteration - skipped) // iteration if iteration else samples
     source.counters = {
-        "iteration": iteration, "consumed_samples": samples, "consumed_tokens": int(tokens),
-        "consumed_valid_samples": int(arguments.get("consumed_valid_samples") or 0), "skipped_iterations": skipped,
-        "scheduled_iterations": iteration - skipped, "scheduled_samples": scheduled,
+        "iteration": iteration,
+        "consumed_samples": samples,
+        "consumed_tokens": int(tokens),
+        "consumed_valid_samples": int(arguments.get("consumed_valid_samples") or 0),
+        "skipped_iterations": skipped,
+        "scheduled_iterations": iteration - skipped,
+        "scheduled_samples": scheduled,
         "scheduled_tokens": scheduled * sequence,
-    }  # fmt: skip
+    }
     return source
 
 
 def check_ranks(
-    folder: Path, tensor: int, pipeline: int, there: set[tuple[int, int]], file_of: Callable[[int, int], str]
+    folder: Path,
+    tensor: int,
+    pipeline: int,
+    there: set[tuple[int, int]],
+    file_of: Callable[[int, int], str],
 ) -> None:
     """Raise CheckpointError unless `there` has every (tensor, pipeline) rank and no other."""
     most = len(there) + 1  # enough to miss one, whatever sizes a file claims
@@ -133,43 +198,67 @@ def check_ranks(
     if expected != there:
         missing, more = sorted(expected - there), sorted(there - expected)
         raise CheckpointError(
-            f"{folder} was written with tensor-parallel size {tensor} and pipeline-parallel size {pipeline}, but "
+            f"{folder} was written with tensor-parallel size {tensor} and pipeline-parallel size "
+            f"{pipeline}, but "
             f"{file_of(*(missing or more)[0])} is {'missing' if missing else 'unexpected'}"
         )
 
 
 def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
-    """Return what each tensor rank has, by parameter. Raises CheckpointError where they have different ones."""
+    """Return what each tensor rank has, by parameter. Raises CheckpointError where they have
+    different ones.
+    """
     for t, other in enumerate(each):
         if different := sorted(each[0].keys() ^ other.keys()):
-            raise CheckpointError(f"{folder}: tensor ranks 0 and {t} have different parameters: {different[:4]}")
+            raise CheckpointError(
+                f"{folder}: tensor ranks 0 and {t} have different parameters: {different[:4]}"
+            )
     return {name: [parts[name] for parts in each] for name in each[0]}
 
 
 @contextlib.contextmanager
 def laid_out(folder: Path) -> Iterator[None]:
-    """Turn errors from values of unexpected types or sizes, which foreign files may hold, into CheckpointError."""
+    """Turn errors from values of unexpected types or sizes, which foreign files may hold, into
+    CheckpointError.
+    """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise CheckpointError(
-            f"{folder} does not have the layout of Megatron or DeepSpeed ({type(error).__name__}: {reason})"
+            f"{folder} does not have the layout of Megatron or DeepSpeed ({type(error).__name__}: "
+            f"{reason})"
         ) from error
 
 
 def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings, by their flat names; notes) from Megatron's arguments, of which any may be missing.
+    """Return (our settings, by their flat names; notes) from Megatron's arguments, of which any may
+    be missing.
 
     Raises CheckpointError, naming them, for parts that this program's model does not have.
     """
-    strange = [f"{name}={arguments[name]!r}" for name, off in _UNKNOWN if arguments.get(name) not in off]
+    strange = [
+        f"{name}={arguments[name]!r}" for name, off in _UNKNOWN if arguments.get(name) not in off
+    ]
     positions = arguments.get("position_embedding_type")
     if arguments.get("use_rotary_position_embeddings"):
         positions = "rope"
     elif not isinstance(positions, str):
         alibi = arguments.get("use_alibi_position_embeddings")
-        positions = "alibi" if alibi else "none" if arguments.get("add_position_embedding") is False else None
+        positions = (
+            "alibi"
+            if alibi
+            else "none"
+            if arguments.get("add_position_embedding") is False
+            else None
+        )
     if positions not in (None, "learned_absolute", "rope", "none", "alibi"):
         strange.append(f"position_embedding_type={positions!r}")
     if strange:
@@ -182,20 +271,28 @@ def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     found["vocab_size"] = arguments.get("vocab_size")
     found["position_embedding_type"] = positions
     if arguments.get("group_query_attention") is not False:
-        found["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get("num_query_groups")
+        found["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(
+            "num_query_groups"
+        )
     found["layernorm_epsilon"] = arguments.get("layernorm_epsilon", arguments.get("norm_epsilon"))
-    found["rotary_base"] = arguments.get("rotary_base", arguments.get("rotary_position_embeddings_theta"))
+    found["rotary_base"] = arguments.get(
+        "rotary_base", arguments.get("rotary_position_embeddings_theta")
+    )
     if isinstance(arguments.get("normalization"), str):
         found["normalization"] = arguments["normalization"].lower()
     notes = []
     gelu = not any(arguments.get(name) for name in ("swiglu", "squared_relu", "openai_gelu"))
     if arguments and gelu and arguments.get("bias_gelu_fusion") is False:
-        notes.append("it was trained without fused bias and GELU, perhaps with exact GELU; here it is approximated")
+        notes.append(
+            "it was trained without fused bias and GELU, perhaps with exact GELU; here it is "
+            "approximated"
+        )
     return {name: value for name, value in found.items() if value is not None}, notes
 
 
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return (configuration, notes) from the checkpoint's settings, which those that the user has chosen override.
+    """Return (configuration, notes) from the checkpoint's settings, which those that the user has
+    chosen override.
 
     Raises CheckpointError naming what neither has, and ConfigError for invalid settings.
     """
@@ -204,12 +301,17 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
     missing = [f"--{name.replace('_', '-')}" for name in needed if values.get(name) is None]
     if missing:
         raise CheckpointError(
-            f"the checkpoint does not contain {', '.join(missing)}: add these flags with the values that it was "
+            f"the checkpoint does not contain {', '.join(missing)}: add these flags with the "
+            "values that it was "
             f"trained with (the vocabulary as its tokenizer has it, without padding)"
         )
     try:
         return Config.create(**values), []
     except ConfigError as error:
-        config = Config.create(**{name: v for name, v in values.items() if name not in _RUN or name in chosen})
+        config = Config.create(
+            **{name: v for name, v in values.items() if name not in _RUN or name in chosen}
+        )
         problems = " ".join(str(error).split())
-        return config, [f"only the settings of its model are used, not those of its training: {problems}"]
+        return config, [
+            f"only the settings of its model are used, not those of its training: {problems}"
+        ]

@@ -1,9 +1,11 @@
 """Reading foreign pickles: nothing in them is executed, and no module is imported for them.
 
-torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold objects: the namespace of
-arguments, enumerations, loss scalers. Each of these classes, known by the beginning of its name, is read as a `Record`,
-which has the object's content and no behaviour. A file that names any other class is refused.
+torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold
+objects: the namespace of arguments, enumerations, loss scalers. Each of these classes, known by the
+beginning of its name, is read as a `Record`, which has the object's content and no behaviour. A
+file that names any other class is refused.
 """
+
 from __future__ import annotations
 
 import re
@@ -18,24 +20,43 @@ from megatron.errors import CheckpointError
 from megatron.untrusted import open_regular
 
 PLAIN = (
-    "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "datetime.timedelta", "pathlib.PosixPath",
-    "pathlib.PurePosixPath", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.", "numpy._core.multiarray.",
-    "deepspeed.", "megatron.",
-)  # fmt: skip
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "datetime.timedelta",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.core.multiarray.",
+    "numpy._core.multiarray.",
+    "deepspeed.",
+    "megatron.",
+)
 """Classes that are read as a Record: whole names, or prefixes that end in a dot."""
 
 _LEGACY = (
-    "argparse.Namespace", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address", "megatron.model.enums.AttnMaskType",
-    "megatron.model.enums.ModelType", "megatron.core.enums.ModelType", "numpy.ndarray", "numpy.dtype",
+    "argparse.Namespace",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "megatron.model.enums.AttnMaskType",
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "numpy.ndarray",
+    "numpy.dtype",
     "numpy.core.multiarray._reconstruct",
-)  # fmt: skip
-"""Classes expected in files from before torch 1.6, whose classes cannot be listed without unpickling."""
+)
+"""Classes expected in files from before torch 1.6, whose classes cannot be listed without
+unpickling.
+"""
 
 
 class Record:
-    """The content of an object of a foreign class: its attributes and, as `arguments_`, its constructor's arguments."""
+    """The content of an object of a foreign class: its attributes and, as `arguments_`, its
+    constructor's arguments.
+    """
 
     arguments_: tuple[Any, ...]
 
@@ -61,11 +82,13 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the dict that torch.save wrote to `path`. Tensors stay in the file, memory-mapped, until they are read.
+    """Return the dict that torch.save wrote to `path`. Tensors stay in the file, memory-mapped,
+    until they are read.
 
     plain   further classes to be read as Records
 
-    Raises CheckpointError, naming the file, when it is missing, damaged, not a dict, or holds other objects.
+    Raises CheckpointError, naming the file, when it is missing, damaged, not a dict, or holds other
+    objects.
     """
     open_regular(path, error=CheckpointError).close()
     try:
@@ -76,7 +99,9 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
             names = [*_LEGACY, *plain]
         allowed = (*PLAIN, *plain)
         prefixes = tuple(entry for entry in allowed if entry.endswith("."))
-        refused = sorted(name for name in names if name not in allowed and not name.startswith(prefixes))
+        refused = sorted(
+            name for name in names if name not in allowed and not name.startswith(prefixes)
+        )
         if refused:
             raise CheckpointError(_refusal(path, ", ".join(refused)))
         with torch.serialization.safe_globals([(Record, name) for name in names]):
@@ -88,15 +113,19 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise CheckpointError(_refusal(path, named[1])) from error
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): it is damaged, or torch.save did not write it"
+            f"{path} cannot be read ({type(error).__name__}): it is damaged, or torch.save did not "
+            "write it"
         ) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?")
+        raise CheckpointError(
+            f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?"
+        )
     return found
 
 
 def _refusal(path: Path, names: str) -> str:
     return (
-        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If these classes only hold "
+        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If these "
+        "classes only hold "
         f"settings, name them with --plain-class to read them as plain values"
     )

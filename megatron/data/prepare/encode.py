@@ -1,7 +1,8 @@
-"""Blocks of documents to tokens, in one process or several. Unusable documents are left out and reported.
+"""Blocks of documents to tokens, in one process or several. Unusable documents are left out and
+reported.
 
-Worker processes return blocks in their order. A few blocks per worker are in flight, so that no worker is idle and
-memory does not grow when one takes long.
+Worker processes return blocks in their order. A few blocks per worker are in flight, so that no
+worker is idle and memory does not grow when one takes long.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ class PreprocessOptions:
     """The options that determine the output.
 
     tokenizer: the arguments of build_tokenizer.
-    json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of its own. Plain text
+    json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of
+    its own. Plain text
         counts as each of the keys.
     append_eod: end every document with the tokenizer's eod.
-    split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with `keep_newlines` the white space
+    split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with
+    `keep_newlines` the white space
         between sentences is kept at the end of the earlier one.
-    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz and .zst are always
+    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz and
+    .zst are always
         unpacked.
     """
 
@@ -86,7 +90,9 @@ class Documents:
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of a block for one key: all tokens, tokens of each sequence, sequences of each document."""
+    """The documents of a block for one key: all tokens, tokens of each sequence, sequences of each
+    document.
+    """
 
     tokens: npt.NDArray[Any]
     sequence_sizes: npt.NDArray[np.int32]
@@ -96,7 +102,9 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """One EncodedKey for each of the json_keys, and the documents left out of all of them, in order."""
+    """One EncodedKey for each of the json_keys, and the documents left out of all of them, in
+    order.
+    """
 
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]
@@ -117,7 +125,9 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
 
 
 def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """Return the documents of a block, a list for each of the json_keys. Raises DataError with file and line."""
+    """Return the documents of a block, a list for each of the json_keys. Raises DataError with file
+    and line.
+    """
     documents = parse_block(block, options.json_keys)
     if documents.bad:
         number, why = documents.bad[0]
@@ -146,17 +156,25 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
 
 
 def _contents(block: Block) -> Iterable[tuple[int, Any]]:
-    """Return number and content of each document: for parquet the bytes of columns, else str, bytes if not UTF-8."""
+    """Return number and content of each document: for parquet the bytes of columns, else str, bytes
+    if not UTF-8.
+    """
     content: Any = block.content
     if block.kind != "parquet":
         with suppress(UnicodeDecodeError):
             content = content.decode()  # all lines at once, which is fast
-        content = [content] if block.kind == "text" else content.split("\n" if isinstance(content, str) else b"\n")
+        content = (
+            [content]
+            if block.kind == "text"
+            else content.split("\n" if isinstance(content, str) else b"\n")
+        )
     return enumerate(content, block.first)
 
 
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
-    """Return the texts of a document; None for an empty line. Raises ValueError or DataError for a bad one."""
+    """Return the texts of a document; None for an empty line. Raises ValueError or DataError for a
+    bad one.
+    """
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
@@ -172,7 +190,9 @@ def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
     except ValueError as error:
         raise DataError(f"not a JSON line: {error}") from None
     if not isinstance(document, dict):
-        raise DataError(f'expected an object such as {{"text": ...}}, got {type(document).__name__}')
+        raise DataError(
+            f'expected an object such as {{"text": ...}}, got {type(document).__name__}'
+        )
     return [_text_of(document, key) for key in keys]
 
 
@@ -187,18 +207,24 @@ def _decode(content: bytes) -> str:
 
 def _text_of(document: dict[str, Any], key: str) -> str:
     if key not in document:
-        raise DataError(f"no key {key!r}: there are {sorted(document)!s:.300}; choose with --json-keys")
+        raise DataError(
+            f"no key {key!r}: there are {sorted(document)!s:.300}; choose with --json-keys"
+        )
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{key!r} holds {type(text).__name__}, expected a string")
     try:
         text.isascii() or text.encode()  # UTF-8 has no surrogates, but JSON can spell them
     except UnicodeEncodeError:
-        raise DataError(f"{key!r} holds half of a surrogate pair, which is not a character") from None
+        raise DataError(
+            f"{key!r} holds half of a surrogate pair, which is not a character"
+        ) from None
     return text
 
 
-def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedKey:
+def _encode_texts(
+    texts: Sequence[str], tokenizer: Tokenizer, options: PreprocessOptions
+) -> EncodedKey:
     sequences = np.ones(len(texts), np.int64)
     if options.split_sentences:
         pieces = [split_sentences(text, options.keep_newlines) for text in texts]
@@ -217,11 +243,17 @@ def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, options: Preproces
 
 
 def _blames_a_text(error: BaseException) -> bool:
-    """Tell whether the text may be the cause. Panics of Rust libraries are not subclasses of Exception."""
-    return not isinstance(error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError)
+    """Tell whether the text may be the cause. Panics of Rust libraries are not subclasses of
+    Exception.
+    """
+    return not isinstance(
+        error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError
+    )
 
 
-def _drop_unencodable(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions) -> None:
+def _drop_unencodable(
+    documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions
+) -> None:
     """Move the documents that the tokenizer rejects to the bad ones: a batch fails as a whole."""
     kept = []
     for i, number in enumerate(documents.numbers):
@@ -264,8 +296,9 @@ def encode_blocks(
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
     """Yield blocks with their tokens, in order.
 
-    One worker is this process, with `tokenizer`; several are processes that build their own. `poll` is called at least
-    every POLL_S, but not while this process encodes. Raises DataError if a worker dies.
+    One worker is this process, with `tokenizer`; several are processes that build their own. `poll`
+    is called at least every POLL_S, but not while this process encodes. Raises DataError if a
+    worker dies.
     """
     if workers == 1:
         for block in blocks:
@@ -302,13 +335,16 @@ def _in_order(
     while more or pending:
         poll()
         # Large documents count by their bytes.
-        while more and len(pending) < _PENDING_PER_WORKER * workers and (
-            pending_bytes < _PENDING_PER_WORKER * workers * sources.BLOCK_BYTES
+        while (
+            more
+            and len(pending) < _PENDING_PER_WORKER * workers
+            and (pending_bytes < _PENDING_PER_WORKER * workers * sources.BLOCK_BYTES)
         ):
             block = next(blocks, None)
             more = block is not None
             if block is not None:
-                # Ctrl-C reaches all processes of a terminal. Signals blocked here stay blocked in a new process.
+                # Ctrl-C reaches all processes of a terminal. Signals blocked here stay blocked in a
+                # new process.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
                 try:
                     pending.append((block, pool.submit(_encode, block)))
@@ -325,7 +361,8 @@ def _in_order(
 def _death(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> DataError:
     """Return the error for a worker that ended, and end the others."""
     ended = multiprocessing.connection.wait([child.sentinel for child in children], timeout=5)
-    # The pool's thread waits for the workers too. While it does, an exit code may look unknown here.
+    # The pool's thread waits for the workers too. While it does, an exit code may look unknown
+    # here.
     for child in children:
         child.kill()
     pool.shutdown(cancel_futures=True)
@@ -333,7 +370,11 @@ def _death(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> Data
     for child in children:
         if child.sentinel in ended:
             code = child.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with code {code}"
+            )
             break
     return DataError(f"a worker process {how}, possibly for lack of memory: try fewer --workers")
 

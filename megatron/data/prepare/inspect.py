@@ -1,7 +1,7 @@
 """Reports on data sets: counts, lengths of documents, decoded samples, and damage.
 
-Everything is read in blocks, so memory does not grow with the data, and at most PROBLEMS_PER_KIND problems of a kind
-are listed.
+Everything is read in blocks, so memory does not grow with the data, and at most PROBLEMS_PER_KIND
+problems of a kind are listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import drawing
-from megatron.data.indexed_dataset import HEADER, Index, IndexedDataset, bin_path, idx_path, map_index
+from megatron.data.indexed_dataset import (
+    HEADER,
+    Index,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+    map_index,
+)
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
 
@@ -49,14 +56,20 @@ class LengthCounts:
         return int((self.values * self.counts).sum())
 
     def summary(self) -> dict[str, float]:
-        """Return the smallest, median, mean, 99th percentile and largest length, and the number of empty documents."""
+        """Return the smallest, median, mean, 99th percentile and largest length, and the number of
+        empty documents.
+        """
         shares = {"min": 0.0, "median": 0.5, "mean": None, "p99": 0.99, "max": 1.0}
         mean = self.tokens / self.documents if self.documents else 0.0
-        found = {name: mean if share is None else self.quantile(share) for name, share in shares.items()}
+        found = {
+            name: mean if share is None else self.quantile(share) for name, share in shares.items()
+        }
         return {**found, "empty": int(self.counts[self.values == 0].sum())}
 
     def quantile(self, fraction: float) -> int:
-        """Return the smallest length that at least this fraction of the documents does not exceed."""
+        """Return the smallest length that at least this fraction of the documents does not
+        exceed.
+        """
         if not self.documents:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), (fraction - 1e-9) * self.documents))
@@ -77,8 +90,9 @@ class Sample:
 class Inspection:
     """The report on a data set.
 
-    `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has the number of each
-    kind that can be frequent. `index` is None if .idx cannot be read at all, `lengths` if the index is damaged.
+    `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has
+    the number of each kind that can be frequent. `index` is None if .idx cannot be read at all,
+    `lengths` if the index is damaged.
     """
 
     prefix: str
@@ -119,18 +133,23 @@ def inspect(
     sample_tokens: int = 128,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
-    """Check a data set, count its lengths, and decode the beginnings of `documents` or of the first `num_samples`.
+    """Check a data set, count its lengths, and decode the beginnings of `documents` or of the first
+    `num_samples`.
 
-    The whole index is checked; with `validate` all tokens too: ids must be in the tokenizer's vocabulary, or in
-    0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read. Unreadable samples are left out. Raises
-    DataError if there are no files at all and ConfigError for documents that the data set does not have.
+    The whole index is checked; with `validate` all tokens too: ids must be in the tokenizer's
+    vocabulary, or in 0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read.
+    Unreadable samples are left out. Raises DataError if there are no files at all and ConfigError
+    for documents that the data set does not have.
     """
     name = os.fspath(prefix)
     files = {path.suffix: path for path in (bin_path(name), idx_path(name))}
-    found = Inspection(name, file_bytes={end: path.stat().st_size for end, path in files.items() if path.is_file()})
+    found = Inspection(
+        name, file_bytes={end: path.stat().st_size for end, path in files.items() if path.is_file()}
+    )
     if not found.file_bytes:
         raise DataError(
-            f"{name}.idx, {name}.bin: no such files: give the common part of both names, without the suffix"
+            f"{name}.idx, {name}.bin: no such files: give the common part of both names, without "
+            "the suffix"
         )
     for suffix in (".idx", ".bin"):
         if suffix not in found.file_bytes:
@@ -150,7 +169,9 @@ def inspect(
     except OSError as error:
         found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
     if found.index is not None:
-        wanted = list(documents) or list(range(min(num_samples, len(found.index.document_indices) - 1)))
+        wanted = list(documents) or list(
+            range(min(num_samples, len(found.index.document_indices) - 1))
+        )
         found.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
     return found
 
@@ -166,9 +187,16 @@ def _check_sequences(found: Inspection, index: Index) -> None:
             ends = pointers + sizes * itemsize
         expected = np.concatenate(([end], ends[:-1]))
         for at in found.places("size", sizes < 0):
-            found.add(path, HEADER.size + 4 * (start + at), f"sequence {start + at} has {sizes[at]} tokens")
+            found.add(
+                path,
+                HEADER.size + 4 * (start + at),
+                f"sequence {start + at} has {sizes[at]} tokens",
+            )
         for at in found.places("pointer", pointers != expected):
-            text = f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the one before it ends, "
+            text = (
+                f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the "
+                "one before it ends, "
+            )
             found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
         end = int(ends[-1])
     actual = found.file_bytes.get(".bin", end)
@@ -177,7 +205,10 @@ def _check_sequences(found: Inspection, index: Index) -> None:
         text = f"truncated: {actual} of {end} bytes; sequences from {sequence} on are cut off"
         found.add(bin_path(found.prefix), actual, text)
     elif actual > end:
-        text = f"{actual - end} bytes follow the last sequence, if tokens are {index.dtype} as .idx says"
+        text = (
+            f"{actual - end} bytes follow the last sequence, if tokens are {index.dtype} as "
+            ".idx says"
+        )
         found.add(bin_path(found.prefix), max(end, 0), text)
 
 
@@ -187,11 +218,18 @@ def _check_documents(found: Inspection, index: Index) -> None:
     first = HEADER.size + 12 * count
     for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
         if boundaries[at] != wanted:
-            found.add(path, first + 8 * at, f"the {name} document boundary is {boundaries[at]}, not {wanted}")
+            found.add(
+                path,
+                first + 8 * at,
+                f"the {name} document boundary is {boundaries[at]}, not {wanted}",
+            )
     for start in range(1, len(boundaries), _BLOCK_ENTRIES):
         block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
         for at in found.places("boundary", block[1:] < block[:-1]):
-            text = f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the one before it"
+            text = (
+                f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the "
+                "one before it"
+            )
             found.add(path, first + 8 * (start + at), text)
 
 
@@ -205,16 +243,23 @@ def _check_tokens(
         while data := file.read(_BLOCK_BYTES):
             tokens = np.frombuffer(data, index.dtype, len(data) // itemsize)
             if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
-                for at in found.places("vocabulary", (tokens < 0) | (tokens.astype(np.int64) > limit)):
+                for at in found.places(
+                    "vocabulary", (tokens < 0) | (tokens.astype(np.int64) > limit)
+                ):
                     byte = position + at * itemsize
-                    what = "negative" if tokens[at] < 0 else f"not in the vocabulary of {vocab_size}"
+                    what = (
+                        "negative" if tokens[at] < 0 else f"not in the vocabulary of {vocab_size}"
+                    )
                     text = f"id {tokens[at]} (sequence {_sequence_at(index, byte)}) is {what}"
                     found.add(path, byte, text)
             position += len(data)
             found.tokens_scanned += len(tokens)
             on_progress(position)
     if wrong := found.counts["vocabulary"]:
-        text = f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, the type in .idx may be wrong"
+        text = (
+            f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, the type "
+            "in .idx may be wrong"
+        )
         found.add(path, None, text)
 
 
@@ -232,13 +277,19 @@ def count_lengths(index: Index) -> LengthCounts:
         at = boundaries[start : start + _BLOCK_ENTRIES + 1]
         bytes_before = np.full(len(at), end, np.int64)
         bytes_before[at < count] = index.pointers[at[at < count]]
-        lengths, number = np.unique(np.diff(bytes_before) // index.dtype.itemsize, return_counts=True)
+        lengths, number = np.unique(
+            np.diff(bytes_before) // index.dtype.itemsize, return_counts=True
+        )
         totals.update(dict(zip(lengths.tolist(), number.tolist(), strict=True)))
     values = sorted(totals)
-    return LengthCounts(np.array(values, np.int64), np.array([totals[value] for value in values], np.int64))
+    return LengthCounts(
+        np.array(values, np.int64), np.array([totals[value] for value in values], np.int64)
+    )
 
 
-def _take_samples(name: str, wanted: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int) -> list[Sample]:
+def _take_samples(
+    name: str, wanted: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int
+) -> list[Sample]:
     """Return the beginnings of the documents that can be read."""
     try:
         dataset = IndexedDataset(name, mmap=False)
@@ -247,24 +298,39 @@ def _take_samples(name: str, wanted: Sequence[int], tokenizer: Tokenizer | None,
     samples = []
     for document in wanted:
         if not 0 <= document < dataset.num_documents:
-            raise ConfigError(f"--documents {document}: {name} has {dataset.num_documents} documents, the first is 0")
+            raise ConfigError(
+                f"--documents {document}: {name} has {dataset.num_documents} documents, the first "
+                "is 0"
+            )
         first, stop = dataset.document_indices[document : document + 2].tolist()
         ids: list[int] = []
         try:
             total = dataset.tokens_between(first, stop)
             while first < stop and len(ids) < sample_tokens:
-                ids += dataset.read(first, 0, min(sample_tokens - len(ids), int(dataset.sizes[first]))).tolist()
+                ids += dataset.read(
+                    first, 0, min(sample_tokens - len(ids), int(dataset.sizes[first]))
+                ).tolist()
                 first += 1
         except (DataError, IndexError):
             continue
-        samples.append(Sample(document, total, ids, None if tokenizer is None else decode_leniently(tokenizer, ids)))
+        samples.append(
+            Sample(
+                document,
+                total,
+                ids,
+                None if tokenizer is None else decode_leniently(tokenizer, ids),
+            )
+        )
     return samples
 
 
 def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of ids; those outside of the vocabulary are shown as <id N>."""
     runs = groupby(ids, lambda i: 0 <= i < tokenizer.vocab_size)
-    return "".join(tokenizer.decode(list(run)) if known else "".join(f"<id {i}>" for i in run) for known, run in runs)
+    return "".join(
+        tokenizer.decode(list(run)) if known else "".join(f"<id {i}>" for i in run)
+        for known, run in runs
+    )
 
 
 def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) -> None:
@@ -277,15 +343,28 @@ def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) 
         raise ConfigError(f"--plot {output}: no data set has a document with tokens in it")
     pyplot = drawing.pyplot(instead="leave --plot out")
     figure, rows = pyplot.subplots(
-        len(shown), 1, figsize=(8, 1.2 + 2.8 * len(shown)), sharex=True, squeeze=False, layout="constrained"
+        len(shown),
+        1,
+        figsize=(8, 1.2 + 2.8 * len(shown)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     for (prefix, lengths), axes in zip(shown, rows[:, 0], strict=True):
         bins = int(np.ceil(np.log10(lengths.values.max() + 1) * BINS_PER_DECADE)) + 1
         # Lengths are integers: distinct edges between integers leave no bin that must be empty.
         edges = np.unique(np.floor(10 ** (np.arange(bins + 1) / BINS_PER_DECADE))) - 0.5
         for label, weights, style in (
-            ("documents", lengths.counts, {"histtype": "stepfilled", "color": "tab:blue", "alpha": 0.35}),
-            ("tokens", lengths.counts * lengths.values, {"histtype": "step", "color": "tab:orange", "linewidth": 1.8}),
+            (
+                "documents",
+                lengths.counts,
+                {"histtype": "stepfilled", "color": "tab:blue", "alpha": 0.35},
+            ),
+            (
+                "tokens",
+                lengths.counts * lengths.values,
+                {"histtype": "step", "color": "tab:orange", "linewidth": 1.8},
+            ),
         ):
             shares = weights / weights[lengths.values > 0].sum()
             axes.hist(lengths.values, edges, weights=shares, label=label, **style)
@@ -296,7 +375,9 @@ def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) 
         axes.set_xscale("log")
         axes.set_ylabel("share")
         axes.set_title(
-            f"{os.path.basename(prefix)}: {lengths.documents:,} documents, {lengths.tokens:,} tokens", fontsize=10
+            f"{os.path.basename(prefix)}: {lengths.documents:,} documents, {lengths.tokens:,} "
+            "tokens",
+            fontsize=10,
         )
         drawing.tidy(axes)
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -1,4 +1,6 @@
-"""Joins several data sets into one, in order, by copying their bytes: memory does not grow with the data."""
+"""Joins several data sets into one, in order, by copying their bytes: memory does not grow with the
+data.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,18 @@ def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"{path}: no such folder")
-    files = {entry.name for entry in path.iterdir() if entry.suffix in (".bin", ".idx") and entry.is_file()}
+    files = {
+        entry.name
+        for entry in path.iterdir()
+        if entry.suffix in (".bin", ".idx") and entry.is_file()
+    }
     names = sorted({name[:-4] for name in files})
     for name in names:
         for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
             if name + suffix not in files:
                 raise DataError(
-                    f"{path / name}{other} exists, but {name}{suffix} does not: complete or remove this data set"
+                    f"{path / name}{other} exists, but {name}{suffix} does not: complete or remove "
+                    "this data set"
                 )
     if not names:
         raise DataError(f"{path}: no .bin and .idx files in it")
@@ -47,27 +54,35 @@ def merge(
     on_progress: Callable[[int], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedDatasetWriter:
-    """Write the sequences and documents of `inputs`, one after the other, as one data set; return its closed writer.
+    """Write the sequences and documents of `inputs`, one after the other, as one data set; return
+    its closed writer.
 
-    Different integer types become the smallest type that can represent all, reported with `say`. The output appears
-    when it is complete; the next merge removes leftovers of one that was killed. `on_progress` gets the bytes of .bin
-    files copied so far. Raises ConfigError if the output is one of the inputs or the inputs cannot be joined, and
-    DataError for damaged inputs and for an output that cannot be written or does not fit on the disk.
+    Different integer types become the smallest type that can represent all, reported with `say`.
+    The output appears when it is complete; the next merge removes leftovers of one that was killed.
+    `on_progress` gets the bytes of .bin files copied so far. Raises ConfigError if the output is
+    one of the inputs or the inputs cannot be joined, and DataError for damaged inputs and for an
+    output that cannot be written or does not fit on the disk.
     """
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
     _check_output(inputs, output_prefix)
     dtypes, tokens = list[np.dtype[Any]](), 0
-    for prefix in inputs:  # one open at a time: there may be more than a process can have open files
+    # one open at a time: there may be more than a process can have open files
+    for prefix in inputs:
         dataset = IndexedDataset(prefix, mmap=False)
         if dataset.modes is not None:
-            raise ConfigError(f"{dataset.prefix} has modes (multimodal data), but only text can be merged")
+            raise ConfigError(
+                f"{dataset.prefix} has modes (multimodal data), but only text can be merged"
+            )
         dtypes.append(dataset.dtype)
         tokens += dataset.num_tokens
     dtype = _common_dtype(inputs, dtypes)
     for prefix, found in zip(inputs, dtypes, strict=True):
         if found != dtype:
-            say(f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can represent all")
+            say(
+                f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can "
+                "represent all"
+            )
     done = 0
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
         _check_space(output_prefix, inputs, tokens * dtype.itemsize)
@@ -91,16 +106,23 @@ def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.Pat
     for prefix in inputs:
         if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
             raise ConfigError(
-                f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose another name, or "
+                f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose "
+                "another name, or "
                 f"another folder if the inputs are all of a folder"
             )
 
 
-def _common_dtype(inputs: Sequence[str | os.PathLike[str]], dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    kinds = {dtype.kind == "f": (os.fspath(prefix), dtype) for prefix, dtype in zip(inputs, dtypes, strict=True)}
+def _common_dtype(
+    inputs: Sequence[str | os.PathLike[str]], dtypes: Sequence[np.dtype[Any]]
+) -> np.dtype[Any]:
+    kinds = {
+        dtype.kind == "f": (os.fspath(prefix), dtype)
+        for prefix, dtype in zip(inputs, dtypes, strict=True)
+    }
     if len(kinds) > 1:
         raise ConfigError(
-            f"{kinds[False][0]} has tokens of type {kinds[False][1]} and {kinds[True][0]} of type {kinds[True][1]}: "
+            f"{kinds[False][0]} has tokens of type {kinds[False][1]} and {kinds[True][0]} of type "
+            f"{kinds[True][1]}: "
             f"integers and floats cannot be merged without loss"
         )
     dtype = np.result_type(*dtypes).newbyteorder("<")
@@ -117,7 +139,8 @@ def _check_space(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} GB: make room or "
+            f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} "
+            "GB: make room or "
             f"choose another --output-prefix; nothing was written"
         )
 
@@ -134,7 +157,8 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
         if wrong.any():
             at = int(np.argmax(wrong))
             raise DataError(
-                f"{idx_path(dataset.prefix)}: document {start + at - 1} ends before sequence {ends[at]}, which is "
+                f"{idx_path(dataset.prefix)}: document {start + at - 1} ends before sequence "
+                f"{ends[at]}, which is "
                 f"before its start or beyond the last of {len(dataset)}: the file is damaged"
             )
         last = int(ends[-1])
@@ -147,10 +171,14 @@ def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
     try:
         with path.open("rb") as file:
             while left:
-                part = np.fromfile(file, dataset.dtype, min(_COPY_BYTES // dataset.dtype.itemsize, left))
+                part = np.fromfile(
+                    file, dataset.dtype, min(_COPY_BYTES // dataset.dtype.itemsize, left)
+                )
                 left -= len(part)
                 if not len(part):
-                    raise DataError(f"{path}: ends {left} tokens early: it was truncated while being merged")
+                    raise DataError(
+                        f"{path}: ends {left} tokens early: it was truncated while being merged"
+                    )
                 yield part
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,8 +1,10 @@
-"""Texts to token files: JSON lines, parquet or plain text, in one process or several, with the same result.
+"""Texts to token files: JSON lines, parquet or plain text, in one process or several, with the same
+result.
 
-The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py); this process writes
-them in input order and keeps a journal. A run that was stopped or killed at any moment resumes from its journal when
-the same command is given again, and the output is the same to the byte.
+The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py);
+this process writes them in input order and keeps a journal. A run that was stopped or killed at any
+moment resumes from its journal when the same command is given again, and the output is the same to
+the byte.
 
 Until the output is complete, everything is in the folder PREFIX_partial:
 
@@ -13,7 +15,8 @@ Until the output is complete, everything is in the folder PREFIX_partial:
 | bad_input.txt | the documents left out so far |
 | *.part | the part files of the data sets (indexed_writer.py) |
 
-PREFIX_partial.lock names the process that works there. Without journal.json there is nothing to resume.
+PREFIX_partial.lock names the process that works there. Without journal.json there is nothing to
+resume.
 """
 
 from __future__ import annotations
@@ -43,7 +46,14 @@ ON_BAD_INPUT = ("fail", "skip")
 COUNTS = ("documents", "tokens", "empty_documents", "bad_documents", "input_bytes", "file_bytes")
 FORMAT = 1
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
-_HASHED_IN_FOLDERS = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.model")
+_HASHED_IN_FOLDERS = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*.model",
+)
 _MOST_BYTES = 1 << 28  # of a journal: an entry for each of a million input files
 _SHOWN_DIFFERENCES = 5
 _ABSENT = "not given"
@@ -62,7 +72,8 @@ class Totals:
     bad_documents: lines or rows that were skipped.
     input_bytes: text after unpacking. file_bytes: read from disk, of `total_file_bytes`.
     earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
-    outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there are any.
+    outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there
+    are any.
     """
 
     documents: int = 0
@@ -83,8 +94,8 @@ class Totals:
 class Listeners:
     """Functions that are called during a run.
 
-    on_progress: after each block. on_note: with a sentence for the user. on_bad: with a document that is skipped.
-    should_stop: several times a second; the run ends if it returns True.
+    on_progress: after each block. on_note: with a sentence for the user. on_bad: with a document
+    that is skipped. should_stop: several times a second; the run ends if it returns True.
     """
 
     on_progress: Callable[[Totals], None] = lambda _: None
@@ -104,29 +115,37 @@ def preprocess(
     journal_interval_s: float = JOURNAL_INTERVAL_S,
     listeners: Listeners = Listeners(),
 ) -> Totals:
-    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return the totals with the prefixes written.
+    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return the totals with the
+    prefixes written.
 
-    The files are the same for any number of workers, and appear only when all input was read; until then, existing
-    files of these names stay. An unfinished run of the same inputs and options is resumed; `restart` discards it. With
-    `on_bad_input` 'skip', unusable documents are left out and listed in `{output_prefix}_bad_input.txt`.
+    The files are the same for any number of workers, and appear only when all input was read; until
+    then, existing files of these names stay. An unfinished run of the same inputs and options is
+    resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are left out and
+    listed in `{output_prefix}_bad_input.txt`.
 
-    Raises DataError with file and line for unusable input, for output that cannot be written, and if another run has
-    left or is writing these files; ConfigError for invalid options; PreprocessStopped.
+    Raises DataError with file and line for unusable input, for output that cannot be written, and
+    if another run has left or is writing these files; ConfigError for invalid options;
+    PreprocessStopped.
     """
     keys = options.json_keys
     if not keys or len(set(keys)) != len(keys):
         raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
     if any(not key or "/" in key or "\0" in key for key in keys):
-        raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or have /")
+        raise ConfigError(
+            f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or "
+            "have /"
+        )
     sources = find_sources(inputs, options.input_format)
-    tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # its errors come before any work
+    # its errors come before any work
+    tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)
     prefix = os.fspath(output_prefix)
     try:
         Path(f"{prefix}_").parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(Path(f"{prefix}_partial.lock"))
         if not lock.acquire_from_the_dead(listeners.on_note):
             raise DataError(
-                f"{prefix}: {lock.describe()} is writing it: wait for it to end, or choose another --output-prefix "
+                f"{prefix}: {lock.describe()} is writing it: wait for it to end, or choose another "
+                "--output-prefix "
                 f"(its lock is {lock.path})"
             )
         try:
@@ -136,14 +155,18 @@ def preprocess(
         finally:
             lock.release()
     except OSError as error:
-        raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
+        raise DataError(
+            f"{error.filename or prefix}: cannot be written: {error.strerror}"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The state of a run: the input before `place` is in the part files up to `positions`, one for each key.
+    """The state of a run: the input before `place` is in the part files up to `positions`, one for
+    each key.
 
-    sealed: all input is written, and only the data sets have to be renamed. counts: the fields of Totals in COUNTS.
+    sealed: all input is written, and only the data sets have to be renamed. counts: the fields of
+    Totals in COUNTS.
     """
 
     sealed: bool
@@ -154,7 +177,9 @@ class Journal:
 
 
 class PartialFolder:
-    """The folder of an unfinished run. Its methods raise OSError; `read` and `check_job` raise DataError too."""
+    """The folder of an unfinished run. Its methods raise OSError; `read` and `check_job` raise
+    DataError too.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(f"{prefix}_partial")
@@ -174,12 +199,22 @@ class PartialFolder:
             if not all(map(is_count, numbers)):
                 raise ValueError("a number that is not a count")
             positions = tuple(WriterPosition(**position) for position in values["positions"])
-            return Journal(values["sealed"] is True, Place(**values["place"]), positions, values["bad_bytes"], counts)
+            return Journal(
+                values["sealed"] is True,
+                Place(**values["place"]),
+                positions,
+                values["bad_bytes"],
+                counts,
+            )
         except _DAMAGE as error:
-            raise DataError(f"{self.journal}: damaged ({error!r}); --restart begins again") from None
+            raise DataError(
+                f"{self.journal}: damaged ({error!r}); --restart begins again"
+            ) from None
 
     def write(self, path: Path, values: dict[str, Any]) -> None:
-        """Replace a JSON file atomically. Everything that a journal counts must be on disk before."""
+        """Replace a JSON file atomically. Everything that a journal counts must be on disk
+        before.
+        """
         with renamed_into(path) as file:
             file.write(json.dumps(values).encode())
         flush_directory(self.path)
@@ -193,7 +228,9 @@ class PartialFolder:
     def check_job(self, job: dict[str, Any], journal: Journal) -> None:
         """Raise DataError with the differences if the folder is another job's."""
         try:
-            before = _named(read_json(self.job, _MOST_BYTES, error=DataError) if self.job.exists() else {})
+            before = _named(
+                read_json(self.job, _MOST_BYTES, error=DataError) if self.job.exists() else {}
+            )
             now = _named(json.loads(json.dumps(job)))
         except _DAMAGE as error:
             raise DataError(f"{self.job}: damaged ({error!r}); --restart begins again") from None
@@ -204,12 +241,19 @@ class PartialFolder:
                 for name in names[:_SHOWN_DIFFERENCES]
             ]
             raise DataError(
-                f"{self.path} has {journal.counts['documents']} documents of an unfinished run, and this run differs: "
-                f"{'; '.join(differences)}. To finish that run, give its command again; --restart discards it; another "
+                f"{self.path} has {journal.counts['documents']} documents of an unfinished run, "
+                "and this run differs: "
+                f"{'; '.join(differences)}. To finish that run, give its command again; --restart "
+                "discards it; another "
                 f"--output-prefix leaves it alone"
             )
-        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(job["options"]["json_keys"]):
-            raise DataError(f"{self.journal}: damaged (it is of other inputs or outputs); --restart begins again")
+        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(
+            job["options"]["json_keys"]
+        ):
+            raise DataError(
+                f"{self.journal}: damaged (it is of other inputs or outputs); --restart begins "
+                "again"
+            )
 
     def remove(self) -> None:
         """Remove the folder, the journal first: without it the rest counts as nothing."""
@@ -222,7 +266,9 @@ class PartialFolder:
 
 
 def describe_job(sources: Sequence[Source], options: PreprocessOptions) -> dict[str, Any]:
-    """Return what determines the output, as JSON: sizes and times of inputs, options, tokenizer files."""
+    """Return what determines the output, as JSON: sizes and times of inputs, options, tokenizer
+    files.
+    """
     tokenizer = {key: value for key, value in options.tokenizer.items() if value is not None}
     for key in _TOKENIZER_FILES:
         if key in tokenizer:
@@ -240,9 +286,16 @@ def _named(job: dict[str, Any]) -> dict[str, str]:
     """Return the parts of a job by the names that users know."""
     options = dict(job["options"])
     options |= options.pop("tokenizer")
-    named = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if value is not None}
+    named = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in options.items()
+        if value is not None
+    }
     named |= {"the format of the journal": str(job["format"]), "the library": job["library"]}
-    named |= {path: f"{kind} of {size} bytes, changed at {ns} ns" for path, kind, size, ns in job["inputs"]}
+    named |= {
+        path: f"{kind} of {size} bytes, changed at {ns} ns"
+        for path, kind, size, ns in job["inputs"]
+    }
     return named | {"--input": " ".join(path for path, *_ in job["inputs"])}
 
 
@@ -257,8 +310,14 @@ def _library_of(tokenizer_type: str) -> str:
 
 
 def _hash(path: Path) -> str:
-    """Return a digest of a file, or of the tokenizer's files in a folder, which may have a model too."""
-    files = [path] if path.is_file() else sorted({file for name in _HASHED_IN_FOLDERS for file in path.glob(name)})
+    """Return a digest of a file, or of the tokenizer's files in a folder, which may have a model
+    too.
+    """
+    files = (
+        [path]
+        if path.is_file()
+        else sorted({file for name in _HASHED_IN_FOLDERS for file in path.glob(name)})
+    )
     digest = hashlib.sha256()
     for file in files:
         if file.is_file():
@@ -275,9 +334,18 @@ class _Run:
     """One call of `preprocess`, under the lock."""
 
     def __init__(
-        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], listeners: Listeners
+        self,
+        prefix: str,
+        options: PreprocessOptions,
+        sources: Sequence[Source],
+        listeners: Listeners,
     ) -> None:
-        self.prefix, self.options, self.sources, self.listeners = prefix, options, sources, listeners
+        self.prefix, self.options, self.sources, self.listeners = (
+            prefix,
+            options,
+            sources,
+            listeners,
+        )
         self.folder = PartialFolder(prefix)
         self.totals = Totals(
             outputs=[f"{prefix}_{key}_{options.level}" for key in options.json_keys],
@@ -288,7 +356,14 @@ class _Run:
         self.writers: list[IndexedDatasetWriter] = []
         self.bad_file: BinaryIO
 
-    def run(self, tokenizer: Tokenizer, workers: int, on_bad_input: str, restart: bool, interval_s: float) -> Totals:
+    def run(
+        self,
+        tokenizer: Tokenizer,
+        workers: int,
+        on_bad_input: str,
+        restart: bool,
+        interval_s: float,
+    ) -> Totals:
         self._begin(restart)
         try:
             if self.journal is None or not self.journal.sealed:
@@ -303,7 +378,8 @@ class _Run:
             kept = ""
             if self.journal is not None:
                 kept = (
-                    f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
+                    f"; {self.journal.counts['documents']} documents are done and kept in "
+                    f"{self.folder.path}, the same "
                     f"command resumes after them"
                 )
             kind = DataError if isinstance(error, _WriteError) else type(error)
@@ -327,7 +403,10 @@ class _Run:
         totals.earlier_documents, totals.earlier_bytes = totals.documents, totals.input_bytes
         totals.earlier_file_bytes = totals.file_bytes
         source = self.sources[self.place.source]
-        note = f"resuming after {counts['documents']} documents, in {source.path} after {self.place.documents} of it"
+        note = (
+            f"resuming after {counts['documents']} documents, in {source.path} after "
+            f"{self.place.documents} of it"
+        )
         if self.journal.sealed:
             note = "an earlier run has written all documents: only renaming the files"
         elif source.packing:
@@ -344,24 +423,36 @@ class _Run:
         try:
             for i, output in enumerate(self.totals.outputs):
                 position = self.journal.positions[i] if self.journal else None
-                writer = IndexedDatasetWriter(output, dtype, directory=self.folder.path, resume=position)
+                writer = IndexedDatasetWriter(
+                    output, dtype, directory=self.folder.path, resume=position
+                )
                 stack.callback(writer.leave)
                 self.writers.append(writer)
-            self.bad_file = open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
+            self.bad_file = open_at(
+                self.folder.bad_input, self.journal.bad_bytes if self.journal else 0
+            )
             stack.callback(_close, self.bad_file)
         except (DataError, OSError) as error:
             if self.journal is None:
                 raise
-            raise DataError(f"{error}; if this cannot be repaired, --restart begins again") from error
+            raise DataError(
+                f"{error}; if this cannot be repaired, --restart begins again"
+            ) from error
 
-    def _encode_all(self, tokenizer: Tokenizer, workers: int, on_bad_input: str, interval_s: float) -> None:
+    def _encode_all(
+        self, tokenizer: Tokenizer, workers: int, on_bad_input: str, interval_s: float
+    ) -> None:
         blocks = read_sources(self.sources, self.options.json_keys, self.place, on_skip=self.poll)
         due = time.monotonic() + interval_s
         try:
-            with closing(encode_blocks(blocks, tokenizer, self.options, workers, self.poll)) as encoded_blocks:
+            with closing(
+                encode_blocks(blocks, tokenizer, self.options, workers, self.poll)
+            ) as encoded_blocks:
                 for block, encoded in encoded_blocks:
                     if encoded.bad and on_bad_input == "fail":
-                        raise DataError(f"{encoded.bad[0]}; --on-bad-input skip leaves such documents out")
+                        raise DataError(
+                            f"{encoded.bad[0]}; --on-bad-input skip leaves such documents out"
+                        )
                     self._report_bad(encoded.bad)
                     self._write(block, encoded)
                     if time.monotonic() >= due:
@@ -375,7 +466,9 @@ class _Run:
                 self._write_journal()
             raise
         if not self.totals.documents:
-            raise DataError(f"{', '.join(source.path for source in self.sources)}: no document with text in it")
+            raise DataError(
+                f"{', '.join(source.path for source in self.sources)}: no document with text in it"
+            )
 
     def _report_bad(self, bad: Sequence[BadInput]) -> None:
         for document in bad:

@@ -16,7 +16,8 @@ LINE_S = 10.0
 
 
 class ByteProgress:
-    """A context manager that shows on stderr how many of `total` bytes are done, MB/s and the time left.
+    """A context manager that shows on stderr how many of `total` bytes are done, MB/s and the time
+    left.
 
     Rates exclude the first `done` bytes. `clock` returns seconds.
     """
@@ -31,17 +32,31 @@ class ByteProgress:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import TransferSpeedColumn as Speed
 
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                Speed(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(self._what, total=self._total, completed=self._first)
             self._bar.start()
         return self
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
-        """Show that `done` bytes are done, as `what`; in a log file if `due`, by default every LINE_S seconds."""
+        """Show that `done` bytes are done, as `what`; in a log file if `due`, by default every
+        LINE_S seconds.
+        """
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what or self._what)
             return
@@ -50,7 +65,8 @@ class ByteProgress:
             self._last_line = now
             rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
             self.say(
-                f" {what or self._what}: {done / 1e6:.0f} of {self._total / 1e6:.0f} MB ({done / self._total:.0%}), "
+                f" {what or self._what}: {done / 1e6:.0f} of {self._total / 1e6:.0f} MB "
+                f"({done / self._total:.0%}), "
                 f"{rate / 1e6:.1f} MB/s, {max(self._total - done, 0) / rate:.0f} s left"
             )
 
@@ -62,7 +78,10 @@ class ByteProgress:
             print(text, file=sys.stderr, flush=True)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -72,10 +91,13 @@ class ByteProgress:
 class Progress:
     """Shows Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
 
-    log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S seconds.
+    log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S
+    seconds.
     """
 
-    def __init__(self, log_interval: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, log_interval: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock, self._started, self._log_interval = clock, clock(), log_interval
         self._bytes: ByteProgress | None = None
         self._shown_documents = self._bad = 0
@@ -83,30 +105,44 @@ class Progress:
     def update(self, totals: Totals) -> None:
         """Show the progress, if due."""
         if self._bytes is None:
-            self._bytes = ByteProgress("", totals.total_file_bytes, totals.earlier_file_bytes, self._clock).__enter__()
+            self._bytes = ByteProgress(
+                "", totals.total_file_bytes, totals.earlier_file_bytes, self._clock
+            ).__enter__()
             self._shown_documents = totals.earlier_documents
         due = None
         if self._log_interval is not None:
-            due = totals.documents // self._log_interval > self._shown_documents // self._log_interval
+            due = (
+                totals.documents // self._log_interval > self._shown_documents // self._log_interval
+            )
             self._shown_documents = totals.documents
         self._bytes.update(totals.file_bytes, self.describe(totals), due)
 
     def describe(self, totals: Totals) -> str:
         """Return documents, tokens, MB of text, and MB/s of this run."""
-        rate = (totals.input_bytes - totals.earlier_bytes) / 1e6 / max(self._clock() - self._started, 1e-9)
+        rate = (
+            (totals.input_bytes - totals.earlier_bytes)
+            / 1e6
+            / max(self._clock() - self._started, 1e-9)
+        )
         bad = f", {totals.bad_documents} bad" if totals.bad_documents else ""
         return (
-            f"{totals.documents} documents, {totals.tokens} tokens, {totals.input_bytes / 1e6:.1f} MB{bad}, "
+            f"{totals.documents} documents, {totals.tokens} tokens, {totals.input_bytes / 1e6:.1f} "
+            f"MB{bad}, "
             f"{rate:.2f} MB/s"
         )
 
     def summary(self, totals: Totals) -> list[str]:
         """Return the last lines: what was written, and where."""
         per_document = totals.tokens / max(totals.documents, 1)
-        earlier = f" after {totals.earlier_documents} documents of an earlier run" if totals.earlier_documents else ""
+        earlier = (
+            f" after {totals.earlier_documents} documents of an earlier run"
+            if totals.earlier_documents
+            else ""
+        )
         lines = [
             f"wrote {self.describe(totals)}",
-            f"  {per_document:.1f} tokens per document, {self._clock() - self._started:.1f} s{earlier}",
+            f"  {per_document:.1f} tokens per document, {self._clock() - self._started:.1f} "
+            f"s{earlier}",
         ]
         if totals.empty_documents:
             lines.append(f"  {totals.empty_documents} empty documents left out")

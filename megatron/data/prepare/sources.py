@@ -1,7 +1,7 @@
 """Input files as blocks of documents: JSON lines, plain text and parquet, read by streaming.
 
-A block is a run of consecutive documents as bytes; nothing is parsed here. Each block records where the next one
-begins, so that reading can resume there.
+A block is a run of consecutive documents as bytes; nothing is parsed here. Each block records where
+the next one begins, so that reading can resume there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 BLOCK_BYTES = 1 << 19  # large enough to amortise passing a block on, small in memory
-# Tokenizers take whole documents, with 7 (tiktoken), 45 (SentencePiece) or 130 (tokenizers) bytes per byte of text.
+# Tokenizers take whole documents, with 7 (tiktoken), 45 (SentencePiece) or 130 (tokenizers) bytes
+# per byte of text.
 MAX_DOCUMENT_BYTES = 1 << 30
 _STREAM_BYTES = 1 << 20
 FORMATS = ("auto", "jsonl", "text", "parquet")
@@ -36,7 +37,8 @@ _OTHER_PACKED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar",
 
 
 Rows = tuple[tuple[bytes | None, ...], ...]
-# Documents, their bytes after unpacking, bytes of the file read so far, content and problem of the next block.
+# Documents, their bytes after unpacking, bytes of the file read so far, content and problem of the
+# next block.
 Part = tuple[int, int, int, bytes | Rows, str]
 
 
@@ -67,11 +69,12 @@ class Place:
 class Block:
     """Consecutive documents of one file; `first` is the number of the first one, counted from 1.
 
-    content: lines with their ends as bytes, a text as bytes, or for parquet the columns of each row as bytes, None for
+    content: lines with their ends as bytes, a text as bytes, or for parquet the columns of each row
+    as bytes, None for
         missing values.
     problem: the reason why the only document is unusable, or ''.
-    text_bytes: size after unpacking. file_bytes: size on disk of everything before `after`, over all files.
-    after: the start of the next block.
+    text_bytes: size after unpacking. file_bytes: size on disk of everything before `after`, over
+    all files. after: the start of the next block.
     """
 
     path: str
@@ -90,8 +93,11 @@ class Block:
         return f"{self.path}: row {number}" if self.kind == "parquet" else f"{self.path}:{number}"
 
 
-def find_sources(inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto") -> list[Source]:
-    """Return the files that `inputs` name, in order; those of a pattern (* ? [ ], and ** for any folders) by name.
+def find_sources(
+    inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto"
+) -> list[Source]:
+    """Return the files that `inputs` name, in order; those of a pattern (* ? [ ], and ** for any
+    folders) by name.
 
     Raises DataError for a missing file, an unsupported compression, and a pattern without files.
     """
@@ -100,7 +106,9 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], input_format: str = "
         given = os.fspath(name)
         paths = [given]
         if glob.has_magic(given) and not os.path.exists(given):
-            paths = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
+            paths = sorted(
+                path for path in glob.glob(given, recursive=True) if os.path.isfile(path)
+            )
             if not paths:
                 raise DataError(f"{given}: no file matches this pattern")
         sources += [_source(Path(path), input_format) for path in paths]
@@ -119,17 +127,30 @@ def _source(path: Path, input_format: str) -> Source:
     packing = _PACKED_SUFFIXES.get(path.suffix, "")
     suffix = Path(path.stem).suffix if packing else path.suffix
     if suffix in _OTHER_PACKED_SUFFIXES:
-        raise DataError(f"{path}: {suffix} files are not supported: unpack it, or pack it as .gz or .zst")
+        raise DataError(
+            f"{path}: {suffix} files are not supported: unpack it, or pack it as .gz or .zst"
+        )
     kind = input_format
     if kind == "auto":
-        kind = "text" if suffix in _TEXT_SUFFIXES else "parquet" if suffix in _PARQUET_SUFFIXES else "jsonl"
+        kind = (
+            "text"
+            if suffix in _TEXT_SUFFIXES
+            else "parquet"
+            if suffix in _PARQUET_SUFFIXES
+            else "jsonl"
+        )
     if kind == "parquet" and packing:
-        raise DataError(f"{path}: a parquet file inside {path.suffix}: unpack it; parquet compresses its own pages")
+        raise DataError(
+            f"{path}: a parquet file inside {path.suffix}: unpack it; parquet compresses its own "
+            "pages"
+        )
     return Source(os.path.abspath(path), kind, packing, status.st_size, status.st_mtime_ns)
 
 
 def read_blocks(
-    inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto", json_keys: Sequence[str] = ("text",)
+    inputs: Sequence[str | os.PathLike[str]],
+    input_format: str = "auto",
+    json_keys: Sequence[str] = ("text",),
 ) -> Iterator[Block]:
     """Yield the documents of the files, in order. Raises DataError for missing or damaged files."""
     return read_sources(find_sources(inputs, input_format), json_keys)
@@ -144,27 +165,42 @@ def read_sources(
 ) -> Iterator[Block]:
     """Yield the documents from `start` on. `json_keys` are the columns of parquet files.
 
-    `on_skip` is called repeatedly on the way to `start`: a packed file has to be unpacked up to there. Raises
-    DataError, with the file and the place in it, for missing or damaged data.
+    `on_skip` is called repeatedly on the way to `start`: a packed file has to be unpacked up to
+    there. Raises DataError, with the file and the place in it, for missing or damaged data.
     """
     before = sum(source.size for source in sources[: start.source])
     for number in range(start.source, len(sources)):
         source = sources[number]
         place = start if number == start.source else Place(number)
         try:
-            for count, size, position, content, problem in _READERS[source.kind](source, place, json_keys, on_skip):
+            for count, size, position, content, problem in _READERS[source.kind](
+                source, place, json_keys, on_skip
+            ):
                 first = place.documents + 1
                 offset = 0 if source.kind == "parquet" else place.offset + size
                 place = Place(number, offset, place.documents + count)
-                yield Block(source.path, source.kind, first, place, size, before + position, content, problem)
+                yield Block(
+                    source.path,
+                    source.kind,
+                    first,
+                    place,
+                    size,
+                    before + position,
+                    content,
+                    problem,
+                )
         except _read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
-            raise DataError(f"{source.path}: cannot be read after {unit} {place.documents}: {error}") from error
+            raise DataError(
+                f"{source.path}: cannot be read after {unit} {place.documents}: {error}"
+            ) from error
         before += source.size
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that libraries raise for damaged files; those of pyarrow only if it is loaded."""
+    """Return the errors that libraries raise for damaged files; those of pyarrow only if it is
+    loaded.
+    """
     loaded = sys.modules.get("pyarrow")
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
@@ -175,18 +211,24 @@ def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     if source.packing == "zstd":
         import pyarrow
 
-        with pyarrow.OSFile(source.path) as packed, pyarrow.CompressedInputStream(packed, "zstd") as stream:
+        with (
+            pyarrow.OSFile(source.path) as packed,
+            pyarrow.CompressedInputStream(packed, "zstd") as stream,
+        ):
             yield BufferedReader(stream, _STREAM_BYTES), packed.tell
         return
     with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
-        if source.packing:  # Python's module checks the sum of every member and accepts zeros after the last
+        # Python's module checks the sum of every member and accepts zeros after the last
+        if source.packing:
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield cast(BinaryIO, unpacked), raw.tell
         else:
             yield raw, raw.tell
 
 
-def _read_lines(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
+def _read_lines(
+    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[Part]:
     with _open(source) as (stream, read_bytes):
         _skip(stream, place.offset, source, on_skip)
         pieces: list[bytes] = []
@@ -220,11 +262,16 @@ def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], N
         on_skip()
         chunk = stream.read(min(left, _STREAM_BYTES))
         if not chunk:
-            raise EOFError(f"it ends {left} bytes before the place where an earlier run stopped: the file was changed")
+            raise EOFError(
+                f"it ends {left} bytes before the place where an earlier run stopped: the file was "
+                "changed"
+            )
         left -= len(chunk)
 
 
-def _read_text(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
+def _read_text(
+    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[Part]:
     if place.documents:
         return
     with _open(source) as (stream, _):
@@ -232,11 +279,16 @@ def _read_text(source: Source, place: Place, keys: Sequence[str], on_skip: Calla
     problem, size = "", len(data)
     if size > MAX_DOCUMENT_BYTES:
         data = b""
-        problem = f"more than {MAX_DOCUMENT_BYTES} bytes, the limit of a document: a text file is one; split it"
+        problem = (
+            f"more than {MAX_DOCUMENT_BYTES} bytes, the limit of a document: a text file is "
+            "one; split it"
+        )
     yield 1, size, source.size, data, problem
 
 
-def _read_parquet(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
+def _read_parquet(
+    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[Part]:
     from pyarrow import parquet
 
     # Read pages on demand: otherwise a whole column of a row group would be in memory.
@@ -250,7 +302,9 @@ def _read_parquet(source: Source, place: Place, keys: Sequence[str], on_skip: Ca
                 row += num_rows
                 continue
             batch_rows = _rows_per_batch(metadata.row_group(group), keys)
-            batches = file.iter_batches(batch_rows, row_groups=[group], columns=list(keys), use_threads=False)
+            batches = file.iter_batches(
+                batch_rows, row_groups=[group], columns=list(keys), use_threads=False
+            )
             for batch in batches:
                 done = min(max(place.documents - row, 0), batch.num_rows)
                 row += done
@@ -261,7 +315,9 @@ def _read_parquet(source: Source, place: Place, keys: Sequence[str], on_skip: Ca
                     size = sum(len(value or b"") for values in rows for value in values)
                     problem = ""
                     if any(len(value or b"") > MAX_DOCUMENT_BYTES for value in rows[0]):
-                        problem = f"{size} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
+                        problem = (
+                            f"{size} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
+                        )
                     position = source.size * row // metadata.num_rows
                     yield len(rows), size, position, () if problem else rows, problem
 
@@ -273,17 +329,29 @@ def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) 
         found = schema.get_all_field_indices(key)
         if len(found) != 1:
             what = f"{len(found)} columns" if found else "no column"
-            raise DataError(f"{source.path}: {what} {key!r}: there are {schema.names}; choose with --json-keys")
+            raise DataError(
+                f"{source.path}: {what} {key!r}: there are {schema.names}; choose with --json-keys"
+            )
         kind = schema.field(found[0]).type
         plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if plain not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
-            raise DataError(f"{source.path}: column {key!r} holds {kind}, expected strings; choose with --json-keys")
+        if plain not in (
+            pyarrow.string(),
+            pyarrow.large_string(),
+            pyarrow.string_view(),
+            pyarrow.null(),
+        ):
+            raise DataError(
+                f"{source.path}: column {key!r} holds {kind}, expected strings; choose with "
+                "--json-keys"
+            )
 
 
 def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
     """Return the rows of about one block, by the sizes in the file's metadata."""
     columns = (group.column(i) for i in range(group.num_columns))
-    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+    size = sum(
+        column.total_uncompressed_size for column in columns if column.path_in_schema in keys
+    )
     return int(max(1, min(group.num_rows, 16384, BLOCK_BYTES * group.num_rows // max(size, 1))))
 
 

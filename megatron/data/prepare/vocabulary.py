@@ -26,12 +26,14 @@ def train_vocabulary(
     num_threads: int = 2,
     seed: int = 1234,
 ) -> int:
-    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file; return its size.
+    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file;
+    return its size.
 
-    Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments give the same model.
-    Text is not normalised, white space is kept, and characters without a piece are encoded as bytes, so
-    decode(encode(text)) is the text, except that U+2581, SentencePiece's mark for a space, becomes a space. Raises
-    DataError for unusable input, ConfigError for a vocabulary that the text cannot fill.
+    Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
+    give the same model. Text is not normalised, white space is kept, and characters without a piece
+    are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
+    mark for a space, becomes a space. Raises DataError for unusable input, ConfigError for a
+    vocabulary that the text cannot fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
@@ -64,7 +66,8 @@ def train_vocabulary(
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of text: {error}"
+            f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of "
+            f"text: {error}"
         ) from error
     path = Path(output)
     try:
@@ -86,7 +89,9 @@ def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[
 
 
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
-    """Return lines of the first documents, up to `sample_bytes`. Newlines are symbols, so no piece spans lines."""
+    """Return lines of the first documents, up to `sample_bytes`. Newlines are symbols, so no piece
+    spans lines.
+    """
     lines: list[str] = []
     size = 0
     for document in documents:

@@ -1,1 +1,3 @@
-"""The fused operators: kernels if a library was built for the device, torch's own operators if not."""
+"""The fused operators: kernels if a library was built for the device, torch's own operators if
+not.
+"""

@@ -1,9 +1,11 @@
 """Activations with the bias of the preceding layer: GELU, SwiGLU, squared ReLU.
 
-Bytes moved for results of N elements of e bytes, with a bias of n elements: forward N e in (SwiGLU 2 N e) and N e out;
-backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read once per row, from a cache; its gradient is summed in
-the pass that makes dx, which adds 8 bytes a column for each part of the rows, below 6 % (operators.partial_sums).
+Bytes moved for results of N elements of e bytes, with a bias of n elements: forward N e in (SwiGLU
+2 N e) and N e out; backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read once per row,
+from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a column for each
+part of the rows, below 6 % (operators.partial_sums).
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +33,11 @@ def _check(name: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
     check(name, kind in KINDS, f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     check_all(name, x=x, bias=bias)
     width = x.shape[-1]
-    check(name, width % _inputs(kind) == 0, f"x has {width} columns; {kind} needs an even number, gate before value")
+    check(
+        name,
+        width % _inputs(kind) == 0,
+        f"x has {width} columns; {kind} needs an even number, gate before value",
+    )
     check_shape(name, (width,), bias=bias)
 
 
@@ -71,11 +77,15 @@ def _backward(gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tu
     n, biased = gradient.shape[-1], bias is not None
     parts, partial = partial_sums(gradient, biased, _inputs(kind))
     rows = gradient.numel() // n
-    _BACKWARD(x, KINDS[kind], dx, dbias if biased else None, partial, gradient, x, bias, rows, n, parts)
+    _BACKWARD(
+        x, KINDS[kind], dx, dbias if biased else None, partial, gradient, x, bias, rows, n, parts
+    )
     return dx, dbias
 
 
-def _reference_backward(gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+def _reference_backward(
+    gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
     wide, g = x.float(), gradient.float()
     if bias is not None:
         wide = wide + bias.float()
@@ -90,7 +100,9 @@ def _reference_backward(gradient: Tensor, x: Tensor, bias: Tensor | None, kind: 
     return dx.to(x.dtype), dbias
 
 
-def _like_gradients(gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+def _like_gradients(
+    gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
@@ -106,21 +118,33 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]
 
 
 _bias_activation_backward = operator(
-    "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind) -> (Tensor, Tensor)",
-    _backward, _reference_backward, _like_gradients, check=_check_backward, work="activation",
+    "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind) -> (Tensor, "
+    "Tensor)",
+    _backward,
+    _reference_backward,
+    _like_gradients,
+    check=_check_backward,
+    work="activation",
 )
 _bias_activation = operator(
     "bias_activation(Tensor x, Tensor? bias, str kind) -> Tensor",
-    _forward, reference, _like_result, check=_check, save=_save, backward=_gradients, work="activation",
+    _forward,
+    reference,
+    _like_result,
+    check=_check,
+    save=_save,
+    backward=_gradients,
+    work="activation",
 )
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """Return activation(x + bias), computed in fp32 and rounded once.
 
-    x [.., n], copied unless contiguous; bias [n] or None; -> [.., n]. kind "gelu", also called "openai_gelu": the tanh
-    form (Hendrycks and Gimpel, arXiv 1606.08415, section 2). "squared_relu": So et al., arXiv 2109.08668. "swiglu":
-    Shazeer, arXiv 2002.05202; x [.., 2n], gate before value, bias [2n]. The gradient of the bias is summed in fp32.
-    Raises KernelError for other kinds and shapes, and for types other than fp32, fp16 and bf16.
+    x [.., n], copied unless contiguous; bias [n] or None; -> [.., n]. kind "gelu", also called
+    "openai_gelu": the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+    "squared_relu": So et al., arXiv 2109.08668. "swiglu": Shazeer, arXiv 2002.05202; x [.., 2n],
+    gate before value, bias [2n]. The gradient of the bias is summed in fp32. Raises KernelError for
+    other kinds and shapes, and for types other than fp32, fp16 and bf16.
     """
     return _bias_activation(x.contiguous(), None if bias is None else bias.contiguous(), kind)

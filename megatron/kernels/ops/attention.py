@@ -1,15 +1,18 @@
 """Softmax of one block of causal attention scores, forward and backward, in place.
 
-The matrix products around it are torch's (megatron/layers/blocked_attention.py). For each row the backward pass keeps
-the logarithm of the sum of exponentials, as in Dao et al., arXiv 2205.14135, and recomputes the weights from it.
+The matrix products around it are torch's (megatron/layers/blocked_attention.py). For each row the
+backward pass keeps the logarithm of the sum of exponentials, as in Dao et al., arXiv 2205.14135,
+and recomputes the weights from it.
 
-Rows are [sample and group][position][query of the group]: the queries of a group share their keys and are rows of one
-matrix. Dropout masks come from Philox (see dropout.py), by seed and by sample, head, query and key among those of
-the whole job, so that they do not depend on the division into ranks, micro-batches and blocks.
+Rows are [sample and group][position][query of the group]: the queries of a group share their keys
+and are rows of one matrix. Dropout masks come from Philox (see dropout.py), by seed and by sample,
+head, query and key among those of the whole job, so that they do not depend on the division into
+ranks, micro-batches and blocks.
 
-Bytes moved for N scores of e bytes that are not masked: attention_weights_ 2 N e, attention_gradient_ 4 N e. Masked
-scores are written as zeros, but not read.
+Bytes moved for N scores of e bytes that are not masked: attention_weights_ 2 N e,
+attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -62,7 +65,13 @@ class Law(NamedTuple):
 
 
 def _check(
-    name: str, scores: Tensor, rows: dict[str, Tensor], slopes: Tensor | None, sample: int, first: int, key: int,
+    name: str,
+    scores: Tensor,
+    rows: dict[str, Tensor],
+    slopes: Tensor | None,
+    sample: int,
+    first: int,
+    key: int,
     law: Law,
 ) -> None:
     share, origins = law.share, law.origins
@@ -70,17 +79,42 @@ def _check(
     check_device(name, scores=scores, slopes=slopes, origins=origins, **rows)
     check_type(name, [torch.float32], **rows)
     check_contiguous(name, **rows)
-    check(name, scores.dim() == 3, f"scores have {scores.dim()} dimension(s); [samples, rows, keys] is needed")
-    check(name, share > 0 and scores.shape[1] % share == 0, f"{scores.shape[1]} rows are not for {share} queries each")
+    check(
+        name,
+        scores.dim() == 3,
+        f"scores have {scores.dim()} dimension(s); [samples, rows, keys] is needed",
+    )
+    check(
+        name,
+        share > 0 and scores.shape[1] % share == 0,
+        f"{scores.shape[1]} rows are not for {share} queries each",
+    )
     check_key(name, law.probability, law.seed)
     for what, start in (("first", first), ("key", key)):
-        check(name, start >= 0 and start % TILE == 0, f"{what} is {start}; blocks start at multiples of {TILE}")
+        check(
+            name,
+            start >= 0 and start % TILE == 0,
+            f"{what} is {start}; blocks start at multiples of {TILE}",
+        )
     for what, x in rows.items():
-        check(name, x.dim() == 2, f"{what} has {x.dim()} dimension(s); [all samples, all rows] is needed")
+        check(
+            name,
+            x.dim() == 2,
+            f"{what} has {x.dim()} dimension(s); [all samples, all rows] is needed",
+        )
         enough = x.shape[1] % share == 0 and x.shape[1] >= first * share + scores.shape[1]
-        check(name, enough, f"{what} has {x.shape[1]} rows; the block has {scores.shape[1]} from {first * share} on")
+        check(
+            name,
+            enough,
+            f"{what} has {x.shape[1]} rows; the block has {scores.shape[1]} from "
+            f"{first * share} on",
+        )
         some = 0 <= sample <= x.shape[0] - scores.shape[0]
-        check(name, some, f"{what} has {x.shape[0]} samples; the block has {scores.shape[0]} from {sample} on")
+        check(
+            name,
+            some,
+            f"{what} has {x.shape[0]} samples; the block has {scores.shape[0]} from {sample} on",
+        )
     if slopes is not None:
         fits = slopes.dtype == torch.float32 and slopes.is_contiguous() and slopes.dim() == 1
         fits = fits and slopes.shape[0] > 0 and slopes.shape[0] % share == 0
@@ -90,15 +124,31 @@ def _check(
     check(name, not missing, f"probability is {law.probability}, but there are no origins")
     if origins is not None:
         samples = len(rows["logarithms"])
-        fits = origins.dtype == torch.int64 and origins.is_contiguous() and origins.dim() == 1 and len(origins) > 0
+        fits = (
+            origins.dtype == torch.int64
+            and origins.is_contiguous()
+            and origins.dim() == 1
+            and len(origins) > 0
+        )
         fits = fits and samples % len(origins) == 0
         fits = fits and (slopes is None or len(slopes) * len(origins) == samples * share)
         found = f"{origins.dtype} {list(origins.shape)}"
-        check(name, fits, f"origins are {found}; they must be int64, contiguous, one for the groups of each sample")
+        check(
+            name,
+            fits,
+            f"origins are {found}; they must be int64, contiguous, one for the groups of each "
+            "sample",
+        )
 
 
 def _check_weights(
-    name: str, scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
+    name: str,
+    scores: Tensor,
+    logarithms: Tensor,
+    slopes: Tensor | None,
+    sample: int,
+    first: int,
+    *law: Any,
 ) -> None:
     _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, Law(*law))
     keys, seen = scores.shape[-1], first + scores.shape[1] // law[0]
@@ -106,20 +156,41 @@ def _check_weights(
 
 
 def _check_gradient(
-    name: str, scores: Tensor, gradients: Tensor, logarithms: Tensor, dots: Tensor, slopes: Tensor | None, sample: int,
-    first: int, key: int, *law: Any,
+    name: str,
+    scores: Tensor,
+    gradients: Tensor,
+    logarithms: Tensor,
+    dots: Tensor,
+    slopes: Tensor | None,
+    sample: int,
+    first: int,
+    key: int,
+    *law: Any,
 ) -> None:
-    _check(name, scores, {"logarithms": logarithms, "dots": dots}, slopes, sample, first, key, Law(*law))
+    _check(
+        name,
+        scores,
+        {"logarithms": logarithms, "dots": dots},
+        slopes,
+        sample,
+        first,
+        key,
+        Law(*law),
+    )
     check_shape(name, scores.shape, gradients=gradients)
     check_all(name, scores=scores, gradients=gradients)
     check_shape(name, logarithms.shape, dots=dots)
 
 
-# -- with torch's operators --------------------------------------------------------------------------------------------
+# -- with torch's operators ------------------------------------------------------------------------
 
 
-def _mask(scores: Tensor, logarithms: Tensor, sample: int, first: int, key: int, law: Law) -> Tensor:
-    """Return factors 0 or 1 / (1 - p) from torch's generator, drawn for each tile of TILE by TILE."""
+def _mask(
+    scores: Tensor, logarithms: Tensor, sample: int, first: int, key: int, law: Law
+) -> Tensor:
+    """Return factors 0 or 1 / (1 - p) from torch's generator, drawn for each tile of TILE by
+    TILE.
+    """
     assert law.origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
     share = law.share
@@ -128,22 +199,34 @@ def _mask(scores: Tensor, logarithms: Tensor, sample: int, first: int, key: int,
     factors = torch.empty(count, padded_queries, share, padded_keys, device=scores.device)
     tile = torch.empty(TILE, TILE, device=scores.device)
     starts = [0] * len(law.origins) if scores.is_meta else law.origins.tolist()
-    for nth, head, i, j in itertools.product(range(count), range(share), range(0, queries, TILE), range(0, keys, TILE)):
-        start = starts[(sample + nth) // groups] + ((sample + nth) % groups * share + head) * law.positions
+    for nth, head, i, j in itertools.product(
+        range(count), range(share), range(0, queries, TILE), range(0, keys, TILE)
+    ):
+        start = (
+            starts[(sample + nth) // groups]
+            + ((sample + nth) % groups * share + head) * law.positions
+        )
         drawn = dropout_mask(tile, law.probability, mix(law.seed, start, first + i, key + j))
         factors[nth, i : i + TILE, head, j : j + TILE] = drawn
     return factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - law.probability))
 
 
-def _logits(scores: Tensor, slopes: Tensor | None, sample: int, first: int, key: int, law: Law) -> Tensor:
-    """Return the scaled and biased scores in fp32 (fp64 for fp64): -infinity where a key is later than the query."""
+def _logits(
+    scores: Tensor, slopes: Tensor | None, sample: int, first: int, key: int, law: Law
+) -> Tensor:
+    """Return the scaled and biased scores in fp32 (fp64 for fp64): -infinity where a key is later
+    than the query.
+    """
     samples, rows, keys = scores.shape
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * law.scale
     row = torch.arange(rows, device=scores.device)
     query = (row // law.share + first).unsqueeze(1)
-    distance = torch.arange(keys, device=scores.device) + key - query  # 0 or less where the query sees the key
+    # 0 or less where the query sees the key
+    distance = torch.arange(keys, device=scores.device) + key - query
     if slopes is not None:
-        groups = torch.arange(sample, sample + samples, device=scores.device) % (len(slopes) // law.share)
+        groups = torch.arange(sample, sample + samples, device=scores.device) % (
+            len(slopes) // law.share
+        )
         slope = slopes.view(-1, law.share)[groups.unsqueeze(1), row % law.share]  # [samples, rows]
         wide += slope.unsqueeze(-1) * distance
     return wide.masked_fill_(distance > 0, float("-inf"))
@@ -157,7 +240,9 @@ def _place(scores: Tensor, sample: int, row: int) -> tuple[slice, slice]:
 def weights_reference(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *rest: Any
 ) -> None:
-    """Compute attention_weights_ with torch's operators, for any floating type; its masks differ from the kernel's."""
+    """Compute attention_weights_ with torch's operators, for any floating type; its masks differ
+    from the kernel's.
+    """
     law = Law(*rest)
     logits = _logits(scores, slopes, sample, first, 0, law)
     sums = logits.logsumexp(-1)
@@ -170,10 +255,19 @@ def weights_reference(
 
 
 def gradient_reference(
-    scores: Tensor, gradients: Tensor, logarithms: Tensor, dots: Tensor, slopes: Tensor | None, sample: int, first: int,
-    key: int, *rest: Any,
+    scores: Tensor,
+    gradients: Tensor,
+    logarithms: Tensor,
+    dots: Tensor,
+    slopes: Tensor | None,
+    sample: int,
+    first: int,
+    key: int,
+    *rest: Any,
 ) -> None:
-    """Compute attention_gradient_ with torch's operators, for any floating type; its masks differ from the kernel's."""
+    """Compute attention_gradient_ with torch's operators, for any floating type; its masks differ
+    from the kernel's.
+    """
     law = Law(*rest)
     place = _place(scores, sample, first * law.share)
     logits = _logits(scores, slopes, sample, first, key, law)
@@ -193,18 +287,36 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) * b.to(wide)).sum(-1)
 
 
-# -- with the kernels --------------------------------------------------------------------------------------------------
+# -- with the kernels ------------------------------------------------------------------------------
 
 
 def _launch(
-    function: Function, tensors: tuple[Tensor, ...], logarithms: Tensor, slopes: Tensor | None, sample: int,
-    starts: tuple[int, ...], law: Law,
+    function: Function,
+    tensors: tuple[Tensor, ...],
+    logarithms: Tensor,
+    slopes: Tensor | None,
+    sample: int,
+    starts: tuple[int, ...],
+    law: Law,
 ) -> None:
     samples, rows, keys = tensors[0].shape
     function(
-        tensors[0], *tensors, slopes, law.origins if law.probability else None, samples * rows, rows,
-        logarithms.shape[1], sample, *starts, law.positions, law.groups(slopes, len(logarithms)), law.share, keys,
-        law.scale, law.seed, *threshold(law.probability),
+        tensors[0],
+        *tensors,
+        slopes,
+        law.origins if law.probability else None,
+        samples * rows,
+        rows,
+        logarithms.shape[1],
+        sample,
+        *starts,
+        law.positions,
+        law.groups(slopes, len(logarithms)),
+        law.share,
+        keys,
+        law.scale,
+        law.seed,
+        *threshold(law.probability),
     )
 
 
@@ -215,8 +327,15 @@ def _weights(
 
 
 def _gradient(
-    scores: Tensor, gradients: Tensor, logarithms: Tensor, dots: Tensor, slopes: Tensor | None, sample: int, first: int,
-    key: int, *law: Any,
+    scores: Tensor,
+    gradients: Tensor,
+    logarithms: Tensor,
+    dots: Tensor,
+    slopes: Tensor | None,
+    sample: int,
+    first: int,
+    key: int,
+    *law: Any,
 ) -> None:
     tensors = scores, gradients, logarithms, dots
     _launch(_GRADIENT, tensors, logarithms, slopes, sample, (first, key), Law(*law))
@@ -238,33 +357,46 @@ def _like_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 attention_weights_ = operator(
-    "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, SymInt first, "
-    "int share, float scale, float probability, SymInt seed, Tensor? origins=None, SymInt positions=0) -> ()",
-    _weights, weights_reference, check=_check_weights,
+    "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, "
+    "SymInt first, "
+    "int share, float scale, float probability, SymInt seed, Tensor? origins=None, SymInt "
+    "positions=0) -> ()",
+    _weights,
+    weights_reference,
+    check=_check_weights,
 )
-"""Turn scores [samples, queries * share, keys] into softmax weights with dropout; contiguous, fp32, fp16 or bf16.
+"""Turn scores [samples, queries * share, keys] into softmax weights with dropout; contiguous, fp32,
+fp16 or bf16.
 
-The queries start at position `first`. A query sees the keys up to its own position, and all of these are present:
-keys = first + queries. Weights of other keys are exactly 0. A score stands for scale * score, plus
-slope * (key - query) if there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on.
-The logarithms of the sums of exponentials are written to their rows of `logarithms`, fp32 [all samples, all rows];
-infinity for a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and scaled by
-1 / (1 - p) otherwise. The rows of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample,
-has the number of the first query of its first head; that of the next head is larger by `positions`. Has no gradient:
-see attention_gradient_. Raises KernelError for other types and shapes, and probabilities outside of [0, 1).
+The queries start at position `first`. A query sees the keys up to its own position, and all of
+these are present: keys = first + queries. Weights of other keys are exactly 0. A score stands for
+scale * score, plus slope * (key - query) if there are `slopes`, fp32 [groups * share]; samples are
+[.., groups], from `sample` on. The logarithms of the sums of exponentials are written to their rows
+of `logarithms`, fp32 [all samples, all rows]; infinity for a row that is all -infinity, whose
+weights are 0. Weights are dropped with `probability` and scaled by 1 / (1 - p) otherwise. The rows
+of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample, has the
+number of the first query of its first head; that of the next head is larger by `positions`. Has no
+gradient: see attention_gradient_. Raises KernelError for other types and shapes, and probabilities
+outside of [0, 1).
 """
 
 attention_gradient_ = operator(
-    "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, Tensor? slopes, "
-    "SymInt sample, SymInt first, SymInt key, int share, float scale, float probability, SymInt seed, "
+    "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, "
+    "Tensor? slopes, "
+    "SymInt sample, SymInt first, SymInt key, int share, float scale, float probability, SymInt "
+    "seed, "
     "Tensor? origins=None, SymInt positions=0) -> ()",
-    _gradient, gradient_reference, check=_check_gradient,
+    _gradient,
+    gradient_reference,
+    check=_check_gradient,
 )
-"""Turn scores into weights again, and the gradients of the weights, of the same shape, into those of the scores.
+"""Turn scores into weights again, and the gradients of the weights, of the same shape, into those
+of the scores.
 
-The block has the queries from position `first` and the keys from position `key` on; it may be any rectangle.
-`dots` [all samples, all rows], fp32: for each query, the output times its gradient, summed over the head (row_dots).
-The other arguments are those of attention_weights_, which wrote `logarithms`.
+The block has the queries from position `first` and the keys from position `key` on; it may be any
+rectangle. `dots` [all samples, all rows], fp32: for each query, the output times its gradient,
+summed over the head (row_dots). The other arguments are those of attention_weights_, which wrote
+`logarithms`.
 """
 
 row_dots = operator(

@@ -1,13 +1,15 @@
 """Cross entropy over a vocabulary, or over the part of it that a tensor-parallel rank holds.
 
-`local_pass` and `gradient_` are the two halves between which a group exchanges three numbers per token
-(megatron/layers/vocabulary_loss.py); `cross_entropy` is the whole for a group of one.
+`local_pass` and `gradient_` are the two halves between which a group exchanges three numbers per
+token (megatron/layers/vocabulary_loss.py); `cross_entropy` is the whole for a group of one.
 
-Bytes moved for logits of N elements of e bytes: the local pass N e in, whatever the width of a row; the gradient N e in
-and N e out, in place. Padding columns are not read. Numbers per token (labels and fp32 results, 20 bytes each pass) are
-nothing beside it. There is no second array of the logits' size, nor with torch.compile's inductor where the logits are
-made within the compiled function; other backends, and logits from outside of it, may cost a copy in the backward pass.
+Bytes moved for logits of N elements of e bytes: the local pass N e in, whatever the width of a row;
+the gradient N e in and N e out, in place. Padding columns are not read. Numbers per token (labels
+and fp32 results, 20 bytes each pass) are nothing beside it. There is no second array of the logits'
+size, nor with torch.compile's inductor where the logits are made within the compiled function;
+other backends, and logits from outside of it, may cost a copy in the backward pass.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,39 +19,67 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import Function
-from megatron.kernels.operators import check, check_contiguous, check_device, check_shape, check_type, operator
+from megatron.kernels.operators import (
+    check,
+    check_contiguous,
+    check_device,
+    check_shape,
+    check_type,
+    operator,
+)
 
 _LOCAL = Function("mk_entropy_local", "pppppllll")
 _GRADIENT = Function("mk_entropy_gradient", "pppppllll")
 
 _AT_A_TIME = 1 << 22
-"""Elements that torch's operators process at a time without a kernel: their copies stay this small."""
+"""Elements that torch's operators process at a time without a kernel: their copies stay this
+small.
+"""
 
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _check(name: str, logits: Tensor, labels: Tensor, first: int, real: int, **numbers: Tensor) -> None:
+def _check(
+    name: str, logits: Tensor, labels: Tensor, first: int, real: int, **numbers: Tensor
+) -> None:
     check_type(name, logits=logits)
     check_type(name, [torch.int64], labels=labels)
     check_device(name, logits=logits, labels=labels, **numbers)
     check(name, logits.dim() >= 1, "logits have no dimension; [.., vocabulary] is needed")
     check_contiguous(name, logits=logits)
-    check(name, logits.shape[-1] < 2**31, f"logits have {logits.shape[-1]} columns; 2^31 - 1 is the most")
+    check(
+        name,
+        logits.shape[-1] < 2**31,
+        f"logits have {logits.shape[-1]} columns; 2^31 - 1 is the most",
+    )
     check(name, first >= 0, f"first is {first}; it must not be negative")
-    check(name, 0 <= real <= logits.shape[-1], f"real is {real}, but the logits have {logits.shape[-1]} columns")
+    check(
+        name,
+        0 <= real <= logits.shape[-1],
+        f"real is {real}, but the logits have {logits.shape[-1]} columns",
+    )
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)
     if numbers:
         check_type(name, [torch.float32], **numbers)
 
 
 def _check_gradient(
-    name: str, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, gradient: Tensor, first: int, real: int
+    name: str,
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    gradient: Tensor,
+    first: int,
+    real: int,
 ) -> None:
     _check(name, logits, labels, first, real, maximum=maximum, total=total, gradient=gradient)
 
 
 def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the labels, 0 for those of other ranks, and which labels are this rank's."""
+    """Return the columns of the labels, 0 for those of other ranks, and which labels are this
+    rank's.
+    """
     here = (labels >= first) & (labels < first + real)
     return (labels - first).masked_fill(~here, 0), here
 
@@ -70,7 +100,13 @@ def _reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
 
 
 def _reference_gradient(
-    logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, gradient: Tensor, first: int, real: int
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    gradient: Tensor,
+    first: int,
+    real: int,
 ) -> Tensor:
     """Compute the gradient of a few rows."""
     columns, here = _columns(labels, first, real)
@@ -106,13 +142,21 @@ def local_reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Th
     out, rows = _three(logits, labels), labels.numel()
     flat, flat_labels = logits.view(rows, logits.shape[-1]), labels.reshape(rows)
     for part in _pieces(flat):
-        for whole, found in zip(out, _reference(flat[part], flat_labels[part], first, real), strict=True):
+        for whole, found in zip(
+            out, _reference(flat[part], flat_labels[part], first, real), strict=True
+        ):
             whole.view(rows)[part] = found
     return out
 
 
 def _gradient(
-    logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, gradient: Tensor, first: int, real: int
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    gradient: Tensor,
+    first: int,
+    real: int,
 ) -> None:
     rows = labels.numel()
     flat = (x.reshape(rows) for x in (labels, maximum, total, gradient))
@@ -121,7 +165,13 @@ def _gradient(
 
 
 def gradient_reference(
-    logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, gradient: Tensor, first: int, real: int
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    gradient: Tensor,
+    first: int,
+    real: int,
 ) -> None:
     """Compute `gradient_` with torch's operators on a few rows at a time."""
     rows = labels.numel()
@@ -165,57 +215,88 @@ def _logits_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None,
 
 
 _cross_entropy_local = operator(
-    "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, Tensor)",
-    _local, local_reference, _three, check=_check, work="loss",
+    "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, "
+    "Tensor)",
+    _local,
+    local_reference,
+    _three,
+    check=_check,
+    work="loss",
 )
 _cross_entropy_gradient = operator(
-    "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, Tensor gradient, "
+    "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, "
+    "Tensor gradient, "
     "int first, int real) -> ()",
-    _gradient, gradient_reference, check=_check_gradient, work="loss",
+    _gradient,
+    gradient_reference,
+    check=_check_gradient,
+    work="loss",
 )
 _cross_entropy = operator(
     "cross_entropy(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, Tensor)",
-    _losses(_local), _losses(local_reference), _three, check=_check, save=_save, backward=_logits_gradient,
+    _losses(_local),
+    _losses(local_reference),
+    _three,
+    check=_check,
+    save=_save,
+    backward=_logits_gradient,
     work="loss",
 )
 
 
 def local_pass(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
-    """Return (maximum, sum of exponentials, target logit) of one rank's part of the vocabulary, fp32 [..].
+    """Return (maximum, sum of exponentials, target logit) of one rank's part of the vocabulary,
+    fp32 [..].
 
-    logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real` exist; labels int64
-    [..], ids of the whole vocabulary. The sum is of exp(logit - maximum); where no logit is above -inf the maximum is
-    -inf and the sum 0. A NaN shows in the sum, never in the maximum. The target is 0 where the label is another rank's.
-    Has no gradient: see `gradient_`. Raises KernelError for other types, shapes or layouts.
+    logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
+    exist; labels int64 [..], ids of the whole vocabulary. The sum is of exp(logit - maximum); where
+    no logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the
+    maximum. The target is 0 where the label is another rank's. Has no gradient: see `gradient_`.
+    Raises KernelError for other types, shapes or layouts.
     """
     return _cross_entropy_local(logits, labels, first, real)
 
 
 def gradient_(
-    logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, gradient: Tensor, first: int, real: int
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    gradient: Tensor,
+    first: int,
+    real: int,
 ) -> None:
-    """Overwrite the logits by the gradient of the losses, (exp(logit - maximum) / total - onehot) * gradient[token].
+    """Overwrite the logits by the gradient of the losses, (exp(logit - maximum) / total - onehot) *
+    gradient[token].
 
-    maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum) over the whole
-    vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns get 0; a label of another rank
-    subtracts nothing. The logits' version counter increases, so that a backward pass that saved them fails.
+    maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
+    over the whole vocabulary, and the losses' gradient; the others as in `local_pass`. Padding
+    columns get 0; a label of another rank subtracts nothing. The logits' version counter increases,
+    so that a backward pass that saved them fails.
     """
     _cross_entropy_gradient(logits, labels, maximum, total, gradient, first, real)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, first: int = 0, real: int | None = None) -> Tensor:
-    """Return -log softmax(logits)[label] of every token, fp32 [..], for a vocabulary that one rank holds.
+def cross_entropy(
+    logits: Tensor, labels: Tensor, first: int = 0, real: int | None = None
+) -> Tensor:
+    """Return -log softmax(logits)[label] of every token, fp32 [..], for a vocabulary that one rank
+    holds.
 
-    logits [.., v] of the entries first, first + 1, ..., of which the first `real` (None: all) exist; labels int64 [..],
-    each one of them: no id is ignored; another id gives a wrong loss, but nothing outside of the logits is read.
+    logits [.., v] of the entries first, first + 1, ..., of which the first `real` (None: all)
+    exist; labels int64 [..], each one of them: no id is ignored; another id gives a wrong loss, but
+    nothing outside of the logits is read.
 
-    The backward pass writes the gradient over the logits. So it runs once, and nothing may use the logits after it: a
-    second pass, or another one that saved them, raises RuntimeError, as do two calls on parts of one array (copy the
-    parts). Logits that are a leaf with a gradient of its own, a view of one, or not contiguous, are copied first.
-    Raises KernelError for other types, shapes or values of `real`.
+    The backward pass writes the gradient over the logits. So it runs once, and nothing may use the
+    logits after it: a second pass, or another one that saved them, raises RuntimeError, as do two
+    calls on parts of one array (copy the parts). Logits that are a leaf with a gradient of its own,
+    a view of one, or not contiguous, are copied first. Raises KernelError for other types, shapes
+    or values of `real`.
     """
     check("cross_entropy", logits.dim() >= 1, "logits have no dimension; [.., v] is needed")
     whole = logits if logits._base is None else logits._base
     if whole.is_leaf and logits.requires_grad:
         logits = logits.clone()
-    return _cross_entropy(logits.contiguous(), labels, first, logits.shape[-1] if real is None else real)[0]
+    return _cross_entropy(
+        logits.contiguous(), labels, first, logits.shape[-1] if real is None else real
+    )[0]

@@ -1,8 +1,11 @@
-"""AdamW over many tensors, and scaling of many tensors with the sum of their squares; one pass each.
+"""AdamW over many tensors, and scaling of many tensors with the sum of their squares; one pass
+each.
 
-Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N, out 12 N, and 2 N
-more where the weights have a 16-bit copy. Scaling of elements of e bytes: in N e, out N e; without a factor only in.
+Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
+out 12 N, and 2 N more where the weights have a 16-bit copy. Scaling of elements of e bytes: in N e,
+out N e; without a factor only in.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -13,13 +16,21 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import TYPES, Function
-from megatron.kernels.operators import check, check_contiguous, check_device, check_shape, check_type, operator
+from megatron.kernels.operators import (
+    check,
+    check_contiguous,
+    check_device,
+    check_shape,
+    check_type,
+    operator,
+)
 
 _ADAMW = Function("mk_adamw", "ippllpffffff")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
-# Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a multiple of it), more
-# where there would be too many blocks. The norm leaves a number for each, which one block adds up.
+# Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a
+# multiple of it), more where there would be too many blocks. The norm leaves a number for each,
+# which one block adds up.
 _SMALLEST, _MOST_UPDATES, _MOST_SUMS = 4096, 1 << 18, 1 << 14
 
 Tensors = Sequence[Tensor]
@@ -37,9 +48,15 @@ def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _check_list(name: str, what: str, tensors: Tensors, like: Tensors, dtypes: Iterable[torch.dtype]) -> None:
-    """Check that tensors have one of the dtypes, are contiguous, and match `like` in number, shapes and device."""
-    check(name, len(tensors) == len(like), f"there are {len(tensors)} {what} for {len(like)} tensors")
+def _check_list(
+    name: str, what: str, tensors: Tensors, like: Tensors, dtypes: Iterable[torch.dtype]
+) -> None:
+    """Check that tensors have one of the dtypes, are contiguous, and match `like` in number, shapes
+    and device.
+    """
+    check(
+        name, len(tensors) == len(like), f"there are {len(tensors)} {what} for {len(like)} tensors"
+    )
     named = {f"{what}[{i}]": tensor for i, tensor in enumerate(tensors)}
     check_type(name, dtypes, **named)
     check_device(name, **{"the first tensor": like[0], **named})
@@ -48,12 +65,23 @@ def _check_list(name: str, what: str, tensors: Tensors, like: Tensors, dtypes: I
         check_shape(name, model.shape, **{which: tensor})
 
 
-# -- AdamW -------------------------------------------------------------------------------------------------------------
+# -- AdamW -----------------------------------------------------------------------------------------
 
 
 def _check_adamw(
-    name: str, parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
+    name: str,
+    parameters: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    copies: Tensors,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    gradient_scale: Tensor,
 ) -> None:
     wide, scale = [torch.float32], gradient_scale
     _check_list(name, "parameters", parameters, parameters, wide)
@@ -62,7 +90,11 @@ def _check_adamw(
     _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, wide)
     if copies:
         _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
-    check(name, 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, f"betas ({beta1}, {beta2}) must lie in [0, 1)")
+    check(
+        name,
+        0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0,
+        f"betas ({beta1}, {beta2}) must lie in [0, 1)",
+    )
     check(name, step >= 1, f"step is {step}; the first is 1")
     device = parameters[0].device
     fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == device
@@ -72,15 +104,36 @@ def _check_adamw(
 
 @torch.no_grad()
 def adamw_reference_(
-    parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
+    parameters: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    copies: Tensors,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    gradient_scale: Tensor,
 ) -> None:
     """Compute adamw_ with torch's fused AdamW."""
     wide = list(torch._foreach_mul([g.float() for g in gradients], gradient_scale))
     steps = [torch.full((), float(step), device=p.device) for p in parameters]
     torch._fused_adamw_(
-        list(parameters), wide, list(exp_avgs), list(exp_avg_sqs), [], steps, lr=lr, beta1=beta1, beta2=beta2,
-        weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        list(parameters),
+        wide,
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
         found_inf=torch.isfinite(gradient_scale).logical_not().float(),
     )
     if copies:
@@ -88,61 +141,114 @@ def adamw_reference_(
 
 
 def _run_adamw(
-    parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: Tensor,
+    parameters: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    copies: Tensors,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    gradient_scale: Tensor,
 ) -> None:
     sizes = [p.numel() for p in parameters]
-    lists = (parameters, gradients, exp_avgs, exp_avg_sqs, copies or parameters)  # without copies that row is not read
+    # without copies that row is not read
+    lists = (parameters, gradients, exp_avgs, exp_avg_sqs, copies or parameters)
     _ADAMW(
-        parameters[0], TYPES[copies[0].dtype] if copies else -1,
-        _array([t.data_ptr() for tensors in lists for t in tensors]), _array(sizes), len(sizes),
-        _chunk(sizes, _MOST_UPDATES), gradient_scale, 1.0 - beta1, 1.0 - beta2, lr / (1.0 - beta1**step),
-        1.0 / math.sqrt(1.0 - beta2**step), eps, lr * weight_decay, type_of=gradients[0],
+        parameters[0],
+        TYPES[copies[0].dtype] if copies else -1,
+        _array([t.data_ptr() for tensors in lists for t in tensors]),
+        _array(sizes),
+        len(sizes),
+        _chunk(sizes, _MOST_UPDATES),
+        gradient_scale,
+        1.0 - beta1,
+        1.0 - beta2,
+        lr / (1.0 - beta1**step),
+        1.0 / math.sqrt(1.0 - beta2**step),
+        eps,
+        lr * weight_decay,
+        type_of=gradients[0],
     )
 
 
 _adamw_ = operator(
-    "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, SymInt step, "
+    "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] "
+    "exp_avg_sqs, "
+    "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "SymInt step, "
     "Tensor gradient_scale) -> ()",
-    _run_adamw, adamw_reference_, check=_check_adamw,
+    _run_adamw,
+    adamw_reference_,
+    check=_check_adamw,
 )
 
 
 @torch.no_grad()
 def adamw_(
-    parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors | None = None, *,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+    parameters: Tensors,
+    gradients: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    copies: Tensors | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
     gradient_scale: float | Tensor = 1.0,
 ) -> None:
-    """Take one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of tensors.
+    """Take one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of
+    tensors.
 
     It is torch.optim.AdamW's: the weight decay is multiplied by `lr`.
 
     parameters, exp_avgs, exp_avg_sqs   fp32
     gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
-    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is skipped: nothing is
-                     written
-    copies           fp16 or bf16 tensors that get the new weights, rounded; None where there are none
+    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
+                     skipped: nothing is written
+    copies           fp16 or bf16 tensors that get the new weights, rounded; None where there are
+                     none
     step             counts from 1: the bias correction is that of `step` steps
 
-    Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty lists and tensors are
-    allowed. Raises KernelError.
+    Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty
+    lists and tensors are allowed. Raises KernelError.
 
     torch.compile takes lr as a constant and would compile again for each value: call it outside.
     """
     if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
         check("adamw_", bool(parameters), "there are no parameters for the other lists")
-        check("adamw_", bool(gradients and exp_avgs and exp_avg_sqs), "a list is empty but there are parameters")
+        check(
+            "adamw_",
+            bool(gradients and exp_avgs and exp_avg_sqs),
+            "a list is empty but there are parameters",
+        )
         if not isinstance(gradient_scale, Tensor):
-            gradient_scale = torch.full((), gradient_scale, dtype=torch.float32, device=parameters[0].device)
+            gradient_scale = torch.full(
+                (), gradient_scale, dtype=torch.float32, device=parameters[0].device
+            )
         _adamw_(
-            parameters, gradients, exp_avgs, exp_avg_sqs, copies or [], lr, beta1, beta2, eps, weight_decay, step,
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            copies or [],
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
             gradient_scale,
         )
 
 
-# -- scaling and norm --------------------------------------------------------------------------------------------------
+# -- scaling and norm ------------------------------------------------------------------------------
 
 
 def _check_scaled(name: str, tensors: Tensors, factor: float) -> None:
@@ -170,20 +276,24 @@ def _run_scale_and_norm(tensors: Tensors, factor: float) -> Tensor:
 
 _scale_and_norm_ = operator(
     "scale_and_norm_(Tensor(a!)[] tensors, float factor) -> Tensor",
-    _run_scale_and_norm, _scale_and_norm_reference,
-    lambda tensors, factor: tensors[0].new_empty((), dtype=torch.float32), check=_check_scaled,
+    _run_scale_and_norm,
+    _scale_and_norm_reference,
+    lambda tensors, factor: tensors[0].new_empty((), dtype=torch.float32),
+    check=_check_scaled,
 )
 
 
 @torch.no_grad()
 def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
-    """Multiply all tensors by `factor` in place and return the sum of squares of what they then hold.
+    """Multiply all tensors by `factor` in place and return the sum of squares of what they then
+    hold.
 
     tensors  fp32, fp16 or bf16, all of one type, contiguous and on one device; some may be empty
 
-    The sum is taken in fp64 and in a fixed order: the same bits every time. It comes as a 0-dimensional fp32 tensor on
-    the tensors' device, without a copy to the host: NaN or infinite if an element is, and infinite above 3.4e38. An
-    empty list gives 0, on the CPU. With a factor of 1 nothing is written. Raises KernelError.
+    The sum is taken in fp64 and in a fixed order: the same bits every time. It comes as a
+    0-dimensional fp32 tensor on the tensors' device, without a copy to the host: NaN or infinite if
+    an element is, and infinite above 3.4e38. An empty list gives 0, on the CPU. With a factor of 1
+    nothing is written. Raises KernelError.
     """
     if not tensors:
         return torch.zeros(())

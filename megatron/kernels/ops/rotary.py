@@ -1,9 +1,12 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries or keys inside of a fused projection.
+"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries or keys inside of a fused
+projection.
 
-Bytes moved for x of N elements of e bytes: N e in and N e out, forward and backward alike, and the tables of cosines
-and sines, 4 r bytes for each position, or for each position of each sample if samples have positions of their own.
-For one sample of 16 heads with d = r = 128 in bf16 the tables are 6 percent on top.
+Bytes moved for x of N elements of e bytes: N e in and N e out, forward and backward alike, and the
+tables of cosines and sines, 4 r bytes for each position, or for each position of each sample if
+samples have positions of their own. For one sample of 16 heads with d = r = 128 in bf16 the tables
+are 6 percent on top.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import Function
-from megatron.kernels.operators import check, check_contiguous, check_device, check_shape, check_type, operator
+from megatron.kernels.operators import (
+    check,
+    check_contiguous,
+    check_device,
+    check_shape,
+    check_type,
+    operator,
+)
 
 _ROTARY = Function("mk_rotary", "ppppllllllllif")
 
@@ -25,7 +35,11 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     check(name, x.dim() == 4, f"x has {x.dim()} dimensions; [s, b, heads, d] is needed")
     unit = x.stride(-1) == 1 or x.shape[-1] <= 1 or not x.numel()
     check(name, unit, f"x of strides {x.stride()}: the last one must be 1")
-    check(name, max(x.shape[1:]) < 2**31, f"x has shape {list(x.shape)}; b, heads and d must be below 2^31")
+    check(
+        name,
+        max(x.shape[1:]) < 2**31,
+        f"x has shape {list(x.shape)}; b, heads and d must be below 2^31",
+    )
     s, b, _, d = x.shape
     half = cos.shape[-1] if cos.dim() else 0
     each = cos.shape[1] if cos.dim() == 4 and cos.shape[1] == 1 else b
@@ -45,7 +59,9 @@ def _reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     out = x.new_empty(x.shape)
     shared = cos.shape[1] == 1
-    _ROTARY(x, out, x, cos, sin, *x.shape, cos.shape[-1], *x.stride()[:3], shared, -1.0 if back else 1.0)
+    _ROTARY(
+        x, out, x, cos, sin, *x.shape, cos.shape[-1], *x.stride()[:3], shared, -1.0 if back else 1.0
+    )
     return out
 
 
@@ -59,8 +75,14 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 _rotary = operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor", _rotate, _reference,
-    lambda x, cos, sin, back: x.new_empty(x.shape), check=_check, save=_save, backward=_gradient, twice=True,
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    _rotate,
+    _reference,
+    lambda x, cos, sin, back: x.new_empty(x.shape),
+    check=_check,
+    save=_save,
+    backward=_gradient,
+    twice=True,
 )
 
 
@@ -70,12 +92,17 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pair (x[.., c], x[.., c + r/2]) by the angle of entry c, for c < r/2; entries from r on are copied.
+    """Turn the pair (x[.., c], x[.., c + r/2]) by the angle of entry c, for c < r/2; entries from r
+    on are copied.
 
-    x [s, b, heads, d], read in place within a larger tensor (a slice of the fused projection) if its last dimension is
-    contiguous, else copied; cos, sin fp32 [s, 1 or b, 1, r/2], r <= d, and without a gradient. The result is
-    contiguous, the arithmetic fp32; the gradient is turned by the opposite angle. Raises KernelError for other types or
-    shapes.
+    x [s, b, heads, d], read in place within a larger tensor (a slice of the fused projection) if
+    its last dimension is contiguous, else copied; cos, sin fp32 [s, 1 or b, 1, r/2], r <= d, and
+    without a gradient. The result is contiguous, the arithmetic fp32; the gradient is turned by the
+    opposite angle. Raises KernelError for other types or shapes.
     """
-    check("rotate", not (cos.requires_grad or sin.requires_grad), "cos and sin get no gradient; detach them")
+    check(
+        "rotate",
+        not (cos.requires_grad or sin.requires_grad),
+        "cos and sin get no gradient; detach them",
+    )
     return _rotary(_packed(x), cos.contiguous(), sin.contiguous(), False)

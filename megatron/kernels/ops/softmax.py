@@ -1,11 +1,13 @@
 """Softmax of attention scores, causal or masked, including the scale.
 
-Bytes moved for scores of N elements of e bytes: forward N e in and N e out, and the mask, one byte an element, in each
-of three passes, of which the heads share what a cache holds; backward 2 N e in and N e out. A causal row is read up to
-its last visible key: half of what goes in. Rows that are not made of full, aligned packs of 16 bytes go one element at
-a time and are read up to three times. So are, by packs, rows of more than 65,536 elements (fp32: 32,768; in the
-backward pass half of that on CUDA), which do not fit into registers.
+Bytes moved for scores of N elements of e bytes: forward N e in and N e out, and the mask, one byte
+an element, in each of three passes, of which the heads share what a cache holds; backward 2 N e in
+and N e out. A causal row is read up to its last visible key: half of what goes in. Rows that are
+not made of full, aligned packs of 16 bytes go one element at a time and are read up to three times.
+So are, by packs, rows of more than 65,536 elements (fp32: 32,768; in the backward pass half of that
+on CUDA), which do not fit into registers.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -32,12 +34,20 @@ _BACKWARD = Function("mk_softmax_backward", "ppplllf")
 
 def _check_causal(name: str, scores: Tensor, scale: float) -> None:
     check_all(name, scores=scores)
-    check(name, scores.dim() >= 2, f"scores have {scores.dim()} dimension(s); [.., queries, keys] is needed")
+    check(
+        name,
+        scores.dim() >= 2,
+        f"scores have {scores.dim()} dimension(s); [.., queries, keys] is needed",
+    )
 
 
 def _check_masked(name: str, scores: Tensor, mask: Tensor, scale: float) -> None:
     check_all(name, scores=scores)
-    check(name, scores.dim() == 4, f"scores have {scores.dim()} dimensions; [batch, heads, queries, keys] is needed")
+    check(
+        name,
+        scores.dim() == 4,
+        f"scores have {scores.dim()} dimensions; [batch, heads, queries, keys] is needed",
+    )
     check_type(name, [torch.bool], mask=mask)
     check_device(name, scores=scores, mask=mask)
     check_contiguous(name, mask=mask)
@@ -45,14 +55,18 @@ def _check_masked(name: str, scores: Tensor, mask: Tensor, scale: float) -> None
     check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
 
 
-def _check_backward(name: str, gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> None:
+def _check_backward(
+    name: str, gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> None:
     check_all(name, gradient=gradient, probabilities=probabilities)
     check_shape(name, probabilities.shape, gradient=gradient)
 
 
 def _hidden_later(scores: Tensor) -> Tensor:
     queries, keys = scores.shape[-2:]
-    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(keys - queries + 1)
+    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(
+        keys - queries + 1
+    )
 
 
 def reference(scores: Tensor, hidden: Tensor, scale: float) -> Tensor:
@@ -64,7 +78,9 @@ def reference(scores: Tensor, hidden: Tensor, scale: float) -> Tensor:
     return out.masked_fill(nothing, 0.0).to(scores.dtype)
 
 
-def _reference_backward(gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
+def _reference_backward(
+    gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> Tensor:
     g, y = gradient.float(), probabilities.float()
     return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
 
@@ -85,7 +101,16 @@ def _masked(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _backward(gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
     out, (queries, keys) = torch.empty_like(gradient), probabilities.shape[-2:]
-    _BACKWARD(out, out, gradient, probabilities, out.numel() // keys, queries if causal else 0, keys, scale)
+    _BACKWARD(
+        out,
+        out,
+        gradient,
+        probabilities,
+        out.numel() // keys,
+        queries if causal else 0,
+        keys,
+        scale,
+    )
     return out
 
 
@@ -96,7 +121,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     (probabilities,) = ctx.saved_tensors
-    return _softmax_backward(gradient.contiguous(), probabilities, ctx.scale, ctx.causal), *ctx.nones
+    return _softmax_backward(
+        gradient.contiguous(), probabilities, ctx.scale, ctx.causal
+    ), *ctx.nones
 
 
 def _like(first: Tensor, *_: Any) -> Tensor:
@@ -105,26 +132,39 @@ def _like(first: Tensor, *_: Any) -> Tensor:
 
 _softmax_backward = operator(
     "softmax_backward(Tensor gradient, Tensor probabilities, float scale, bool causal) -> Tensor",
-    _backward, _reference_backward, _like, check=_check_backward,
+    _backward,
+    _reference_backward,
+    _like,
+    check=_check_backward,
 )
 _causal_softmax = operator(
     "causal_softmax(Tensor scores, float scale) -> Tensor",
-    _causal, lambda scores, scale: reference(scores, _hidden_later(scores), scale), _like, check=_check_causal,
-    save=_save, backward=_gradient,
-    work=lambda scores, scale: Memory(3 * scores.nbytes // 2),  # of a row only the visible part is read
+    _causal,
+    lambda scores, scale: reference(scores, _hidden_later(scores), scale),
+    _like,
+    check=_check_causal,
+    save=_save,
+    backward=_gradient,
+    # of a row only the visible part is read
+    work=lambda scores, scale: Memory(3 * scores.nbytes // 2),
 )
 _masked_softmax = operator(
     "masked_softmax(Tensor scores, Tensor mask, float scale) -> Tensor",
-    _masked, reference, _like, check=_check_masked, save=_save, backward=_gradient,
+    _masked,
+    reference,
+    _like,
+    check=_check_masked,
+    save=_save,
+    backward=_gradient,
 )
 
 
 def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     """Return softmax(scale * scores) over the keys that a query may see; the others get exactly 0.
 
-    scores [.., queries, keys], copied unless contiguous; query q sees keys 0 ... keys - queries + q. A query that
-    sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for types other than fp32, fp16 and
-    bf16.
+    scores [.., queries, keys], copied unless contiguous; query q sees keys 0 ... keys - queries +
+    q. A query that sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
+    types other than fp32, fp16 and bf16.
     """
     return _causal_softmax(scores.contiguous(), scale)
 
@@ -132,7 +172,8 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
 def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """Return softmax(scale * scores) over the keys where `mask` is False; the others get exactly 0.
 
-    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees nothing, or nothing above
-    -infinity, gets all zeros and no gradient. Raises KernelError for other types or shapes.
+    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees
+    nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
+    other types or shapes.
     """
     return _masked_softmax(scores.contiguous(), mask.contiguous(), scale)

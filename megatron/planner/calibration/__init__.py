@@ -1,1 +1,3 @@
-"""Measure the machine at hand, and write what was found as the description of a cluster (planner/cluster.py)."""
+"""Measure the machine at hand, and write what was found as the description of a cluster
+(planner/cluster.py).
+"""

@@ -1,8 +1,11 @@
-"""Tasks that measure one device: the products, attention and memory-bound kernels of a model, the optimizer's update.
+"""Tasks that measure one device: the products, attention and memory-bound kernels of a model, the
+optimizer's update.
 
-What a trace of the model lists (planner/recorder.py) is called as the code calls it: the same operators, with tensors
-of the same shapes and strides. In each call they are others, as in a model that no cache holds, and so are outputs.
+What a trace of the model lists (planner/recorder.py) is called as the code calls it: the same
+operators, with tensors of the same shapes and strides. In each call they are others, as in a model
+that no cache holds, and so are outputs.
 """
+
 from __future__ import annotations
 
 import collections
@@ -36,13 +39,16 @@ if TYPE_CHECKING:
 MICRO_BATCHES = 1, 4
 _CACHE, _MOST_SETS = 1 << 26, 32
 """Bytes of the tensors that are taken in turn, and how many sets of them there are at most."""
-_LEAST_SHARE = 1 / 16  # of the largest kernel of its kind: smaller ones take the least time of a kernel
+# of the largest kernel of its kind: smaller ones take the least time of a kernel
+_LEAST_SHARE = 1 / 16
 _VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it multiplies
 
 
-def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)) -> list[Task]:
-    """List all tasks of one device, for the shapes of a model cut over these tensor-parallel sizes; attention also for
-    sequences of other lengths."""
+def compute_tasks(
+    config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)
+) -> list[Task]:
+    """List all tasks of one device, for the shapes of a model cut over these tensor-parallel sizes;
+    attention also for sequences of other lengths."""
     found: dict[tuple[str, tuple[float, ...]], Task] = {}
     s = config.model.seq_length
     for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
@@ -56,36 +62,57 @@ def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int,
 
 
 def _calls(
-    config: Config, device: torch.device, tensor_size: int, micro_batch: int, seq: int,
+    config: Config,
+    device: torch.device,
+    tensor_size: int,
+    micro_batch: int,
+    seq: int,
     parts: tuple[str, ...] = ("embedding", "layer", "head"),
 ) -> list[Calls]:
-    """List what a model computes for one micro-batch on one of so many tensor ranks, without recomputation."""
+    """List what a model computes for one micro-batch on one of so many tensor ranks, without
+    recomputation.
+    """
     longest = max(seq, config.model.max_position_embeddings)
     model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
     batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
     parallel = dataclasses.replace(
-        config.parallel, tensor_model_parallel_size=tensor_size, sequence_parallel=False, tp_comm_overlap=False
+        config.parallel,
+        tensor_model_parallel_size=tensor_size,
+        sequence_parallel=False,
+        tp_comm_overlap=False,
     )
-    one = dataclasses.replace(config, model=model, batch=batch, parallel=parallel, recompute=RecomputeConfig())
+    one = dataclasses.replace(
+        config, model=model, batch=batch, parallel=parallel, recompute=RecomputeConfig()
+    )
     return [each for part in parts for each in calls(that_counts(one, part), device.type, part)]
 
 
-# -- work out of operators without data --------------------------------------------------------------------------------
+# -- work out of operators without data ------------------------------------------------------------
 
 
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
-    """Put data into tensors of the same shapes and strides, those of one storage on one again: floats between -1 and
-    1, indices below the lengths of the matrices that they are of."""
-    values, storages = torch.empty(_VALUES, device=device).uniform_(-1, 1), dict[int, torch.Tensor]()
+    """Put data into tensors of the same shapes and strides, those of one storage on one again:
+    floats between -1 and 1, indices below the lengths of the matrices that they are of."""
+    values, storages = (
+        torch.empty(_VALUES, device=device).uniform_(-1, 1),
+        dict[int, torch.Tensor](),
+    )
 
     def of(call: Call) -> Call:
-        matrices = [a for a in call[1] if isinstance(a, torch.Tensor) and a.dim() > 1 and a.is_floating_point()]
+        matrices = [
+            a
+            for a in call[1]
+            if isinstance(a, torch.Tensor) and a.dim() > 1 and a.is_floating_point()
+        ]
         most = min((min(a.shape) for a in matrices), default=1)
 
         def made(t: torch.Tensor) -> torch.Tensor:
             if not is_empty(t):
                 return t
-            key, count = t.untyped_storage()._cdata, t.untyped_storage().nbytes() // t.element_size()
+            key, count = (
+                t.untyped_storage()._cdata,
+                t.untyped_storage().nbytes() // t.element_size(),
+            )
             if key not in storages and t.is_floating_point():
                 storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
             elif key not in storages:
@@ -100,12 +127,19 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
-    """Make work that calls all of these operators, each time on the next of several sets of tensors."""
+    """Make work that calls all of these operators, each time on the next of several sets of
+    tensors.
+    """
     empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
-    n_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values())
+    n_bytes = sum(
+        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values()
+    )
 
     def make() -> Work:
-        sets = [_with_data(operators, device) for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))]
+        sets = [
+            _with_data(operators, device)
+            for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))
+        ]
         turn, kept = itertools.cycle(sets), collections.deque[list[Any]](maxlen=len(sets))
 
         def work() -> Any:
@@ -118,35 +152,46 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
     return make
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Generate the tasks of a model: products and attention one by one; memory-bound kernels of a kind together, each
-    once, by their mean size."""
+    """Generate the tasks of a model: products and attention one by one; memory-bound kernels of a
+    kind together, each once, by their mean size."""
     dtype_name, kinds = config.precision.dtype_name, dict[str, dict[Any, Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
-            # Into a matrix that is there: what an operator does with its result beside is no part of a product.
+            # Into a matrix that is there: what an operator does with its result beside is no part
+            # of a product.
             a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
-            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12)
+            yield Task(
+                f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12
+            )
         elif isinstance(work, Attention):
             # As planner/rates.py counts: half of all pairs, and so many more in the backward pass.
-            direction, more = ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
+            direction, more = (
+                ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
+            )
             tera = work._replace(backward=False).flops / 2 * more / 1e12
-            yield Task(f"attention.{dtype_name}.{direction}", (work.seq, work.head_dim), _in_turn(operators, device),
-                       tera)  # fmt: skip
+            yield Task(
+                f"attention.{dtype_name}.{direction}",
+                (work.seq, work.head_dim),
+                _in_turn(operators, device),
+                tera,
+            )
         elif isinstance(work, Memory):
             kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]
     for kind, found in kinds.items():
         least = _LEAST_SHARE * max(work.bytes for work, _ in found)
         large = {work: call for work, call in found.items() if work[0].bytes >= least}
         size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
-        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9)
+        yield Task(
+            f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9
+        )
 
 
-# -- the optimizer -----------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 def _update(config: Config, device: torch.device) -> Task:
@@ -159,7 +204,9 @@ def _update(config: Config, device: torch.device) -> Task:
         weights.grad = torch.ones_like(weights)
         groups = [{"params": [weights], "decays": True}]
         fused = choose_fusions(kernels, device, dtype_name).optimizer
-        adam = build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
+        adam = build_optimizer(
+            groups, config.optimizer, device, kernels.optimizer_implementation, fused
+        )
         create_state(adam, OPTIMIZERS["adam"])
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
@@ -174,4 +221,6 @@ def _update(config: Config, device: torch.device) -> Task:
 
         return run
 
-    return Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type) / 1e9)
+    return Task(
+        "update_gb_per_s", (), work, elements * bytes_per_element(config, device.type) / 1e9
+    )

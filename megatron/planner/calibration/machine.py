@@ -1,4 +1,7 @@
-"""One process's part of a calibration: measure together with the others; the first one describes the machine."""
+"""One process's part of a calibration: measure together with the others; the first one describes
+the machine.
+"""
+
 from __future__ import annotations
 
 import datetime
@@ -32,13 +35,24 @@ from megatron.training.run.setup import set_up_host
 FEW, MANY = 1, 5
 SEQUENCE = 16
 _KIND = (
-    "swiglu", "squared_relu", "openai_gelu", "normalization", "add_bias_linear", "position_embedding_type",
-    "untie_embeddings_and_output_weights", "bf16", "fp16", "fp32_residual_connection", "attention_backend",
-)  # fmt: skip
+    "swiglu",
+    "squared_relu",
+    "openai_gelu",
+    "normalization",
+    "add_bias_linear",
+    "position_embedding_type",
+    "untie_embeddings_and_output_weights",
+    "bf16",
+    "fp16",
+    "fp32_residual_connection",
+    "attention_backend",
+)
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of one layer's forward and backward pass, of a micro-batch without layers, and of the rest of a step."""
+    """Seconds of one layer's forward and backward pass, of a micro-batch without layers, and of the
+    rest of a step.
+    """
 
     forward: float
     backward: float
@@ -50,9 +64,18 @@ def tiny(config: Config, layers: int) -> Config:
     """Configure the same kind of model with hardly any data."""
     kind = {name: config.given[name] for name in _KIND if name in config.given}
     return Config.create(
-        num_layers=layers, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, seq_length=SEQUENCE,
-        vocab_size=64, attention_dropout=0.0, hidden_dropout=0.0, global_batch_size=1, world_size=1, **kind,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=32,
+        num_attention_heads=2,
+        ffn_hidden_size=64,
+        seq_length=SEQUENCE,
+        vocab_size=64,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        global_batch_size=1,
+        world_size=1,
+        **kind,
+    )
 
 
 def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
@@ -66,23 +89,32 @@ def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSe
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a micro-batch by the executor,
-    and of the optimizer's step."""
+    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a
+    micro-batch by the executor, and of the optimizer's step."""
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
-    executor, chunk = build_executor(config, topology, chunks, engine), next(iter(chunks.values())).train()
+    executor, chunk = (
+        build_executor(config, topology, chunks, engine),
+        next(iter(chunks.values())).train(),
+    )
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device=device)
     batch = MicroBatch(
-        tokens=tokens, labels=tokens, loss_mask=torch.ones(1, SEQUENCE, device=device),
-        position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0), cu_seqlens=None, first_sample=0,
-    )  # fmt: skip
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(1, SEQUENCE, device=device),
+        position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0),
+        cu_seqlens=None,
+        first_sample=0,
+    )
     passed = list[torch.Tensor]()
     pieces: tuple[Callable[[], object], ...] = (
-        lambda: passed.append(chunk(batch, None, late_loss=True)), lambda: passed.pop().backward(),
-        engine.clear_gradients, lambda: executor.train([batch], loss_scale=engine.loss_scale),
+        lambda: passed.append(chunk(batch, None, late_loss=True)),
+        lambda: passed.pop().backward(),
+        engine.clear_gradients,
+        lambda: executor.train([batch], loss_scale=engine.loss_scale),
         lambda: engine.step(1e-4),
-    )  # fmt: skip
+    )
     begin, found = time.perf_counter(), [list[float]() for _ in pieces]
     while time.perf_counter() - begin < seconds or len(found[0]) < 5:
         for piece, took in zip(pieces, found, strict=True):
@@ -93,7 +125,9 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
 
 
 _HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
-"""Shares of the time for what the host does, and of the rest for computations where there are messages."""
+"""Shares of the time for what the host does, and of the rest for computations where there are
+messages.
+"""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
 _KERNEL = "assumed: least time of an operator on a CPU, or of a small kernel on a GPU"
@@ -106,7 +140,8 @@ class Found:
     """The measurements of all processes.
 
     points   by figure; the other fields say on what they were taken
-    threads  of each process; cores: of a node that the processes may use; memory_gib: of a device, or of a CPU node
+    threads  of each process; cores: of a node that the processes may use; memory_gib: of a device,
+             or of a CPU node
     """
 
     points: Points
@@ -121,8 +156,8 @@ class Found:
 
 
 def run(config: Config, launch: Launch, seconds: float) -> Found | None:
-    """Measure for about `seconds`; the first rank returns what was found, the others None. All ranks call it. Raises
-    MegatronError."""
+    """Measure for about `seconds`; the first rank returns what was found, the others None. All
+    ranks call it. Raises MegatronError."""
     together = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
         launch, device = rendezvous.launch, rendezvous.device
@@ -134,25 +169,39 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
     os.environ.update(environment({}, 0, 1, "0"))
     host = host_seconds(config, device, seconds - together)
     if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        name, memory = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
     else:
         name, memory = platform.machine(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Found(
-        points, host, name, device.type, launch.world_size // launch.local_world_size, launch.local_world_size,
-        torch.get_num_threads(), len(os.sched_getaffinity(0)), memory / 2**30,
-    )  # fmt: skip
+        points,
+        host,
+        name,
+        device.type,
+        launch.world_size // launch.local_world_size,
+        launch.local_world_size,
+        torch.get_num_threads(),
+        len(os.sched_getaffinity(0)),
+        memory / 2**30,
+    )
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """Measure; the first rank returns the points of all figures: the mean over processes of what each does alone, and
-    messages of the slowest process."""
+    """Measure; the first rank returns the points of all figures: the mean over processes of what
+    each does alone, and messages of the slowest process."""
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
     tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
     # More processes than cores would wait for each other: one for each core measures.
     active = not on_cpu or launch.local_rank < cores
-    own = measure(tasks, device, seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)) if active else None
+    own = (
+        measure(tasks, device, seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0))
+        if active
+        else None
+    )
 
     def largest(value: float) -> float:
         found = torch.tensor([value], dtype=torch.float64, device=device)
@@ -161,11 +210,14 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     groups = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
     messages = list(message_tasks(groups, device))
     sent = measure(messages, device, seconds * (1 - _COMPUTE_SHARE), largest)
-    # Where processes share cores, copies and sums do: the clock of a step expects the seconds of a core of one's own.
+    # Where processes share cores, copies and sums do: the clock of a step expects the seconds of a
+    # core of one's own.
     share = max(1.0, per_node / cores) if on_cpu else 1.0
     every = collectives.gather_objects((own, sent), world, everywhere=False)
-    seconds_of = [*map(statistics.mean, zip(*(own for own, _ in every if own is not None), strict=True)),
-                  *(max(values) / share for values in zip(*(sent for _, sent in every), strict=True))]  # fmt: skip
+    seconds_of = [
+        *map(statistics.mean, zip(*(own for own, _ in every if own is not None), strict=True)),
+        *(max(values) / share for values in zip(*(sent for _, sent in every), strict=True)),
+    ]
     points: Points = {}
     for task, value in zip([*tasks, *messages] if every else [], seconds_of, strict=True):
         points.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
@@ -180,58 +232,93 @@ def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
     return tuple(t for t in sizes if all(n % t == 0 for n in divided))
 
 
-# -- the description ---------------------------------------------------------------------------------------------------
+# -- the description -------------------------------------------------------------------------------
 
 
 def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
-    """Describe the machine by what was measured on it, over the shapes of a model with the flags `argv`."""
+    """Describe the machine by what was measured on it, over the shapes of a model with the flags
+    `argv`.
+    """
     text = (
-        f"measured on {platform.node()} on {datetime.date.today().isoformat()} by tools/calibrate.py, "
-        f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch {torch.__version__}, "
+        f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
+        "tools/calibrate.py, "
+        f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch "
+        f"{torch.__version__}, "
         f"over the shapes of: {' '.join(argv)}"
     )
     on_cpu, devices = found.device_type == "cpu", range(found.per_node)
-    points = found.points | {name: [[float(f"{value:.4g}")]] for name, value in _overheads(found).items()}
+    points = found.points | {
+        name: [[float(f"{value:.4g}")]] for name, value in _overheads(found).items()
+    }
     figures = [
-        Figure(name, tuple(tuple(map(float, row)) for row in rows), MEASURED, text) for name, rows in points.items()
+        Figure(name, tuple(tuple(map(float, row)) for row in rows), MEASURED, text)
+        for name, rows in points.items()
     ]
-    figures.append(Figure("kernel_s", ((_KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0))
+    figures.append(
+        Figure("kernel_s", ((_KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0)
+    )
     link, core = _gb_per_s(found, 1), max(1, found.cores // found.per_node)
     return Cluster(
-        name=name, title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",
-        nodes=found.nodes, device=found.device, devices_per_node=found.per_node,
+        name=name,
+        title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",
+        nodes=found.nodes,
+        device=found.device,
+        devices_per_node=found.per_node,
         memory_gib=round(found.memory_gib / (found.per_node if on_cpu else 1), 2),
-        peak_tflops=_peaks(found), links={(a, b): link for a in devices for b in devices if a < b},
-        nics=("network",), nic_gb_per_s=_gb_per_s(found, 2), nic_on_device=(0,), nic_of_device=(0,) * found.per_node,
-        cores_of_device=tuple((min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices),
-        cpus_per_task=core, local_order=tuple(devices), device_orders=(tuple(devices),), partitions=(Queue("none"),),
-        sources={**dict.fromkeys(("device", "links", "nics", "compute"), text), "compute_kernel_s": _KERNEL,
-                 "cores": "assumed: cores in the order of processes"},
-        device_type="cpu" if on_cpu else "cuda", compute=Compute({f.name: f for f in figures}),
+        peak_tflops=_peaks(found),
+        links={(a, b): link for a in devices for b in devices if a < b},
+        nics=("network",),
+        nic_gb_per_s=_gb_per_s(found, 2),
+        nic_on_device=(0,),
+        nic_of_device=(0,) * found.per_node,
+        cores_of_device=tuple(
+            (min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices
+        ),
+        cpus_per_task=core,
+        local_order=tuple(devices),
+        device_orders=(tuple(devices),),
+        partitions=(Queue("none"),),
+        sources={
+            **dict.fromkeys(("device", "links", "nics", "compute"), text),
+            "compute_kernel_s": _KERNEL,
+            "cores": "assumed: cores in the order of processes",
+        },
+        device_type="cpu" if on_cpu else "cuda",
+        compute=Compute({f.name: f for f in figures}),
         shared_cores=found.cores if on_cpu else None,
-    )  # fmt: skip
+    )
 
 
 def _overheads(found: Found) -> dict[str, float]:
-    """Return the seconds of the host; with a GPU only those of a step: it runs ahead of the device, which hides the
-    rest."""
+    """Return the seconds of the host; with a GPU only those of a step: it runs ahead of the device,
+    which hides the rest."""
     host = found.host
     if found.device_type != "cpu":
         return {"step_overhead_s": host.step}
     return {
-        "step_overhead_s": host.step, "layer_overhead_s": host.forward, "layer_forward_overhead_s": host.forward,
-        "layer_backward_overhead_s": host.backward, "instruction_overhead_s": host.micro_batch / 2,
-    }  # fmt: skip
+        "step_overhead_s": host.step,
+        "layer_overhead_s": host.forward,
+        "layer_forward_overhead_s": host.forward,
+        "layer_backward_overhead_s": host.backward,
+        "instruction_overhead_s": host.micro_batch / 2,
+    }
 
 
 def _peaks(found: Found) -> dict[str, float]:
-    """Peaks of the formats that were measured: of a GPU what is published, else the fastest product."""
+    """Peaks of the formats that were measured: of a GPU what is published, else the fastest
+    product.
+    """
     rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
-    return {dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
-            for dtype, points in rows.items() if points}  # fmt: skip
+    return {
+        dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
+        for dtype, points in rows.items()
+        if points
+    }
 
 
 def _gb_per_s(found: Found, nodes: int) -> float:
-    """Bandwidth by the largest messages within a node (1) or between nodes (2); 1 where there were none."""
+    """Bandwidth by the largest messages within a node (1) or between nodes (2); 1 where there were
+    none.
+    """
     rows = [row for row in found.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

@@ -1,7 +1,10 @@
-"""Tasks of a calibration, one for each point of a figure, how they are timed, and those that measure messages.
+"""Tasks of a calibration, one for each point of a figure, how they are timed, and those that
+measure messages.
 
-Groups of messages are those of a layout: ranks a stride apart, all groups of a kind at once, as in a run.
+Groups of messages are those of a layout: ranks a stride apart, all groups of a kind at once, as in
+a run.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -21,10 +24,14 @@ from megatron.planner.compute import KINDS
 Work = Callable[[], Any]
 Make = Callable[[], Work]
 Largest = Callable[[float], float]
-"""Returns the largest of the values of all processes that measure together, once each has given one."""
+"""Returns the largest of the values of all processes that measure together, once each has given
+one.
+"""
 
 PASSES, _ROUNDS = 3, 3
-"""Passes over all tasks, each with so many rounds: what disturbs a machine for seconds disturbs one pass of a task."""
+"""Passes over all tasks, each with so many rounds: what disturbs a machine for seconds disturbs one
+pass of a task.
+"""
 
 
 class Task(NamedTuple):
@@ -32,9 +39,11 @@ class Task(NamedTuple):
 
     figure, place  the figure's name, and the point's columns before its last
     make           allocates what the work needs and gives the work
-    amount         of one call, of which a number per second is the value; None: the value is seconds
+    amount         of one call, of which a number per second is the value; None: the value is
+                   seconds
     calls          how many pieces one call of the work is made of
-    before         makes work that is done before each call and does not count: what a message meets in a step
+    before         makes work that is done before each call and does not count: what a message meets
+                   in a step
     """
 
     figure: str
@@ -56,8 +65,9 @@ def finish(device: torch.device) -> None:
 
 
 def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> float:
-    """Time so many calls: on a GPU between events on its stream, on a CPU by the clock. The latter without those
-    in which this thread waited for a core that another program had, unless processes wait for each other."""
+    """Time so many calls: on a GPU between events on its stream, on a CPU by the clock. The latter
+    without those in which this thread waited for a core that another program had, unless processes
+    wait for each other."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -72,13 +82,17 @@ def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> fl
     elapsed, ran = time.perf_counter() - begin, time.thread_time() - ran
     if together:
         return elapsed
-    # A wait is counted when it ends, with what of it was before the beginning: never less than the time it ran.
+    # A wait is counted when it ends, with what of it was before the beginning: never less than the
+    # time it ran.
     return max(elapsed - ((seconds_waited() or 0.0) - waited), ran)
 
 
-def seconds_per_call(work: Work, device: torch.device, seconds: float, largest: Largest | None = None) -> list[float]:
-    """Time one call, after one to warm up: in each of three rounds that take about `seconds` in all, or of a
-    single call that takes as long. largest: of the processes that do it together, as often."""
+def seconds_per_call(
+    work: Work, device: torch.device, seconds: float, largest: Largest | None = None
+) -> list[float]:
+    """Time one call, after one to warm up: in each of three rounds that take about `seconds` in
+    all, or of a single call that takes as long. largest: of the processes that do it together, as
+    often."""
     work()
     finish(device)
     once = max(_elapsed(work, 1, device, largest is not None), 1e-7)
@@ -90,13 +104,16 @@ def seconds_per_call(work: Work, device: torch.device, seconds: float, largest: 
 
 
 def measure(
-    tasks: Sequence[Task], device: torch.device, seconds: float, largest: Largest | None = None,
+    tasks: Sequence[Task],
+    device: torch.device,
+    seconds: float,
+    largest: Largest | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Time one piece of each task, the median of its rounds, as a step of training is judged by.
 
-    All tasks take about `seconds`, more only where one pass takes more. largest: of the processes that measure the same
-    tasks together.
+    All tasks take about `seconds`, more only where one pass takes more. largest: of the processes
+    that measure the same tasks together.
     """
     rounds: list[list[float]] = [[] for _ in tasks]
     each, begin = seconds / (max(1, len(tasks)) * PASSES), clock()
@@ -110,8 +127,10 @@ def measure(
             if task.before is not None:
                 works.insert(0, task.before())
                 alone = statistics.median(seconds_per_call(works[0], device, each / 2, largest))
-            found += [max(value - alone, 1e-7) / task.calls
-                      for value in seconds_per_call(_one_after_another(works), device, each, largest)]  # fmt: skip
+            found += [
+                max(value - alone, 1e-7) / task.calls
+                for value in seconds_per_call(_one_after_another(works), device, each, largest)
+            ]
     return [statistics.median(found) for found in rounds]
 
 
@@ -122,7 +141,7 @@ def _one_after_another(works: Sequence[Work]) -> Work:
     return works[0] if len(works) == 1 else run
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 SIZES = {
@@ -143,14 +162,16 @@ class Kind(NamedTuple):
 
 
 def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
-    """Within a node every size and stride that is a power of two and fits; across nodes rings of neighbouring ranks and
-    of ranks that have the same place on each node."""
+    """Within a node every size and stride that is a power of two and fits; across nodes rings of
+    neighbouring ranks and of ranks that have the same place on each node."""
     found = []
     powers = [1 << i for i in range(world.bit_length())]
     for ranks, stride in itertools.product(powers[1:], powers):
         span = stride * ranks
         if span <= world and world % span == 0 and (span <= per_node or stride in (1, per_node)):
-            nodes = 1 if span <= per_node else (ranks if stride >= per_node else -(-span // per_node))
+            nodes = (
+                1 if span <= per_node else (ranks if stride >= per_node else -(-span // per_node))
+            )
             found.append(Kind(stride, ranks, nodes))
     return found
 
@@ -176,8 +197,9 @@ def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
 def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[Task]:
     """Generate the tasks of all collectives and messages of this rank.
 
-    On a CPU each follows a product, as in a step: the cores are busy when it begins, ranks do not come at the same
-    moment, and what it sends is in no cache. Measured alone, messages took a third of the time.
+    On a CPU each follows a product, as in a step: the cores are busy when it begins, ranks do not
+    come at the same moment, and what it sends is in no cache. Measured alone, messages took a third
+    of the time.
     """
     before = _product if device.type == "cpu" else None
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
@@ -186,9 +208,18 @@ def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[T
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
         calls = kind.ranks if name == "reduce" else 1
-        yield Task(f"collectives.{name}", (*kind, size), _collective(name, group, size, device), None, calls, before)
+        yield Task(
+            f"collectives.{name}",
+            (*kind, size),
+            _collective(name, group, size, device),
+            None,
+            calls,
+            before,
+        )
     for kind, size in itertools.product(neighbours, sizes):
-        yield Task("messages", (kind.nodes, size), _message(groups[kind], size, device), None, 2, before)
+        yield Task(
+            "messages", (kind.nodes, size), _message(groups[kind], size, device), None, 2, before
+        )
 
 
 def _product() -> Work:
@@ -219,7 +250,9 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Mak
 
 def _reduce_to_all(x: torch.Tensor, group: Group) -> None:
     """Reduce to each member, all at once, as the engine sends its buckets on a CPU."""
-    for work in [dist.reduce(x, dst=rank, group=group.handle, async_op=True) for rank in group.ranks]:
+    for work in [
+        dist.reduce(x, dst=rank, group=group.handle, async_op=True) for rank in group.ranks
+    ]:
         work.wait()
 
 

@@ -1,4 +1,7 @@
-"""Record of what one rank of a job allocates and posts, over tensors without data, and the checks of what is posted."""
+"""Record of what one rank of a job allocates and posts, over tensors without data, and the checks
+of what is posted.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -52,7 +55,10 @@ class Collective(NamedTuple):
     content: str
 
     def __str__(self) -> str:
-        return f"{self.call} {' -> '.join(str(list(shape)) for shape in self.shapes)} of {self.content}"
+        return (
+            f"{self.call} {' -> '.join(str(list(shape)) for shape in self.shapes)} of "
+            f"{self.content}"
+        )
 
 
 Collectives = Mapping[tuple[int, ...], Sequence[Collective]]
@@ -60,31 +66,45 @@ Collectives = Mapping[tuple[int, ...], Sequence[Collective]]
 
 
 def check_messages(
-    rank: int, posted: Sequence[Message], plan: Sequence[Instruction], shape: tuple[int, ...], dtype: str
+    rank: int,
+    posted: Sequence[Message],
+    plan: Sequence[Instruction],
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> list[Finding]:
     """Find the first message of a rank that is not its schedule's, or not of this shape and dtype.
 
-    Messages have no tags: the n-th that one rank sends to another is the n-th that the other receives from it. A
-    schedule's own lists go together (pipeline/schedule.py), so each rank is held to its list.
+    Messages have no tags: the n-th that one rank sends to another is the n-th that the other
+    receives from it. A schedule's own lists go together (pipeline/schedule.py), so each rank is
+    held to its list.
     """
     expected = [Message(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
     for n, (here, there) in enumerate(itertools.zip_longest(posted, expected), 1):
         if here != there:
-            text = f"its message {n} is {here or 'missing'}, and the other side waits for {there or 'none'}"
+            text = (
+                f"its message {n} is {here or 'missing'}, and the other side waits for "
+                f"{there or 'none'}"
+            )
             return [Finding("messages", rank, text)]
     return []
 
 
 def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
-    """Find, for each two ranks that are members of one group, the first collective that they do not both post."""
+    """Find, for each two ranks that are members of one group, the first collective that they do not
+    both post.
+    """
     findings = []
     for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
         for group in dict.fromkeys((*of_a, *of_b)):
             if a not in group or b not in group:
                 continue
-            for n, (x, y) in enumerate(itertools.zip_longest(of_a.get(group, ()), of_b.get(group, ())), 1):
+            for n, (x, y) in enumerate(
+                itertools.zip_longest(of_a.get(group, ()), of_b.get(group, ())), 1
+            ):
                 if x != y:
-                    ranks = ", ".join(map(str, group[:4])) + (f", ... {group[-1]}" if len(group) > 4 else "")
+                    ranks = ", ".join(map(str, group[:4])) + (
+                        f", ... {group[-1]}" if len(group) > 4 else ""
+                    )
                     text = f"collective {n} in the group of ranks {ranks} is {x or 'missing'}"
                     findings.append(Finding("messages", a, f"{text}, on rank {b} {y or 'missing'}"))
                     break
@@ -120,12 +140,20 @@ class Follower(tensors.Follower):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         to = _type(kwargs.get("device"))
-        to_host = self.device == "meta" and func is _aten._to_copy.default and args[0].is_meta and to == "cpu"
+        to_host = (
+            self.device == "meta"
+            and func is _aten._to_copy.default
+            and args[0].is_meta
+            and to == "cpu"
+        )
         if to_host:
             kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
-        # The host's memory does not count, nor tensors in which DeepSpeed keeps shapes, on any device.
-        self.see(out, counts=not to_host and not (func is _aten.zeros_like.default and to == "meta"))
+        # The host's memory does not count, nor tensors in which DeepSpeed keeps shapes, on any
+        # device.
+        self.see(
+            out, counts=not to_host and not (func is _aten.zeros_like.default and to == "meta")
+        )
         return out
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
@@ -163,7 +191,7 @@ class Follower(tensors.Follower):
         if tensor is not None:
             self.move([tensor], self.category)
 
-    # -- messages ------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def sent(self, name: str, args: Any, posted: list[torch.Tensor], work: Work) -> None:
         group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
@@ -174,17 +202,25 @@ class Follower(tensors.Follower):
                 self._received[self._now] = weakref.ref(posted[0])
         else:
             shapes = tuple(tuple(t.shape) for t in posted[:2])
-            self._of(group).append(Collective(name, shapes, _word(posted[0].dtype) if posted else ""))
+            self._of(group).append(
+                Collective(name, shapes, _word(posted[0].dtype) if posted else "")
+            )
 
     def gather_objects(self, found: list[Any], mine: Any, group: Any = None) -> None:
-        """Stand in for dist.all_gather_object: every member gives the same. The content is compared later."""
-        self._of(dist.group.WORLD if group is None else group).append(Collective("all_gather_object", (), repr(mine)))
+        """Stand in for dist.all_gather_object: every member gives the same. The content is compared
+        later.
+        """
+        self._of(dist.group.WORLD if group is None else group).append(
+            Collective("all_gather_object", (), repr(mine))
+        )
         found[:] = [mine] * len(found)
 
     def _of(self, group: Any) -> list[Collective]:
         name = group.group_name  # its ranks, of which there may be 75,000, are asked for once
         if name not in self._calls:
-            self._calls[name] = self.collectives.setdefault(tuple(dist.get_process_group_ranks(group)), [])
+            self._calls[name] = self.collectives.setdefault(
+                tuple(dist.get_process_group_ranks(group)), []
+            )
         return self._calls[name]
 
 
@@ -214,7 +250,9 @@ def _word(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Follow operations on tensors of the follower's device, which have no data inside this context."""
+    """Follow operations on tensors of the follower's device, which have no data inside this
+    context.
+    """
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
         yield

@@ -1,4 +1,7 @@
-"""One rank of a job that does not exist: its stages, engine and executor, as a run has them, without data."""
+"""One rank of a job that does not exist: its stages, engine and executor, as a run has them,
+without data.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -62,42 +65,66 @@ class RankRun:
 
 
 @contextlib.contextmanager
-def member(config: Config, rank: int, device: str, flight: FlightRecorder | None = None) -> Iterator[Topology]:
-    """Yield the topology of `rank` over a process group whose messages go nowhere; nothing of it is left afterwards.
+def member(
+    config: Config, rank: int, device: str, flight: FlightRecorder | None = None
+) -> Iterator[Topology]:
+    """Yield the topology of `rank` over a process group whose messages go nowhere; nothing of it is
+    left afterwards.
 
     Raises ConfigError where this process has a process group already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ConfigError("a dry run makes a process group of its own, and this process has one: use another process")
+        raise ConfigError(
+            "a dry run makes a process group of its own, and this process has one: use another "
+            "process"
+        )
     parallel, deepspeed = config.parallel, import_deepspeed(device)
     accelerator = deepspeed.accelerator.get_accelerator()
     # Which way set-up takes does not depend on how much memory this machine has left.
     replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
     if device == "meta":
         replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_LOCAL_RANK")
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(changed(os.environ, dict.fromkeys(launcher)))
         for name, value in replaced.items():
             setattr(accelerator, name, value)  # on the instance, over the methods of its class
             stack.callback(delattr, accelerator, name)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=parallel.world_size
+        )
         stack.callback(dist.destroy_process_group)
-        stack.callback(setattr, deepspeed.comm.comm, "cdb", None)  # else it would be that of the next rank
+        # else it would be that of the next rank
+        stack.callback(setattr, deepspeed.comm.comm, "cdb", None)
         yield Topology.create(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=torch.device(device),
-            tied_embeddings=not config.model.untie_embeddings_and_output_weights, flight=flight,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            device=torch.device(device),
+            tied_embeddings=not config.model.untie_embeddings_and_output_weights,
+            flight=flight,
             order=parallel.rank_order or DEFAULT_ORDER,
-        )  # fmt: skip
+        )
 
 
 def run_rank(
-    config: Config, rank: int, device: str, micro_batches: int, alter: Callable[[Any], object] | None = None
+    config: Config,
+    rank: int,
+    device: str,
+    micro_batches: int,
+    alter: Callable[[Any], object] | None = None,
 ) -> RankRun:
-    """Set up `rank` of the job that `config` describes and take two steps: a short one, from which the engine learns
-    how often each gradient is added to, and one of so many micro-batches, which sends buckets early as all later ones.
+    """Set up `rank` of the job that `config` describes and take two steps: a short one, from which
+    the engine learns how often each gradient is added to, and one of so many micro-batches, which
+    sends buckets early as all later ones.
 
     device  "cpu", or "meta" for a GPU
     alter   called with the executor before the first step, for tests
@@ -109,7 +136,9 @@ def run_rank(
     follower = Follower(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         follower.category = "weights"
-        chunks = build_chunks(config, topology, layer_context(config, topology, perform_initialization=False))
+        chunks = build_chunks(
+            config, topology, layer_context(config, topology, perform_initialization=False)
+        )
         follower.category = "temporary"
         engine = Engine(config, topology, chunks)
         chunks.train()
@@ -132,15 +161,25 @@ def run_rank(
             engine.step(config.optimizer.lr)
             del losses
         engine.wait_for_weights()
-        peak, setup_bytes, largest = _fullest(follower, setup, before, CPU_BLOCK if device == "cpu" else GPU_BLOCK)
+        peak, setup_bytes, largest = _fullest(
+            follower, setup, before, CPU_BLOCK if device == "cpu" else GPU_BLOCK
+        )
         copy_bytes = 0
         if config.checkpoint.async_save:
-            copy_bytes = snapshot_bytes(tensors_to_save(engine, topology, not config.checkpoint.no_save_optim))
+            copy_bytes = snapshot_bytes(
+                tensors_to_save(engine, topology, not config.checkpoint.no_save_optim)
+            )
         found = RankRun(
-            rank, topology.pipeline.rank, sum(p.numel() for p in chunks.parameters()),
-            RankMemory(topology.pipeline.rank, *peak), setup_bytes, copy_bytes, largest, follower.messages,
+            rank,
+            topology.pipeline.rank,
+            sum(p.numel() for p in chunks.parameters()),
+            RankMemory(topology.pipeline.rank, *peak),
+            setup_bytes,
+            copy_bytes,
+            largest,
+            follower.messages,
             follower.collectives,
-        )  # fmt: skip
+        )
     del chunks, engine, executor, batches
     gc.collect()
     return found
@@ -159,8 +198,8 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
 def _fullest(
     follower: Follower, setup: int, last: int, block: int
 ) -> tuple[list[float], float, tuple[tuple[int, str, str], ...]]:
-    """Add up what was taken: by category at the fullest moment of the steps from number `last` on; the most of the
-    first `setup` ones; the largest tensors at that moment."""
+    """Add up what was taken: by category at the fullest moment of the steps from number `last` on;
+    the most of the first `setup` ones; the largest tensors at that moment."""
     made: dict[int, Take] = {}
     at_setup = changes(follower.steps[:setup], block, made)
     before = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
@@ -178,6 +217,10 @@ def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:
         empty = torch.empty(0)
         return [MicroBatch(empty, empty, empty, empty, None, i * b) for i in range(count)]
     device = topology.device
-    tokens, labels, positions = (torch.empty(count, b, s, dtype=torch.int64, device=device) for _ in range(3))
+    tokens, labels, positions = (
+        torch.empty(count, b, s, dtype=torch.int64, device=device) for _ in range(3)
+    )
     mask = torch.empty(count, b, s, device=device)
-    return [MicroBatch(tokens[i], labels[i], mask[i], positions[i], None, i * b) for i in range(count)]
+    return [
+        MicroBatch(tokens[i], labels[i], mask[i], positions[i], None, i * b) for i in range(count)
+    ]

@@ -1,4 +1,7 @@
-"""A rehearsal of a job: one rank of each kind takes its training steps without data, and what they do is compared."""
+"""A rehearsal of a job: one rank of each kind takes its training steps without data, and what they
+do is compared.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,8 +36,9 @@ from megatron.planner.table import Table
 
 GIB = 2.0**30
 RESERVE_GIB = 2.0
-"""A GPU's memory for what no tensor shows: the runtime's context and code, the communication library's buffers, the
-workspaces of matrix products, and what the allocator cannot reuse. Assumed; it was measured nowhere."""
+"""A GPU's memory for what no tensor shows: the runtime's context and code, the communication
+library's buffers, the workspaces of matrix products, and what the allocator cannot reuse. Assumed;
+it was measured nowhere."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -43,21 +47,27 @@ _LESS_AT_A_TIME = (
     "--attention-backend auto, which keeps no scores"
 )
 _HELPS = {
-    "weights": _SMALLER_MODEL, "gradients": _SMALLER_MODEL,
+    "weights": _SMALLER_MODEL,
+    "gradients": _SMALLER_MODEL,
     "master": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
     "moments": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
-    "activations": _LESS_AT_A_TIME, "temporary": _LESS_AT_A_TIME, "buffers": _LESS_AT_A_TIME,
-    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits at once)",
-}  # fmt: skip
+    "activations": _LESS_AT_A_TIME,
+    "temporary": _LESS_AT_A_TIME,
+    "buffers": _LESS_AT_A_TIME,
+    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all "
+    "logits at once)",
+}
 """Flags that make each category smaller."""
 
 
-# -- which ranks, and how long -----------------------------------------------------------------------------------------
+# -- which ranks, and how long ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that is run. stands_for: pipeline ranks whose figures it gives; none where it is only compared."""
+    """A rank that is run. stands_for: pipeline ranks whose figures it gives; none where it is only
+    compared.
+    """
 
     rank: int
     pipeline_rank: int
@@ -68,23 +78,28 @@ def layout_of(config: Config) -> Layout:
     """Return the sizes of the job's directions, in the order of its ranks."""
     parallel = config.parallel
     return Layout(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
         parallel.rank_order or DEFAULT_ORDER,
-    )  # fmt: skip
+    )
 
 
 def members_of(config: Config) -> list[Member]:
     """Choose one rank of every distinct kind, in pipeline order, then those that are only compared.
 
-    Of a kind are pipeline ranks with as many layers in each chunk, with and without embedding and head alike. The first
-    one is run, which has the most micro-batches in flight; under zb-h1, where later ranks keep more of what waits for
-    weight gradients, also the last. Tensor-parallel ranks hold tensors of one shape, padding included, and
-    data-parallel ranks equal parts of each bucket: of the first and the last stage the last tensor rank is compared, of
-    the first stage the last data rank.
+    Of a kind are pipeline ranks with as many layers in each chunk, with and without embedding and
+    head alike. The first one is run, which has the most micro-batches in flight; under zb-h1, where
+    later ranks keep more of what waits for weight gradients, also the last. Tensor-parallel ranks
+    hold tensors of one shape, padding included, and data-parallel ranks equal parts of each bucket:
+    of the first and the last stage the last tensor rank is compared, of the first stage the last
+    data rank.
     """
     parallel, layout = config.parallel, layout_of(config)
     size, stages = layout.pipeline, parallel.num_stages
-    layers = [len(r) for r in assign_layers(config.model.num_layers, stages, parallel.pipeline_layout)]
+    layers = [
+        len(r) for r in assign_layers(config.model.num_layers, stages, parallel.pipeline_layout)
+    ]
     kinds: dict[object, list[int]] = {}
     for p in range(size):
         own = p if config.pieces.schedule is not None else None  # of which nothing is known
@@ -95,22 +110,33 @@ def members_of(config: Config) -> list[Member]:
             found.append((ranks[-1], (ranks.pop(),)))
         found.append((ranks[0], tuple(ranks)))
     last_t, last_d = layout.tensor - 1, layout.data - 1
-    members = [Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)]
-    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t] + [(0, last_d, 0)] * bool(last_d)
+    members = [
+        Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)
+    ]
+    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t] + [(0, last_d, 0)] * bool(
+        last_d
+    )
     return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
 
 
 def enough_micro_batches(config: Config) -> int:
-    """Count the micro-batches after which a step needs no more memory, nor other messages between passes.
+    """Count the micro-batches after which a step needs no more memory, nor other messages between
+    passes.
 
-    After its warm-up a rank alternates between one forward and one backward pass, so that what it holds repeats from
-    round to round (a round is one micro-batch, with several chunks a group of at least as many as there are ranks). The
-    warm-up of the first rank is the longest: p passes with one chunk, 2 (p - 1) + (v - 1) g + 1 with v of them and g
-    micro-batches in the step's first group (pipeline/orders.py). A round and more follow it here: with several chunks
-    the first groups of the step itself, since another number of micro-batches may be grouped otherwise. Under zb-h1
-    weight gradients wait for up to p passes more. A rank also keeps the last few messages that it has sent.
+    After its warm-up a rank alternates between one forward and one backward pass, so that what it
+    holds repeats from round to round (a round is one micro-batch, with several chunks a group of at
+    least as many as there are ranks). The warm-up of the first rank is the longest: p passes with
+    one chunk, 2 (p - 1) + (v - 1) g + 1 with v of them and g micro-batches in the step's first
+    group (pipeline/orders.py). A round and more follow it here: with several chunks the first
+    groups of the step itself, since another number of micro-batches may be grouped otherwise. Under
+    zb-h1 weight gradients wait for up to p passes more. A rank also keeps the last few messages
+    that it has sent.
     """
-    m, p, v = config.num_micro_batches(), config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    m, p, v = (
+        config.num_micro_batches(),
+        config.parallel.pipeline_model_parallel_size,
+        config.parallel.num_chunks,
+    )
     if p == 1:
         return min(m, 3)
     if config.pieces.schedule is not None:
@@ -121,7 +147,7 @@ def enough_micro_batches(config: Config) -> int:
     return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)
 
 
-# -- the rehearsal -----------------------------------------------------------------------------------------------------
+# -- the rehearsal ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,8 @@ class Rehearsal:
     """All kinds of ranks.
 
     device          "gpu" or "cpu"
-    micro_batches   of the steps that were taken; a step of the run may have more, and needs no more memory
+    micro_batches   of the steps that were taken; a step of the run may have more, and needs no more
+                    memory
     capacity_bytes  of a device, RESERVE_GIB less on a GPU; None where it is not known
     """
 
@@ -142,7 +169,10 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config, cluster: Cluster | None = None, device: str | None = None, *,
+    config: Config,
+    cluster: Cluster | None = None,
+    device: str | None = None,
+    *,
     alter: Callable[[int, Any], object] | None = None,
 ) -> Rehearsal:
     """Take training steps of every kind of rank of the job, without data.
@@ -151,8 +181,8 @@ def rehearse(
     device   "gpu" or "cpu"; None: what the cluster has, without one what this machine has
     alter    called with each pipeline rank and its executor before its first step, for tests
 
-    A model without a vocabulary gets GPT-2's. Raises ConfigError for a job that cannot be laid out, and where this
-    process is part of another one. What the ranks' own code raises is a finding.
+    A model without a vocabulary gets GPT-2's. Raises ConfigError for a job that cannot be laid out,
+    and where this process is part of another one. What the ranks' own code raises is a finding.
     """
     config, device = settled(config, cluster), device or device_of(cluster)
     count, runs, failed = enough_micro_batches(config), dict[Member, RankRun](), list[Finding]()
@@ -162,15 +192,27 @@ def rehearse(
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count, change)
         except Exception as error:  # whatever the run's own code raises, the run would have raised
             failed.append(Finding("error", m.rank, _describe(error)))
-    each, capacity = layout_of(config).tensor * layout_of(config).data, capacity_of(config, cluster, device)
-    ranks = [dataclasses.replace(run, stands_for=each * len(m.stands_for)) for m, run in runs.items() if m.stands_for]
+    each, capacity = (
+        layout_of(config).tensor * layout_of(config).data,
+        capacity_of(config, cluster, device),
+    )
+    ranks = [
+        dataclasses.replace(run, stands_for=each * len(m.stands_for))
+        for m, run in runs.items()
+        if m.stands_for
+    ]
     findings = failed or _compare(config, count, runs)
-    findings += [_too_much(run, capacity) for run in ranks if capacity is not None and run.needed_bytes > capacity]
+    findings += [
+        _too_much(run, capacity)
+        for run in ranks
+        if capacity is not None and run.needed_bytes > capacity
+    ]
     return Rehearsal(config, device, tuple(ranks), tuple(findings), count, capacity)
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """Settle the vocabulary, GPT-2's where only the tokenizer's files would tell, and the order of ranks as in a run.
+    """Settle the vocabulary, GPT-2's where only the tokenizer's files would tell, and the order of
+    ranks as in a run.
 
     Raises ConfigError for a job that the cluster cannot hold.
     """
@@ -181,7 +223,7 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
 
 
 def device_of(cluster: Cluster | None) -> str:
-    """"gpu" or "cpu": what the ranks run on."""
+    """ "gpu" or "cpu": what the ranks run on."""
     on_cpu = not torch.cuda.is_available() if cluster is None else cluster.device_type == "cpu"
     return "cpu" if on_cpu else "gpu"
 
@@ -214,14 +256,23 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
 
 
 def _too_much(run: RankRun, capacity: float) -> Finding:
-    """Name the largest tensors of a rank that needs more than there is, and what makes its large parts smaller."""
+    """Name the largest tensors of a rank that needs more than there is, and what makes its large
+    parts smaller.
+    """
     held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
     helps = dict.fromkeys(_HELPS[name] for size, name in held if size >= run.peak.total / 10)
-    largest = ", ".join(f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest)
-    return Finding("memory", run.rank, (
-        f"needs {gib(run.needed_bytes)} GiB of {gib(capacity)}. The largest tensors at the peak: {largest}. "
-        f"What helps: {'; '.join(helps)}"
-    ))  # fmt: skip
+    largest = ", ".join(
+        f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
+    )
+    return Finding(
+        "memory",
+        run.rank,
+        (
+            f"needs {gib(run.needed_bytes)} GiB of {gib(capacity)}. The largest tensors at the "
+            f"peak: {largest}. "
+            f"What helps: {'; '.join(helps)}"
+        ),
+    )
 
 
 def gib(n_bytes: float) -> str:
@@ -240,16 +291,21 @@ def decimal(value: float) -> str:
 
 def _describe(error: BaseException) -> str:
     """Describe an exception, with the line of the run's code that it came from."""
-    text = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    text = (
+        str(error)
+        if isinstance(error, MegatronError)
+        else f"{type(error).__name__}: {error}".rstrip(": ")
+    )
     frames = [
         f"{path.relative_to(_PACKAGE.parent)}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if (path := Path(frame.filename)).is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "planner")
+        if (path := Path(frame.filename)).is_relative_to(_PACKAGE)
+        and not path.is_relative_to(_PACKAGE / "planner")
     ]
     return f"{text} ({frames[-1]})" if frames else text
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 EXIT_DOES_NOT_RUN = 3
@@ -258,8 +314,9 @@ _ACROSS = 8  # kinds of ranks in one table
 
 
 def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
-    """Print what a job of these flags would need, and return the exit code. `launched` processes were started, of
-    which this is the first: --world-size, where it is not given. Raises ConfigError."""
+    """Print what a job of these flags would need, and return the exit code. `launched` processes
+    were started, of which this is the first: --world-size, where it is not given. Raises
+    ConfigError."""
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
@@ -267,10 +324,17 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in ("", "none") else load_cluster(name)
     config, unknown = with_vocabulary(config)
-    assumed = "GPT-2's vocabulary" if config.model.vocab_size is None else f"--vocab-size {config.model.vocab_size}"
+    assumed = (
+        "GPT-2's vocabulary"
+        if config.model.vocab_size is None
+        else f"--vocab-size {config.model.vocab_size}"
+    )
     notes = [f"{unknown}: {assumed} is taken"] if unknown else []
     if config.checkpoint.use_checkpoint_args:
-        notes.append("--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given here")
+        notes.append(
+            "--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given "
+            "here"
+        )
     config = settled(config, cluster)
     print(_heading(config, cluster), flush=True)
     found = rehearse(config, cluster)
@@ -288,21 +352,28 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         device = f"{cluster.device}, {cluster.memory_gib:g} GiB"
         machine = f"{nodes} x {cluster.devices_per_node} devices of {cluster.name} ({device})"
     return (
-        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} "
+        "x data "
         f"{layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
         f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
         f"model: {parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
-        f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
+        f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on "
+        "each replica"
     )
 
 
 def render(found: Rehearsal) -> str:
-    """Show the memory of each kind of rank, what it rests on, what was checked and what is wrong."""
+    """Show the memory of each kind of rank, what it rests on, what was checked and what is
+    wrong.
+    """
     tables = [
         _table(found, found.ranks[first : first + _ACROSS]).text(_WIDTH)
         for first in range(0, len(found.ranks), _ACROSS)
     ]
-    lines = [textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in _foot(found)]
+    lines = [
+        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for line in _foot(found)
+    ]
     return "\n".join([*tables, *lines])
 
 
@@ -324,26 +395,39 @@ def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
     ]
     if (capacity := found.capacity_bytes) is not None:
         rows.append(amounts("left", (capacity - run.needed_bytes for run in ranks)))
-    return Table("", (f"{unit} on each device", *(f"pp rank {run.pipeline_rank}" for run in ranks)), rows)
+    return Table(
+        "", (f"{unit} on each device", *(f"pp rank {run.pipeline_rank}" for run in ranks)), rows
+    )
 
 
 def _foot(found: Rehearsal) -> Iterator[str]:
     config, on_gpu = found.config, found.device == "gpu"
     if found.capacity_bytes is not None:
         reserve = (
-            f", {RESERVE_GIB:g} GiB less than a device has: an assumption for the runtime, the communication library "
-            f"and what the allocator cannot reuse" if on_gpu else ""
+            f", {RESERVE_GIB:g} GiB less than a device has: an assumption for the runtime, the "
+            "communication library "
+            f"and what the allocator cannot reuse"
+            if on_gpu
+            else ""
         )
         yield f"There are {gib(found.capacity_bytes)} GiB for each rank{reserve}."
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
-        yield f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank of a node."
+        yield (
+            f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank "
+            "of a node."
+        )
     if found.micro_batches < config.num_micro_batches():
         yield (
-            f"Each rank took {found.micro_batches} of the {config.num_micro_batches()} micro-batches: after its "
-            f"warm-up it alternates between forward and backward passes, so that what it holds repeats."
+            f"Each rank took {found.micro_batches} of the {config.num_micro_batches()} "
+            "micro-batches: after its "
+            "warm-up it alternates between forward and backward passes, so that what it holds "
+            "repeats."
         )
     if on_gpu:
-        yield "assumed: fused kernels are built for the device, and attention keeps no scores where no flag says so."
+        yield (
+            "assumed: fused kernels are built for the device, and attention keeps no scores "
+            "where no flag says so."
+        )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
     for finding in found.findings:
@@ -352,11 +436,16 @@ def _foot(found: Rehearsal) -> Iterator[str]:
         messages = sum(len(run.messages) for run in found.ranks)
         collectives = sum(len(calls) for run in found.ranks for calls in run.collectives.values())
         yield (
-            f"checked: set-up and two steps run; {messages} messages have the other side they need; {collectives} "
+            f"checked: set-up and two steps run; {messages} messages have the other side they "
+            f"need; {collectives} "
             f"collectives are the same on the members that were looked at."
         )
-        yield "It runs, and it fits." if found.capacity_bytes is not None else (
-            "It runs. Whether it fits is not known: --cluster names a machine to compare with."
+        yield (
+            "It runs, and it fits."
+            if found.capacity_bytes is not None
+            else (
+                "It runs. Whether it fits is not known: --cluster names a machine to compare with."
+            )
         )
 
 

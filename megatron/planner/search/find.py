@@ -1,4 +1,7 @@
-"""The search: every layout ranked by its folded cost, the best of those that fit estimated on the schedule's clock."""
+"""The search: every layout ranked by its folded cost, the best of those that fit estimated on the
+schedule's clock.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.config.layout import DIMENSIONS, Layout, Wanted, kind_of_recompute, recompute_settings, write_value
+from megatron.config.layout import (
+    DIMENSIONS,
+    Layout,
+    Wanted,
+    kind_of_recompute,
+    recompute_settings,
+    write_value,
+)
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
@@ -30,14 +40,17 @@ ESTIMATED, OF_EACH_VALUE = 50, 8
 _CLOSE = 1.01
 """Placements are estimated whose folded cost is at most so many times that of the best."""
 _ROUND = 64
-"""Layouts of which memory is asked at once, by however many processes: so their number changes nothing."""
+"""Layouts of which memory is asked at once, by however many processes: so their number changes
+nothing.
+"""
 _PLACED = ("order", "devices")
 
 Value = tuple[str, Any]
 
 
 class Ranked(NamedTuple):
-    """A layout and its score: seconds of a step per sample, by the folded cost or, once estimated, on the clock.
+    """A layout and its score: seconds of a step per sample, by the folded cost or, once estimated,
+    on the clock.
 
     memory  bytes on each device of the fullest pipeline rank, 0 while unknown
     """
@@ -83,8 +96,14 @@ class Found:
         return list(found.values())
 
     def by_value(self, per_node: int) -> dict[Value, Ranked]:
-        """Return the best layout with each (dimension, value); recomputation without numbers of layers."""
-        return {value: one for one in reversed(self.estimated) for value in values_of(one.layout, per_node)}
+        """Return the best layout with each (dimension, value); recomputation without numbers of
+        layers.
+        """
+        return {
+            value: one
+            for one in reversed(self.estimated)
+            for value in values_of(one.layout, per_node)
+        }
 
 
 def values_of(layout: Layout, per_node: int) -> list[Value]:
@@ -109,11 +128,12 @@ class Search:
     capacity: float
     _known: dict[Any, Any] = field(default_factory=dict)
 
-    # -- tasks ---------------------------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------
 
     def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected]]:
-        """Rank all layouts of these sizes, of one micro-batch, whose weights, gradients and optimizer fit, of each kind
-        of recomputation the one of fewest layers. Nothing is ranked where nothing fits."""
+        """Rank all layouts of these sizes, of one micro-batch, whose weights, gradients and
+        optimizer fit, of each kind of recomputation the one of fewest layers. Nothing is ranked
+        where nothing fits."""
         too_big = self._too_big(sizes)
         if too_big is not None:
             return [], [too_big]
@@ -135,7 +155,9 @@ class Search:
         return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
-        """Find the layout of fewest recomputed layers that fits, of its kind of recomputation, with its own score."""
+        """Find the layout of fewest recomputed layers that fits, of its kind of recomputation, with
+        its own score.
+        """
         layout, kind = ranked.layout, kind_of_recompute(ranked.layout.recompute)
         options = (v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind)
         misfits = list[Rejected]()
@@ -158,7 +180,10 @@ class Search:
         """Estimate a layout on the best of its placements."""
         layout, cluster = ranked.layout, self.space.cluster
         config = self.space.config(layout)
-        costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
+        costs = [
+            (folded_seconds(config, cluster, channels), p)
+            for p, channels in self._placements(config)
+        ]
         least = min(cost for cost, _ in costs)
         close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
         found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
@@ -166,10 +191,12 @@ class Search:
         placed = layout._replace(rank_order=place.layout.order, device_order=place.device_order)
         return Ranked(found.seconds / layout.batch, placed, ranked.memory)
 
-    # -- one layout ----------------------------------------------------------------------------------------------------
+    # -- one layout --------------------------------------------------------------------------------
 
     def _too_big(self, sizes: Sequence[Layout]) -> Rejected | None:
-        """Say why no layout of these sizes, of one micro-batch, fits; None where one fits or is not valid."""
+        """Say why no layout of these sizes, of one micro-batch, fits; None where one fits or is not
+        valid.
+        """
         least: dict[int, Layout] = {}  # of each pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
@@ -177,7 +204,8 @@ class Search:
         for size in least.values():
             variants = list(self.space.variants(size))
             switches = max((v.zero, v.sp, not v.overlap) for v in variants)
-            for layout in reversed(variants):  # those that recompute whole layers, which keep least, first
+            # those that recompute whole layers, which keep least, first
+            for layout in reversed(variants):
                 if (layout.zero, layout.sp, not layout.overlap) != switches:
                     continue
                 try:
@@ -199,47 +227,76 @@ class Search:
         return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
 
     def _folded(self, layout: Layout, config: Config) -> float:
-        """Score by the folded cost, on the placement that is best for the first variant of these sizes."""
+        """Score by the folded cost, on the placement that is best for the first variant of these
+        sizes.
+        """
         if layout.sizes not in self._known:
             first = _with(config, next(self.space.variants(layout)))
             channels = [channels for _, channels in self._placements(first)]
-            self._known[layout.sizes] = min(channels, key=lambda c: folded_seconds(first, self.space.cluster, c))
+            self._known[layout.sizes] = min(
+                channels, key=lambda c: folded_seconds(first, self.space.cluster, c)
+            )
         return folded_seconds(config, self.space.cluster, self._known[layout.sizes]) / layout.batch
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements worth an estimate, with their channels."""
         parallel, cluster = config.parallel, self.space.cluster
-        key = (parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-               parallel.num_chunks > 1)  # fmt: skip
+        key = (
+            parallel.world_size,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_chunks > 1,
+        )
         if key not in self._known:
             found = worthwhile_placements(config, cluster, self.space.wanted)
-            self._known[key] = [(placement, Channels(config, cluster, placement)) for placement in found]
+            self._known[key] = [
+                (placement, Channels(config, cluster, placement)) for placement in found
+            ]
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
     def _fullest(self, config: Config) -> RankMemory:
-        """Find the pipeline rank that needs most memory; for a layout that does not fit, any that is too big."""
+        """Find the pipeline rank that needs most memory; for a layout that does not fit, any that
+        is too big.
+        """
         device = self.space.cluster.device_type
         first = memory_of_ranks(config, device, ranks=(0,))[0]  # which holds most micro-batches
         if first.total > self.capacity:
             return first
         others = range(1, config.parallel.pipeline_model_parallel_size)
-        return max((first, *memory_of_ranks(config, device, ranks=others)), key=lambda rank: (rank.total, -rank.rank))
+        return max(
+            (first, *memory_of_ranks(config, device, ranks=others)),
+            key=lambda rank: (rank.total, -rank.rank),
+        )
 
     def _states(self, config: Config) -> tuple[float, int]:
-        """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the rank)."""
+        """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the
+        rank).
+        """
         parallel, in_fp32 = config.parallel, config.precision.dtype_name == "float32"
-        key = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_stages
+        key = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.num_stages,
+        )
         if key not in self._known:
-            # Parameters do not depend on the micro-batch, of which the code is read for small ones first.
+            # Parameters do not depend on the micro-batch, of which the code is read for small ones
+            # first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
-            ranks, device = range(parallel.pipeline_model_parallel_size), self.space.cluster.device_type
-            self._known[key] = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
+            ranks, device = (
+                range(parallel.pipeline_model_parallel_size),
+                self.space.cluster.device_type,
+            )
+            self._known[key] = max(
+                (parameters_of_rank(plain, rank, device), -rank) for rank in ranks
+            )
         most, rank = self._known[key]
         owners = parallel.data_parallel_size if config.engine.zero_stage else 1
         states = (optimizer_state(config).bytes + (0 if in_fp32 else 4)) / owners
-        return most * (config.precision.weight_bytes + config.precision.gradient_bytes + states), -rank
+        return most * (
+            config.precision.weight_bytes + config.precision.gradient_bytes + states
+        ), -rank
 
 
 def _refused(error: ConfigError) -> Rejected:
@@ -247,32 +304,46 @@ def _refused(error: ConfigError) -> Rejected:
 
 
 def _with(config: Config, layout: Layout) -> Config:
-    """Return a configuration of the same sizes with other switches, unchecked: good enough to rank it."""
+    """Return a configuration of the same sizes with other switches, unchecked: good enough to rank
+    it.
+    """
     again = recompute_settings(layout.recompute)
     return dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, sequence_parallel=layout.sp, tp_comm_overlap=layout.overlap),
+        parallel=dataclasses.replace(
+            config.parallel, sequence_parallel=layout.sp, tp_comm_overlap=layout.overlap
+        ),
         engine=dataclasses.replace(config.engine, zero_stage=layout.zero),
-        recompute=RecomputeConfig(**again | {"recompute_modules": again["recompute_modules"] or ("core_attn",)}),
+        recompute=RecomputeConfig(
+            **again | {"recompute_modules": again["recompute_modules"] or ("core_attn",)}
+        ),
     )
 
 
-# -- all layouts -------------------------------------------------------------------------------------------------------
+# -- all layouts -----------------------------------------------------------------------------------
 
 
 def search(given: Search, top: int = 10, processes: int = 1) -> Found:
-    """Find the best layouts of a space with `processes` processes; the result does not depend on their number."""
+    """Find the best layouts of a space with `processes` processes; the result does not depend on
+    their number.
+    """
     found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
-    tasks: dict[tuple[int, int, int], list[Layout]] = {}  # in one process what the same code is read for
+    # in one process what the same code is read for
+    tasks: dict[tuple[int, int, int], list[Layout]] = {}
     for size in given.space.sizes(found.rejections):
         tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
     found.sizes = sum(map(len, tasks.values()))
     ranked, fit, enough, outdone = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
-        full = set[tuple[int, int]]()  # of which no larger micro-batch fits: to read its code would take longest of all
+        # of which no larger micro-batch fits: to read its code would take longest of all
+        full = set[tuple[int, int]]()
         for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
-            keys = sorted((key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key]))
-            for key, (own, rejected) in zip(keys, run("rank", [tasks[key] for key in keys]), strict=True):
+            keys = sorted(
+                (key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key])
+            )
+            for key, (own, rejected) in zip(
+                keys, run("rank", [tasks[key] for key in keys]), strict=True
+            ):
                 ranked += own
                 for one_rejected in rejected:
                     found.rejections.add(*one_rejected)
@@ -284,7 +355,9 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
             while ranked and len(some) < _ROUND:
                 one = heapq.heappop(ranked)
                 values = values_of(one.layout, each)
-                if len(fit) >= max(ESTIMATED, top) and all(enough[value] >= OF_EACH_VALUE for value in values):
+                if len(fit) >= max(ESTIMATED, top) and all(
+                    enough[value] >= OF_EACH_VALUE for value in values
+                ):
                     outdone += 1
                 elif not one.memory:
                     some.append(one)
@@ -304,12 +377,14 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
         judged = run("judge", sorted(alike.values(), key=len, reverse=True))
         found.estimated = sorted(itertools.chain.from_iterable(judged))
     if outdone:
-        found.rejections.add("slower by the formula than those that were estimated", "", times=outdone)
+        found.rejections.add(
+            "slower by the formula than those that were estimated", "", times=outdone
+        )
     found.seconds = time.monotonic() - start
     return found
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 _search_of_process: Search
 
@@ -325,18 +400,23 @@ def _in_process(task: tuple[str, Any]) -> Any:
 
 
 @contextmanager
-def _workers(given: Search, processes: int) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
+def _workers(
+    given: Search, processes: int
+) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
     """Yield a function that answers tasks in their order."""
     if processes < 2:
         yield lambda kind, tasks: (getattr(given, kind)(task) for task in tasks)
         return
     # Forked, so that what is loaded and the machine's figures need not be sent.
-    killed = "a process of the search was killed, as where memory ends: search with fewer --processes, or with --fix"
+    killed = (
+        "a process of the search was killed, as where memory ends: search with fewer "
+        "--processes, or with --fix"
+    )
     with process_pool(processes, "fork", killed, _start, given) as in_processes:
         yield lambda kind, tasks: in_processes(_in_process, [(kind, task) for task in tasks])
 
 
-# -- placements --------------------------------------------------------------------------------------------------------
+# -- placements ------------------------------------------------------------------------------------
 
 
 _SIZES = (1.0, 2.0**24, 2.0**32)
@@ -349,16 +429,20 @@ def check_device_orders(wanted: Wanted, cluster: Cluster) -> None:
 
 
 def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
-    """List the placements with the rank orders and device orders that are wanted ("order", "devices"), all by default.
+    """List the placements with the rank orders and device orders that are wanted ("order",
+    "devices"), all by default.
 
-    One is left out when another is as fast in every collective and over the boundaries of stages. They carry no cost.
-    Raises ConfigError as check_device_orders does.
+    One is left out when another is as fast in every collective and over the boundaries of stages.
+    They carry no cost. Raises ConfigError as check_device_orders does.
     """
     check_device_orders(wanted, cluster)
     parallel = config.parallel
     devices = min(parallel.world_size, cluster.devices_per_node)
-    sizes = {"tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,
-             "dp": parallel.data_parallel_size}  # fmt: skip
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp": parallel.data_parallel_size,
+    }
     different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike count once
     for order in RANK_ORDERS:
         if order in wanted.get("order", RANK_ORDERS):
@@ -371,13 +455,18 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
         placement = place_with(config, cluster, order, device_order)
         times.setdefault(_times(config, cluster, placement), placement)
     return [
-        placement for own, placement in times.items()
-        if not any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in times)
-    ]  # fmt: skip
+        placement
+        for own, placement in times.items()
+        if not any(
+            other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in times
+        )
+    ]
 
 
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
-    """Time messages of each kind and size; between stages over the slowest boundary, and over all in turn."""
+    """Time messages of each kind and size; between stages over the slowest boundary, and over all
+    in turn.
+    """
     channels, found = Channels(config, cluster, placement), list[float]()
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:

@@ -1,4 +1,7 @@
-"""The layouts of a search: every combination of sizes and switches that the model, the devices and the batch allow."""
+"""The layouts of a search: every combination of sizes and switches that the model, the devices and
+the batch allow.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -18,12 +21,14 @@ from megatron.planner.cluster import Cluster
 
 GIB = 2**30
 
-# No scores of attention are kept, so that making them again saves nothing, unless attention is the plain one.
+# No scores of attention are kept, so that making them again saves nothing, unless attention is the
+# plain one.
 _KEEPS_SCORES = ("unfused", "local")
 
 
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
-    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device a stage.
+    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device
+    a stage.
 
     Raises ConfigError, also for a flag that gives what the search decides.
     """
@@ -32,14 +37,18 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     neutral = Layout(stages, batch, pp=stages).settings(1)
     for name in (*neutral, "cluster", "deepspeed_config"):
         if settings.origins.get(name) == "command line":
-            settings.problems.append(f"{all_options()[name].flag} has no place after --: give --nodes, --devices, "
-                                     "--global-batch, --cluster or --fix instead (see --help)")  # fmt: skip
+            settings.problems.append(
+                f"{all_options()[name].flag} has no place after --: give --nodes, --devices, "
+                "--global-batch, --cluster or --fix instead (see --help)"
+            )
         settings.give(name, neutral.get(name), "search")
     return finish(settings)
 
 
 def headroom_bytes(text: str, cluster: Cluster) -> float:
-    """Convert --headroom, GiB or a percentage, into bytes of a device's memory. Raises ConfigError."""
+    """Convert --headroom, GiB or a percentage, into bytes of a device's memory. Raises
+    ConfigError.
+    """
     number, percent = text.removesuffix("%"), text.endswith("%")
     try:
         value = float(number)
@@ -48,14 +57,19 @@ def headroom_bytes(text: str, cluster: Cluster) -> float:
     total = cluster.memory_gib * GIB
     found = total * value / 100 if percent else value * GIB
     if not 0 <= found < total:
-        raise ConfigError(f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} GiB of "
-                          f"a {cluster.device}")  # fmt: skip
+        raise ConfigError(
+            f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} "
+            "GiB of "
+            f"a {cluster.device}"
+        )
     return found
 
 
 @dataclass
 class Rejections:
-    """Reasons why layouts or sizes were rejected: how many of each, and the example that missed by least."""
+    """Reasons why layouts or sizes were rejected: how many of each, and the example that missed by
+    least.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -89,26 +103,34 @@ class Space:
 
     def config(self, layout: Layout) -> Config:
         """Configure a layout, validated as a run's. Raises ConfigError."""
-        return self.base.replace(**layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout))
+        return self.base.replace(
+            **layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout)
+        )
 
     def _values(self, name: str, default: Iterable[Any]) -> list[Any]:
         return sorted({*self.wanted.get(name, default), *self.more.get(name, ())})
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     def sizes(self, rejections: Rejections) -> Iterator[Layout]:
-        """Generate every size that devices, layers and batch divide into; others go to `rejections`."""
+        """Generate every size that devices, layers and batch divide into; others go to
+        `rejections`.
+        """
         layers = self.base.model.num_layers
         for world in self.worlds:
             for tp in self._values("tp", range(1, min(self.cluster.devices_per_node, world) + 1)):
                 problem = f"tp={tp}, {world} devices" if tp > world else self._problem(tp)
                 if problem is not None:
-                    rejections.add("tensor-parallel size that model or devices do not allow", problem)
+                    rejections.add(
+                        "tensor-parallel size that model or devices do not allow", problem
+                    )
                     continue
                 for pp in self._values("pp", range(1, min(layers, world // tp) + 1)):
                     if pp > layers or world % (tp * pp):
-                        rejections.add("TP x PP does not divide the devices, or more stages than layers",
-                                       f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers")  # fmt: skip
+                        rejections.add(
+                            "TP x PP does not divide the devices, or more stages than layers",
+                            f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers",
+                        )
                     else:
                         yield from self._sizes(Layout(world, 0, tp, pp), rejections)
 
@@ -119,13 +141,25 @@ class Space:
             rejections.add("layers do not divide into such chunks", self.write(shape))
         for batch in self.wanted["gbs"]:
             each, rest = divmod(batch, shape.replicas)
-            micros = [m for m in self._values("mbs", [1 << k for k in range(each.bit_length())]) if each % m == 0]
+            micros = [
+                m
+                for m in self._values("mbs", [1 << k for k in range(each.bit_length())])
+                if each % m == 0
+            ]
             if rest or not micros:
-                example = f"tp={shape.tp},pp={shape.pp}: {batch} samples on {shape.replicas} replicas"
+                example = (
+                    f"tp={shape.tp},pp={shape.pp}: {batch} samples on {shape.replicas} replicas"
+                )
                 rejections.add("replicas and micro-batches do not divide the global batch", example)
                 continue
             for micro, count in itertools.product(micros, chunks):
-                names = ("interleaved",) if count > 1 else ("1f1b", "zb-h1") if shape.pp > 1 else ("1f1b",)
+                names = (
+                    ("interleaved",)
+                    if count > 1
+                    else ("1f1b", "zb-h1")
+                    if shape.pp > 1
+                    else ("1f1b",)
+                )
                 for schedule in names:
                     size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
                     # A single stage has no schedule that could be asked for.
@@ -139,7 +173,9 @@ class Space:
     def _problem(self, tp: int) -> str | None:
         """Return what validation says against a tensor-parallel size alone."""
         try:
-            settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {"global_batch_size": None}
+            settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {
+                "global_batch_size": None
+            }
             self.base.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
         except ConfigError as error:
             return str(error)
@@ -156,34 +192,47 @@ class Space:
             found = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
         return [chunks for chunks in found if chunks in self._values("chunks", found)]
 
-    # -- variants ------------------------------------------------------------------------------------------------------
+    # -- variants ----------------------------------------------------------------------------------
 
     def variants(self, size: Layout) -> Iterator[Layout]:
-        """Generate every layout of these sizes: sequence parallelism, overlap, ZeRO stage, recomputation."""
+        """Generate every layout of these sizes: sequence parallelism, overlap, ZeRO stage,
+        recomputation.
+        """
         # Where the sizes leave no choice, what was asked for does not matter.
         switches = [
-            [value for value in values if allowed(value, name, self.wanted)] if size.has_choice(name)
+            [value for value in values if allowed(value, name, self.wanted)]
+            if size.has_choice(name)
             else [getattr(size, name)]
-            for name, values in (("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)))
-        ]  # fmt: skip
+            for name, values in (
+                ("sp", (True, False)),
+                ("overlap", (True, False)),
+                ("zero", (1, 0)),
+            )
+        ]
         for sp, overlap, zero, recompute in itertools.product(*switches, self.recomputations(size)):
             yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
 
     def recomputations(self, size: Layout) -> Iterator[str]:
-        """Generate none, selective by each set of modules, whole layers in groups that divide a stage, or its first
-        ones."""
-        stages = assign_layers(self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout)
+        """Generate none, selective by each set of modules, whole layers in groups that divide a
+        stage, or its first ones."""
+        stages = assign_layers(
+            self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
+        )
         most, least = max(map(len, stages)), min(map(len, stages))
         modules = ["mlp_act", "layernorm"]
         if self.base.kernels.attention_backend in _KEEPS_SCORES:
             modules.insert(0, "core_attn")
         found = ["none"]
         for count in range(1, len(modules) + 1):
-            found += [f"selective:{'+'.join(chosen)}" for chosen in itertools.combinations(modules, count)]
+            found += [
+                f"selective:{'+'.join(chosen)}" for chosen in itertools.combinations(modules, count)
+            ]
         found += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
         found += [f"full:block:{n}" for n in range(1, least if most == least else most)]
         for pattern in (*self.wanted.get("recompute", ()), *self.more.get("recompute", ())):
             # Asked for by its full name: it may be one that the search leaves out.
-            if pattern not in found and pattern.count(":") == (2 if pattern.startswith("full") else 1):
+            if pattern not in found and pattern.count(":") == (
+                2 if pattern.startswith("full") else 1
+            ):
                 found.append(pattern)
         yield from (text for text in found if allowed(text, "recompute", self.wanted))

@@ -1,4 +1,5 @@
 """Tables of a search, and the files of --output."""
+
 from __future__ import annotations
 
 import csv
@@ -38,8 +39,8 @@ _CHOOSE = "another --output folder"
 class Chosen(NamedTuple):
     """A layout with its estimate.
 
-    record  its values and figures by name, as in the files; days and node-hours of the whole run, or of a billion
-            tokens
+    record  its values and figures by name, as in the files; days and node-hours of the whole run,
+            or of a billion tokens
     """
 
     layout: Layout
@@ -50,19 +51,29 @@ class Chosen(NamedTuple):
 def chosen_layout(given: Search, layout: Layout, tokens: float | None) -> Chosen:
     """Estimate a layout on its placement."""
     cluster, config = given.space.cluster, given.space.config(layout)
-    found = estimate(config, cluster, place_with(config, cluster, layout.rank_order, layout.device_order))
+    found = estimate(
+        config, cluster, place_with(config, cluster, layout.rank_order, layout.device_order)
+    )
     each, most = cluster.devices_per_node, max(rank.total for rank in found.memory)
     days = (tokens or 1e9) / found.tokens_per_s / _DAY
-    record = {dimension.names[0]: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS} | {
-        "dp": layout.replicas, "seconds_per_step": found.seconds, "mfu": found.mfu, "hfu": found.hfu,
-        "tokens_per_day": _DAY * found.tokens_per_s, "days": days, "node_hours": 24 * days * -(-layout.world // each),
-        "memory_gib": most / GIB, "left_gib": (given.capacity - most) / GIB,
+    record = {
+        dimension.names[0]: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS
+    } | {
+        "dp": layout.replicas,
+        "seconds_per_step": found.seconds,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "tokens_per_day": _DAY * found.tokens_per_s,
+        "days": days,
+        "node_hours": 24 * days * -(-layout.world // each),
+        "memory_gib": most / GIB,
+        "left_gib": (given.capacity - most) / GIB,
         **{f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts[part] for part in PARTS},
-    }  # fmt: skip
+    }
     return Chosen(layout, found, record)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _percent(value: float | None) -> str:
@@ -75,12 +86,14 @@ def _number(value: float) -> str:
 
 
 def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    return Table(title, ("#", *rows[0]), [(str(number), *row.values()) for number, row in enumerate(rows, 1)])
+    return Table(
+        title, ("#", *rows[0]), [(str(number), *row.values()) for number, row in enumerate(rows, 1)]
+    )
 
 
 def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool) -> Table:
-    """Tabulate sizes, time, use of the peak, cost, and memory of the fullest rank; with `papers` the TFLOP/s of a
-    device as Dash et al. count them, too."""
+    """Tabulate sizes, time, use of the peak, cost, and memory of the fullest rank; with `papers`
+    the TFLOP/s of a device as Dash et al. count them, too."""
     rows = []
     for layout, found, record in chosen:
         names = {"sp": layout.sp, "overlap": layout.overlap, "ZeRO": layout.zero}
@@ -89,11 +102,15 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
         row["recompute"] = layout.recompute.removeprefix("selective:")
         row["also on"] = ", ".join(name for name, on in names.items() if on) or "-"
         row |= {
-            "s/step": _number(found.seconds), "MFU": _percent(found.mfu), "HFU": _percent(found.hfu),
-            "Gtok/day": _number(record["tokens_per_day"] / 1e9), "days": _number(record["days"]),
-            "node-hours": _number(record["node_hours"]), "GiB": f"{record['memory_gib']:.1f}",
+            "s/step": _number(found.seconds),
+            "MFU": _percent(found.mfu),
+            "HFU": _percent(found.hfu),
+            "Gtok/day": _number(record["tokens_per_day"] / 1e9),
+            "days": _number(record["days"]),
+            "node-hours": _number(record["node_hours"]),
+            "GiB": f"{record['memory_gib']:.1f}",
             "left": f"{record['left_gib']:.1f}",
-        }  # fmt: skip
+        }
         if papers:
             row["TFLOP/s (paper)"] = _paper_tflops(found)
         rows.append(row)
@@ -101,13 +118,18 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
 
 
 def _paper_tflops(found: Estimate) -> str:
-    """TFLOP/s of a device by `formulas.paper_flops`, which takes any model for a GPT with f = 4 h."""
+    """TFLOP/s of a device by `formulas.paper_flops`, which takes any model for a GPT with f = 4
+    h.
+    """
     config, model = found.config, sized_model(found.config)
     flops = formulas.paper_flops(
-        config.batch.global_batch_size, model.seq_length, model.num_layers, model.hidden_size,
+        config.batch.global_batch_size,
+        model.seq_length,
+        model.num_layers,
+        model.hidden_size,
         model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
         checkpointing=config.recompute.recompute_granularity == "full",
-    )  # fmt: skip
+    )
     return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
 
 
@@ -119,36 +141,62 @@ def parts_table(chosen: Sequence[Chosen]) -> Table:
 
 
 def bounds_table(chosen: Sequence[Chosen]) -> Table:
-    """Tabulate how far the seconds of a step may be off, and what they would be at the device's peak."""
+    """Tabulate how far the seconds of a step may be off, and what they would be at the device's
+    peak.
+    """
     rows = []
     for _, found, _ in chosen:
+
         def seconds(cluster: Cluster, found: Estimate = found) -> float:
             return estimate(found.config, cluster, found.placement).seconds
 
         spread = error_bars.spread(seconds, found.cluster, found.config.precision.dtype_name)
         peak = "-" if found.hfu is None else _number(found.hfu * found.seconds)
-        rows.append({
-            "s/step": _number(spread.value), "fast ends": _number(spread.low), "slow ends": _number(spread.high),
-            "+-": _number(spread.likely), "at the peak": peak, "moved most by": spread.effects[0].figure,
-        })  # fmt: skip
-    return _numbered("bounds: all figures at the fast or the slow ends of their ranges; +-: off independently", rows)
+        rows.append(
+            {
+                "s/step": _number(spread.value),
+                "fast ends": _number(spread.low),
+                "slow ends": _number(spread.high),
+                "+-": _number(spread.likely),
+                "at the peak": peak,
+                "moved most by": spread.effects[0].figure,
+            }
+        )
+    return _numbered(
+        "bounds: all figures at the fast or the slow ends of their ranges; +-: off independently",
+        rows,
+    )
 
 
 def values_table(given: Search, found: Found, name: str) -> Table:
     """Tabulate the best layout with each value of one dimension."""
     seq, rows = given.space.base.model.seq_length, []
-    for value, best in sorted((v[1], best) for v, best in found.by_value(given.space.cluster.devices_per_node).items()
-                              if v[0] == name):  # fmt: skip
-        rows.append((f"{value:,}", _number(best.seconds), _number(_DAY * seq / best.score / 1e9),
-                     f"{best.memory / GIB:.1f}", given.space.write(best.layout)))  # fmt: skip
-    return Table(f"best layout for each {name}", (name, "s/step", "Gtok/day", "GiB", "layout"), rows)
+    for value, best in sorted(
+        (v[1], best)
+        for v, best in found.by_value(given.space.cluster.devices_per_node).items()
+        if v[0] == name
+    ):
+        rows.append(
+            (
+                f"{value:,}",
+                _number(best.seconds),
+                _number(_DAY * seq / best.score / 1e9),
+                f"{best.memory / GIB:.1f}",
+                given.space.write(best.layout),
+            )
+        )
+    return Table(
+        f"best layout for each {name}", (name, "s/step", "Gtok/day", "GiB", "layout"), rows
+    )
 
 
 def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
-    """Part of the throughput that is lost with each value of each dimension, all else searched again; the dimension
-    that matters most first."""
+    """Part of the throughput that is lost with each value of each dimension, all else searched
+    again; the dimension that matters most first."""
     values: dict[str, dict[str, float]] = {}
-    for (name, value), one in sorted(found.by_value(given.space.cluster.devices_per_node).items(), key=lambda v: v[1]):
+    for (name, value), one in sorted(
+        found.by_value(given.space.cluster.devices_per_node).items(), key=lambda v: v[1]
+    ):
         values.setdefault(name, {})[write_value(value)] = 1 - found.estimated[0].score / one.score
     several = {name: of for name, of in values.items() if len(of) > 1}
     return dict(sorted(several.items(), key=lambda item: -statistics.fmean(item[1].values())))
@@ -156,10 +204,18 @@ def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
 
 def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
     rows = [
-        (name, ", ".join(f"{value}: -{_percent(loss)}" if loss else f"{value}: best" for value, loss in values.items()))
+        (
+            name,
+            ", ".join(
+                f"{value}: -{_percent(loss)}" if loss else f"{value}: best"
+                for value, loss in values.items()
+            ),
+        )
         for name, values in lost.items()
     ]
-    return Table("throughput lost with each value, all else searched again", ("choice", "values"), rows)
+    return Table(
+        "throughput lost with each value, all else searched again", ("choice", "values"), rows
+    )
 
 
 def rejection_table(found: Found, title: str) -> Table:
@@ -182,7 +238,7 @@ def first_problem(text: str) -> str:
     return " ".join(first.split()).partition(". " if "\n" in text else "problem: ")[2]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def make_folder(folder: Path) -> None:
@@ -196,7 +252,12 @@ def make_folder(folder: Path) -> None:
 
 
 def write_files(
-    folder: Path, given: Search, found: Found, chosen: Sequence[Chosen], preset: str | None, tokens: float | None
+    folder: Path,
+    given: Search,
+    found: Found,
+    chosen: Sequence[Chosen],
+    preset: str | None,
+    tokens: float | None,
 ) -> list[Path]:
     """Write the tables, and the winner's picture, trace and job script; return their paths.
 
@@ -207,13 +268,19 @@ def write_files(
     writer.writeheader()
     writer.writerows(one.record for one in chosen)
     content = {
-        "model": space.name, "cluster": space.cluster.name,
-        "best": [one.record for one in chosen], "losses": losses(given, found),
-        "rejected": [{"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
-                     for why, count in found.rejections.counts.items()],
+        "model": space.name,
+        "cluster": space.cluster.name,
+        "best": [one.record for one in chosen],
+        "losses": losses(given, found),
+        "rejected": [
+            {"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
+            for why, count in found.rejections.counts.items()
+        ],
         "figures": [used._asdict() for used in winner.confidence.used],
-    }  # fmt: skip
-    predicted = f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
+    }
+    predicted = (
+        f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
+    )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
     timeline(winner.run)  # made here once, for both processes
     killed = "the process that writes the trace was killed, as where memory ends"
@@ -224,12 +291,13 @@ def write_files(
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
-        folder / "timeline.png", folder / "trace.json",
+        folder / "timeline.png",
+        folder / "trace.json",
         write_script(folder, winner.config, preset, space.cluster, tokens, notes),
-    ]  # fmt: skip
+    ]
 
 
-# -- the script --------------------------------------------------------------------------------------------------------
+# -- the script ------------------------------------------------------------------------------------
 
 
 _TOKENS_FOR_EACH_PARAMETER = 20
@@ -241,32 +309,49 @@ _SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
 
 
 def flags_of(config: Config) -> list[str]:
-    """Write the flags of pretrain_gpt.py that give this configuration, without the number of processes."""
+    """Write the flags of pretrain_gpt.py that give this configuration, without the number of
+    processes.
+    """
     return [word for word in command_line_of(config) if not word.startswith("--world-size")]
 
 
 def _site_script(
-    flags: Sequence[str], config: Config, preset: str | None, cluster: Cluster, tokens: float | None,
+    flags: Sequence[str],
+    config: Config,
+    preset: str | None,
+    cluster: Cluster,
+    tokens: float | None,
     notes: Sequence[str],
 ) -> str:
-    """Write a batch script over examples/frontier/job.sh. Where `flags`, which give `config`, say no length, the run
-    gets one of `tokens`, or of so many for each parameter."""
+    """Write a batch script over examples/frontier/job.sh. Where `flags`, which give `config`, say
+    no length, the run gets one of `tokens`, or of so many for each parameter."""
     devices, site = config.parallel.world_size, f"examples/{cluster.name}/site.env"
     nodes, name = devices // cluster.devices_per_node, preset or "gpt"
     hours = cluster.wall_limit_hours(nodes)
-    length = int(tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config)))
+    length = int(
+        tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
+    )
     flags = [*flags, *([] if _has_length(config) else ["--train-tokens", str(length)])]
     whole, minutes = divmod(math.floor(60 * hours), 60)
     header = [
-        f"-J {name}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *_SITES[cluster.name],
-        f"--ntasks-per-node={cluster.devices_per_node}", f"-c {cluster.cpus_per_task}", "--signal=USR1@600",
-        "--requeue", "--open-mode=append", "-o %x-%j.out",
-    ]  # fmt: skip
+        f"-J {name}",
+        f"-N {nodes}",
+        f"-t {whole:02d}:{minutes:02d}:00",
+        *_SITES[cluster.name],
+        f"--ntasks-per-node={cluster.devices_per_node}",
+        f"-c {cluster.cpus_per_task}",
+        "--signal=USR1@600",
+        "--requeue",
+        "--open-mode=append",
+        "-o %x-%j.out",
+    ]
     model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
     lines = [
         "#!/bin/bash",
-        f"# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:",
-        f"#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]",
+        f"# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the "
+        "repository:",
+        f"#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win "
+        "over these]",
         f"#     source {site} && python tools/preflight.py check FOLDER/job.sbatch",
         *(f"# {note}" for note in notes),
         *(f"#SBATCH {line}" for line in header),
@@ -280,7 +365,8 @@ def _site_script(
         "    [[ ! -f $root/examples/frontier/job.sh ]] || break",
         "done",
         "# shellcheck source=/dev/null",
-        'source "$root/examples/frontier/job.sh" || { echo "source site.env first, then sbatch" >&2 && exit 2; }',
+        'source "$root/examples/frontier/job.sh" || { echo "source site.env first, then sbatch" '
+        ">&2 && exit 2; }",
         'train_job "${FLAGS[@]}" "$@"',
     ]
     return "\n".join(lines) + "\n"
@@ -301,10 +387,15 @@ def _by_flag(words: Sequence[str]) -> list[str]:
 
 
 def write_script(
-    folder: Path, config: Config, preset: str | None, cluster: Cluster, tokens: float | None, notes: Sequence[str]
+    folder: Path,
+    config: Config,
+    preset: str | None,
+    cluster: Cluster,
+    tokens: float | None,
+    notes: Sequence[str],
 ) -> Path:
-    """Write job.sbatch, or command.sh for a machine that the launch scripts do not know and for a part of a node, which
-    they do not start. Raises ConfigError."""
+    """Write job.sbatch, or command.sh for a machine that the launch scripts do not know and for a
+    part of a node, which they do not start. Raises ConfigError."""
     flags, choose = flags_of(config), "another --output folder"
     devices, each = config.parallel.world_size, cluster.devices_per_node
     if cluster.name in _SITES and devices % each == 0:
@@ -313,8 +404,24 @@ def write_script(
     nodes = -(-devices // each)
     start = ["torchrun", f"--nproc-per-node={devices}"]
     if nodes > 1:
-        start = ["srun", "-N", str(nodes), "-n", str(devices), f"--ntasks-per-node={each}", "python"]
+        start = [
+            "srun",
+            "-N",
+            str(nodes),
+            "-n",
+            str(devices),
+            f"--ntasks-per-node={each}",
+            "python",
+        ]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
-    flags += ["--train-tokens", str(int(tokens))] if tokens is not None and not _has_length(config) else []
-    lines = ["#!/bin/bash", *(f"# {note}" for note in notes), f'{shlex.join([*start, "pretrain_gpt.py", *flags])} "$@"']
+    flags += (
+        ["--train-tokens", str(int(tokens))]
+        if tokens is not None and not _has_length(config)
+        else []
+    )
+    lines = [
+        "#!/bin/bash",
+        *(f"# {note}" for note in notes),
+        f'{shlex.join([*start, "pretrain_gpt.py", *flags])} "$@"',
+    ]
     return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=choose)

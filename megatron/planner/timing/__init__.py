@@ -1,4 +1,7 @@
-"""Seconds of a training step: on the clock of its schedule, by a formula that ranks layouts, and line by line."""
+"""Seconds of a training step: on the clock of its schedule, by a formula that ranks layouts, and
+line by line.
+"""
+
 from __future__ import annotations
 
 from megatron.planner.timing.estimate import PARTS, Estimate, estimate

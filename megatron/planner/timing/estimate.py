@@ -1,10 +1,12 @@
 """Time of a training step of any configuration on any described machine, and its parts.
 
-The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py), with the messages
-between stages. After the last pass come the gradients that are not summed yet, the optimizer, and the wait for new
-weights at the beginning of the next step. Messages of different kinds do not slow each other down, nor the
-computations beside them. Making a trace that is not in the user's cache folder yet needs torch, but no device.
+The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py),
+with the messages between stages. After the last pass come the gradients that are not summed yet,
+the optimizer, and the wait for new weights at the beginning of the next step. Messages of different
+kinds do not slow each other down, nor the computations beside them. Making a trace that is not in
+the user's cache folder yet needs torch, but no device.
 """
+
 from __future__ import annotations
 
 import functools
@@ -35,13 +37,20 @@ from megatron.planner.stage import (
     stage_seconds,
     stages_of,
     tied_elements,
-)  # fmt: skip
+)
 from megatron.planner.trace import trace
 
 PARTS = (
-    "forward", "backward", "recompute", "tensor messages", "bubble", "pipeline messages", "data-parallel", "optimizer",
+    "forward",
+    "backward",
+    "recompute",
+    "tensor messages",
+    "bubble",
+    "pipeline messages",
+    "data-parallel",
+    "optimizer",
     "host",
-)  # fmt: skip
+)
 """forward, backward    computations of the passes
 recompute            computations of recomputation, within backward passes
 tensor messages      waiting for tensor-parallel collectives in all passes
@@ -85,7 +94,9 @@ class Estimate:
 
     @functools.cached_property
     def model_flops(self) -> float:
-        """FLOPs of the products and the attention of a step on all devices, without recomputation."""
+        """FLOPs of the products and the attention of a step on all devices, without
+        recomputation.
+        """
         return self._flops(again=False)
 
     @functools.cached_property
@@ -95,9 +106,14 @@ class Estimate:
 
     def _flops(self, *, again: bool | None) -> float:
         """Count FLOPs of a step; padding of the vocabulary is no work of the model."""
-        config, parallel, traced = self.config, self.config.parallel, trace(self.config, self.cluster.device_type)
+        config, parallel, traced = (
+            self.config,
+            self.config.parallel,
+            trace(self.config, self.cluster.device_type),
+        )
         of_pipeline = sum(
-            n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in Counter(stages_of(config)).items()
+            n * sum(stage_flops(traced, stage, again=again).values())
+            for stage, n in Counter(stages_of(config)).items()
         )
         tensor, head = parallel.tensor_model_parallel_size, traced.head
         of_pipeline -= head.padding(tensor) * (head.forward.flops() + head.backward.flops())
@@ -105,7 +121,9 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """The model's share of the machine's peak in this format; None where its file gives no peak."""
+        """The model's share of the machine's peak in this format; None where its file gives no
+        peak.
+        """
         return self._utilization(self.model_flops)
 
     @property
@@ -120,7 +138,10 @@ class Estimate:
     @functools.cached_property
     def confidence(self) -> Confidence:
         """The figures that this estimate used, and no other."""
-        rates, device = Rates(self.cluster, self.config.precision.dtype_name), self.cluster.device_type
+        rates, device = (
+            Rates(self.cluster, self.config.precision.dtype_name),
+            self.cluster.device_type,
+        )
         for stage in set(stages_of(self.config)):
             stage_seconds(trace(self.config, device), stage, rates, None)
         update_seconds(self.config, device, rates)
@@ -135,13 +156,24 @@ class Estimate:
 def estimate(config: Config, cluster: Cluster, placement: Placement | None = None) -> Estimate:
     """Estimate the time of a step on a placement, by default the cheapest.
 
-    Raises ConfigError for a world that does not fit on the machine, and for a format whose rates it does not know.
+    Raises ConfigError for a world that does not fit on the machine, and for a format whose rates it
+    does not know.
     """
     placement = placement or choose_placement(config, cluster)
-    rates, channels = rates_of(cluster, config.precision.dtype_name), Channels(config, cluster, placement)
-    traced, stages, crowd = trace(config, cluster.device_type), stages_of(config), crowding(config, cluster)
+    rates, channels = (
+        rates_of(cluster, config.precision.dtype_name),
+        Channels(config, cluster, placement),
+    )
+    traced, stages, crowd = (
+        trace(config, cluster.device_type),
+        stages_of(config),
+        crowding(config, cluster),
+    )
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores themselves
-    each = {stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides) for stage in set(stages)}
+    each = {
+        stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        for stage in set(stages)
+    }
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
     reduced, gathered = exchange(config, traced, channels, run, hides=hides)
@@ -151,10 +183,12 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
         parts["data-parallel"] += channels.tied_s(4 * tied)
     parts["optimizer"] = crowd * update_seconds(config, cluster.device_type, rates)
     parts["host"] += rates.step_overhead_s
-    return Estimate(config, cluster, placement, {name: parts[name] for name in PARTS}, channels, run, seconds)
+    return Estimate(
+        config, cluster, placement, {name: parts[name] for name in PARTS}, channels, run, seconds
+    )
 
 
-# -- passes ------------------------------------------------------------------------------------------------------------
+# -- passes ----------------------------------------------------------------------------------------
 
 
 def busiest_rank(run: PipelineRun) -> int:
@@ -163,32 +197,48 @@ def busiest_rank(run: PipelineRun) -> int:
 
 
 def _run(
-    config: Config, cluster: Cluster, channels: Channels, seconds: tuple[StageSeconds, ...], traced: Trace
+    config: Config,
+    cluster: Cluster,
+    channels: Channels,
+    seconds: tuple[StageSeconds, ...],
+    traced: Trace,
 ) -> PipelineRun:
     parallel, boundaries, crowd = config.parallel, None, crowding(config, cluster)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
     if size > 1:
         there, back = (
             tuple(
-                channels.boundary(rank, forward, traced.layer.hands_on) if chunks > 1 or rank != end else (0.0, 0.0)
+                channels.boundary(rank, forward, traced.layer.hands_on)
+                if chunks > 1 or rank != end
+                else (0.0, 0.0)
                 for rank in range(size)
             )
             for forward, end in ((True, size - 1), (False, 0))
         )
-        # A pair of ranks has one communicator on a GPU, whose messages follow each other in both directions.
+        # A pair of ranks has one communicator on a GPU, whose messages follow each other in both
+        # directions.
         boundaries = Boundaries(there, back, duplex=cluster.device_type == "cpu")
     times = StageTimes(
-        tuple(s.forward_s for s in seconds), tuple(s.backward_s for s in seconds),
+        tuple(s.forward_s for s in seconds),
+        tuple(s.backward_s for s in seconds),
         tuple(s.weight_s for s in seconds) if stages_of(config)[0].split else (),
-    )  # fmt: skip
+    )
     on_node = min(parallel.world_size, cluster.devices_per_node)
     return run_pipeline(
-        config.schedule, size, chunks, config.num_micro_batches(), times, boundaries,
-        cores=cluster.shared_cores if crowd > 1.0 else None, demand=on_node / size if crowd > 1.0 else 1.0,
+        config.schedule,
+        size,
+        chunks,
+        config.num_micro_batches(),
+        times,
+        boundaries,
+        cores=cluster.shared_cores if crowd > 1.0 else None,
+        demand=on_node / size if crowd > 1.0 else 1.0,
     )
 
 
-def _parts_of_passes(config: Config, stages: tuple[StageSeconds, ...], run: PipelineRun) -> dict[str, float]:
+def _parts_of_passes(
+    config: Config, stages: tuple[StageSeconds, ...], run: PipelineRun
+) -> dict[str, float]:
     rank = busiest_rank(run)
     own = stages[rank :: config.parallel.pipeline_model_parallel_size]
     passes = {
@@ -202,12 +252,13 @@ def _parts_of_passes(config: Config, stages: tuple[StageSeconds, ...], run: Pipe
     stretched = run.busy[rank] / sum(passes.values())
     waits = run.message_wait[rank]
     return {
-        **{name: stretched * seconds for name, seconds in passes.items()}, "pipeline messages": waits,
+        **{name: stretched * seconds for name, seconds in passes.items()},
+        "pipeline messages": waits,
         "bubble": max(0.0, run.makespan - run.busy[rank] - waits),
-    }  # fmt: skip
+    }
 
 
-# -- gradients and new weights -----------------------------------------------------------------------------------------
+# -- gradients and new weights ---------------------------------------------------------------------
 
 
 class Exchange(NamedTuple):
@@ -233,13 +284,20 @@ class Weight(NamedTuple):
     ready: float
 
 
-def exchange(config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool) -> Exchange:
-    """Time the engine's buckets beside the last backward and first forward passes of each pipeline rank.
+def exchange(
+    config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool
+) -> Exchange:
+    """Time the engine's buckets beside the last backward and first forward passes of each pipeline
+    rank.
 
     hides  whether messages travel while a device computes
     """
     parallel, engine, precision = config.parallel, config.engine, config.precision
-    replicas, size, owned = parallel.data_parallel_size, parallel.pipeline_model_parallel_size, engine.zero_stage > 0
+    replicas, size, owned = (
+        parallel.data_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        engine.zero_stage > 0,
+    )
     if replicas == 1:
         return Exchange(0.0, 0.0)
     limit, stages = bucket_elements(engine.zero_reduce_bucket_size, replicas), stages_of(config)
@@ -247,9 +305,16 @@ def exchange(config: Config, traced: Trace, channels: Channels, run: PipelineRun
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
         own = range(rank, len(stages), size)
-        weights = [weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)]
-        first, end = min(run.first_forward_start[i] for i in own), max(run.last_backward_end[i] for i in own)
-        others = sum(parameters_of(traced, stages[i]) for i in own) - sum(weight.elements for weight in weights)
+        weights = [
+            weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)
+        ]
+        first, end = (
+            min(run.first_forward_start[i] for i in own),
+            max(run.last_backward_end[i] for i in own),
+        )
+        others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
+            weight.elements for weight in weights
+        )
         buckets = [*buckets_of(weights[::-1], limit), Weight(others, first, end)]
         free = arrived = 0.0
         for bucket in buckets:
@@ -264,19 +329,25 @@ def exchange(config: Config, traced: Trace, channels: Channels, run: PipelineRun
 
 
 def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
-    """List the weights of stage `number` in the model's order: layers evenly over a pass, embedding and head at its
-    ends. Norms and biases are left out: they have a bucket of their own."""
+    """List the weights of stage `number` in the model's order: layers evenly over a pass, embedding
+    and head at its ends. Norms and biases are left out: they have a bucket of their own."""
     head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
     places = [
         *[(0.0, traced.embedding.parameters)] * stage.first,
-        *((i / stage.layers, traced.layer.parameters) for i in range(stage.layers)), *[(1.0, head)] * stage.last,
-    ]  # fmt: skip
+        *((i / stage.layers, traced.layer.parameters) for i in range(stage.layers)),
+        *[(1.0, head)] * stage.last,
+    ]
     start, forward = run.first_forward_start[number], run.pipeline.times.forward[number]
-    end, backward = run.last_backward_end[number], run.last_backward_end[number] - run.last_backward_start[number]
+    end, backward = (
+        run.last_backward_end[number],
+        run.last_backward_end[number] - run.last_backward_start[number],
+    )
     return [
         Weight(p.elements, start + place * forward, end - place * backward)
-        for place, parameters in places for p in parameters if p.decays
-    ]  # fmt: skip
+        for place, parameters in places
+        for p in parameters
+        if p.decays
+    ]
 
 
 def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
@@ -285,14 +356,21 @@ def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
     for weight in weights:
         if found and found[-1].elements + weight.elements <= limit:
             last = found.pop()
-            weight = Weight(last.elements + weight.elements, min(last.needed, weight.needed),
-                            max(last.ready, weight.ready))  # fmt: skip
+            weight = Weight(
+                last.elements + weight.elements,
+                min(last.needed, weight.needed),
+                max(last.ready, weight.ready),
+            )
         found.append(weight)
     return found
 
 
-def reduction_seconds(channels: Channels, n_bytes: float, replicas: int, *, owned: bool, hides: bool) -> float:
-    """Time the sum of gradients for their owners (reduce_to_owners): on a CPU, one reduction for each owner."""
+def reduction_seconds(
+    channels: Channels, n_bytes: float, replicas: int, *, owned: bool, hides: bool
+) -> float:
+    """Time the sum of gradients for their owners (reduce_to_owners): on a CPU, one reduction for
+    each owner.
+    """
     if not owned:
         return channels.data_s("all_reduce", n_bytes)
     if hides:
@@ -300,18 +378,24 @@ def reduction_seconds(channels: Channels, n_bytes: float, replicas: int, *, owne
     return replicas * channels.data_s("reduce", n_bytes / replicas)
 
 
-# -- the optimizer -----------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 def bytes_per_element(config: Config, device: str) -> float:
-    """Count bytes read and written per element of the master weights (engine/deepspeed_internals.py)."""
+    """Count bytes read and written per element of the master weights
+    (engine/deepspeed_internals.py).
+    """
     norm = gradient = float(config.precision.gradient_bytes)
     update = optimizer_state(config).traffic_bytes(gradient)
     kernels, dtype_name = config.kernels, config.precision.dtype_name
     if dtype_name == "float32":
         return norm + update
     on_cpu = device == "cpu"
-    fusions = choose_fusions(kernels, None, dtype_name) if on_cpu else assumed_fusions(kernels, device, dtype_name)
+    fusions = (
+        choose_fusions(kernels, None, dtype_name)
+        if on_cpu
+        else assumed_fusions(kernels, device, dtype_name)
+    )
     same_pass = fusions.optimizer and config.precision.bf16 and has_kernel(config)
     return norm + update + (2.0 if same_pass else 6.0)
 
@@ -320,5 +404,7 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
     stages, traced = stages_of(config), trace(config, device)
     size = config.parallel.pipeline_model_parallel_size
-    most = max(sum(parameters_of(traced, stage) for stage in stages[rank::size]) for rank in range(size))
+    most = max(
+        sum(parameters_of(traced, stage) for stage in stages[rank::size]) for rank in range(size)
+    )
     return rates.update_s(most / owners(config), bytes_per_element(config, device))

@@ -1,4 +1,7 @@
-"""The arithmetic of an estimate as tables: products of a layer, passes of a stage, parts of a step, memory."""
+"""The arithmetic of an estimate as tables: products of a layer, passes of a stage, parts of a step,
+memory.
+"""
+
 from __future__ import annotations
 
 import re
@@ -20,25 +23,34 @@ _SMALL = 1e-3
 
 
 def explain(found: Estimate) -> list[Table]:
-    """Walk through an estimate: first a layer, and what else the rank that computes longest runs."""
+    """Walk through an estimate: first a layer, and what else the rank that computes longest
+    runs.
+    """
     traced, rank = trace(found.config, found.cluster.device_type), busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
     parts = {
-        "one layer": traced.layer, "one recomputed layer": traced.again,
+        "one layer": traced.layer,
+        "one recomputed layer": traced.again,
         "the embedding": traced.embedding if own[0].first else None,
         "the output layer": traced.head if own[-1].last else None,
-    }  # fmt: skip
+    }
     return [
         _pass(found, f"{name}, {title}, on one {device_unit(found.cluster.device)}", of)
-        for name, part in parts.items() if part is not None
-        for title, of in _passes(part, stages[0].split).items() if of.steps
-    ] + [_stages(found, rank), _step(found, rank), _memory(found), _figures(found)]  # fmt: skip
+        for name, part in parts.items()
+        if part is not None
+        for title, of in _passes(part, stages[0].split).items()
+        if of.steps
+    ] + [_stages(found, rank), _step(found, rank), _memory(found), _figures(found)]
 
 
 def _passes(part: Part, split: bool) -> dict[str, Pass]:
     if split:
-        return {"forward": part.forward, "backward, inputs": part.inputs, "backward, weights": part.weights}
+        return {
+            "forward": part.forward,
+            "backward, inputs": part.inputs,
+            "backward, weights": part.weights,
+        }
     return {"forward": part.forward, "backward": part.backward}
 
 
@@ -61,13 +73,27 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
                 rest += seconds
                 continue
             name, formula = _described(operation, count, seconds)
-            rows.append((f"{name}, again" if again else name, formula, _time(seconds), _LAYER.sub("", label)))
+            rows.append(
+                (
+                    f"{name}, again" if again else name,
+                    formula,
+                    _time(seconds),
+                    _LAYER.sub("", label),
+                )
+            )
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
     for message, count in Counter(of.messages()).items():
         each = channels.tensor_s(*message)
         formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
-        rows.append((f"message: {message.kind}", formula, _time(count * each), "hidden where a product runs beside it"))
+        rows.append(
+            (
+                f"message: {message.kind}",
+                formula,
+                _time(count * each),
+                "hidden where a product runs beside it",
+            )
+        )
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
@@ -75,26 +101,46 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
     """(name, formula) of so many equal operations."""
     if isinstance(operation, Memory):
         moved = f"{operation.bytes / 1e6:.4g} MB in {operation.kernels} kernel(s)"
-        return f"kernel: {operation.kind}", f"{count} x {moved}, {count * operation.bytes / seconds / 1e9:.4g} GB/s"
+        return (
+            f"kernel: {operation.kind}",
+            f"{count} x {moved}, {count * operation.bytes / seconds / 1e9:.4g} GB/s",
+        )
     if isinstance(operation, Attention):
         b, n, s, d, backward = operation
         factor = 2 * (BACKWARD_OPERATIONS if backward else 1)
-        name, formula, flops = "attention", f"{factor:g} x {b} x {n} heads x {s}^2 x {d}", factor * b * n * s**2 * d
+        name, formula, flops = (
+            "attention",
+            f"{factor:g} x {b} x {n} heads x {s}^2 x {d}",
+            factor * b * n * s**2 * d,
+        )
     else:
         m, n, k, batch, _ = operation
-        name, formula, flops = f"product [{m}, {k}] x [{k}, {n}]", f"2 x {m} x {n} x {k} x {batch}", operation.flops
-    return name, f"{count} x {formula} = {count * flops / 1e9:.4g} GFLOP, {count * flops / seconds / 1e12:.4g} TFLOP/s"
+        name, formula, flops = (
+            f"product [{m}, {k}] x [{k}, {n}]",
+            f"2 x {m} x {n} x {k} x {batch}",
+            operation.flops,
+        )
+    return (
+        name,
+        f"{count} x {formula} = {count * flops / 1e9:.4g} GFLOP, "
+        f"{count * flops / seconds / 1e12:.4g} TFLOP/s",
+    )
 
 
 def _stages(found: Estimate, rank: int) -> Table:
     """Tabulate each pass of each stage of a rank."""
     rows, stages = [], stages_of(found.config)
     for number in range(rank, len(stages), found.config.parallel.pipeline_model_parallel_size):
-        seconds, name = found.stage_seconds[number], f"stage {number}, {stages[number].layers} layer(s)"
+        seconds, name = (
+            found.stage_seconds[number],
+            f"stage {number}, {stages[number].layers} layer(s)",
+        )
         for title, of, host in zip(
-            ("forward", "backward", "weight gradients"), (seconds.forward, seconds.backward, seconds.weight),
-            seconds.overhead, strict=True,
-        ):  # fmt: skip
+            ("forward", "backward", "weight gradients"),
+            (seconds.forward, seconds.backward, seconds.weight),
+            seconds.overhead,
+            strict=True,
+        ):
             if of.total:
                 times = (of.compute, of.again, of.waited, host, of.total + host)
                 rows.append((f"{name}, {title}", *map(_time, times)))
@@ -105,20 +151,30 @@ def _stages(found: Estimate, rank: int) -> Table:
 def _step(found: Estimate, rank: int) -> Table:
     config, run, parallel = found.config, found.run, found.config.parallel
     t, p, d = (
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
     )
     m = config.num_micro_batches()
-    batch = f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {d} replicas)"
+    batch = (
+        f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {d} "
+        "replicas)"
+    )
     rows = [
-        ("devices", f"TP {t} x PP {p} x DP {d}", f"{found.devices}"), ("micro-batches", batch, f"{m}"),
+        ("devices", f"TP {t} x PP {p} x DP {d}", f"{found.devices}"),
+        ("micro-batches", batch, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
-        *((name, f"{100 * seconds / found.seconds:.1f} % of the step", _time(seconds))
-          for name, seconds in found.parts.items() if seconds),
+        *(
+            (name, f"{100 * seconds / found.seconds:.1f} % of the step", _time(seconds))
+            for name, seconds in found.parts.items()
+            if seconds
+        ),
         ("step", "sum of the parts", _time(found.seconds)),
-    ]  # fmt: skip
+    ]
     for name, flops, share in (
-        ("MFU", found.model_flops, found.mfu), ("HFU, with recomputation", found.hardware_flops, found.hfu)
-    ):  # fmt: skip
+        ("MFU", found.model_flops, found.mfu),
+        ("HFU, with recomputation", found.hardware_flops, found.hfu),
+    ):
         each = f"{flops:.5g} FLOPs / ({_time(found.seconds)} x {found.devices} devices)"
         each += f" = {flops / found.seconds / found.devices / 1e12:.1f} TFLOP/s"
         rows.append((name, each, "" if share is None else f"{100 * share:.1f} %"))
@@ -127,11 +183,17 @@ def _step(found: Estimate, rank: int) -> Table:
 
 def _memory(found: Estimate) -> Table:
     fullest = max(found.memory, key=lambda rank: rank.total)
-    parts = {name: value for name, value in vars(fullest).items() if isinstance(value, float) and value}
-    rows = [(name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": fullest.total}.items()]
+    parts = {
+        name: value for name, value in vars(fullest).items() if isinstance(value, float) and value
+    }
+    rows = [
+        (name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": fullest.total}.items()
+    ]
     return Table(f"memory, rank {fullest.rank}", ("tensors", "GiB"), rows)
 
 
 def _figures(found: Estimate) -> Table:
     rows = [(used.figure, used.value, used.basis, used.source) for used in found.confidence.used]
-    return Table("figures of the machine that this rests on", ("figure", "value", "basis", "source"), rows)
+    return Table(
+        "figures of the machine that this rests on", ("figure", "value", "basis", "source"), rows
+    )

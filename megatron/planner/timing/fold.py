@@ -1,4 +1,7 @@
-"""Seconds of a step by a formula over those of its stages, without a clock: what a search ranks layouts by."""
+"""Seconds of a step by a formula over those of its stages, without a clock: what a search ranks
+layouts by.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -18,11 +21,15 @@ from megatron.planner.trace import trace
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Approximate estimate().seconds of this configuration, in a hundredth of its time.
 
-    Each rank's work, with the passes of other ranks that its own first and last ones wait for; messages between stages
-    on the way through all of them; gradients and weights beside the passes of the last and the first micro-batch of the
-    first rank. Raises ConfigError as estimate does for a format of which the machine knows no rates.
+    Each rank's work, with the passes of other ranks that its own first and last ones wait for;
+    messages between stages on the way through all of them; gradients and weights beside the passes
+    of the last and the first micro-batch of the first rank. Raises ConfigError as estimate does for
+    a format of which the machine knows no rates.
     """
-    rates, traced = rates_of(cluster, config.precision.dtype_name), trace(config, cluster.device_type)
+    rates, traced = (
+        rates_of(cluster, config.precision.dtype_name),
+        trace(config, cluster.device_type),
+    )
     hides, stages = cluster.device_type != "cpu", stages_of(config)
     each = {stage: _seconds(traced, stage, rates, channels, hides) for stage in set(stages)}
     seconds = [each[stage] for stage in stages]
@@ -34,7 +41,9 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         occupies, latency = _boundary(channels, size, traced.layer.hands_on)
         on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
-    after = _exchanged(config, traced, channels, seconds, hides) + update_seconds(config, cluster.device_type, rates)
+    after = _exchanged(config, traced, channels, seconds, hides) + update_seconds(
+        config, cluster.device_type, rates
+    )
     return passes + crowd * after + rates.step_overhead_s
 
 
@@ -42,8 +51,12 @@ _Seconds = tuple[float, float, float]
 _known: dict[tuple[object, ...], _Seconds] = {}
 
 
-def _seconds(traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool) -> _Seconds:
-    """Forward, backward and weight pass of a stage. Placements whose tensor-parallel groups are alike share them."""
+def _seconds(
+    traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool
+) -> _Seconds:
+    """Forward, backward and weight pass of a stage. Placements whose tensor-parallel groups are
+    alike share them.
+    """
     key = traced, stage, rates, channels.tensor_lane, hides
     if key not in _known:
         found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
@@ -60,15 +73,18 @@ def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, flo
 def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
     """Time the passes of a step.
 
-    A rank's first pass waits for the forward passes of the stages before; the backward passes of those follow its
-    last one. Between the two it does all its work, but for the weight gradients of a split backward pass that follow
-    its last backward pass: of one micro-batch on the first rank, of one more on each after it."""
+    A rank's first pass waits for the forward passes of the stages before; the backward passes of
+    those follow its last one. Between the two it does all its work, but for the weight gradients of
+    a split backward pass that follow its last backward pass: of one micro-batch on the first rank,
+    of one more on each after it."""
     most = ahead = behind = 0.0
     busy = [sum(stage) for stage in stages]
     for rank in range(size):
         forward, backward, weight = stages[rank]
         held_back = min(rank + 1, micro_batches) * weight  # that of its last micro-batch, too
-        most = max(most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - held_back))
+        most = max(
+            most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - held_back)
+        )
         ahead, behind = ahead + forward, behind + backward
     return most
 
@@ -76,21 +92,35 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
 def _exchanged(
     config: Config, traced: Trace, channels: Channels, seconds: Sequence[_Seconds], hides: bool
 ) -> float:
-    """Gradients that the last backward passes of the first rank do not hide, and weights that its first forward passes
-    do not: those of a chunk travel while as many micro-batches pass each chunk before it as there are ranks."""
+    """Gradients that the last backward passes of the first rank do not hide, and weights that its
+    first forward passes do not: those of a chunk travel while as many micro-batches pass each chunk
+    before it as there are ranks."""
     parallel, engine = config.parallel, config.engine
-    size, chunks, replicas = parallel.pipeline_model_parallel_size, parallel.num_chunks, parallel.data_parallel_size
+    size, chunks, replicas = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+        parallel.data_parallel_size,
+    )
     if replicas == 1:
         return 0.0
     own, owned = stages_of(config)[::size], engine.zero_stage > 0
-    count, layers = sum(parameters_of(traced, stage) for stage in own), max(1, sum(stage.layers for stage in own))
+    count, layers = (
+        sum(parameters_of(traced, stage) for stage in own),
+        max(1, sum(stage.layers for stage in own)),
+    )
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
         if not (overlaps and hides):
             return whole
-        return max(whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers)
+        return max(
+            whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
+        )
 
-    up = reduction_seconds(channels, config.precision.gradient_bytes * count, replicas, owned=owned, hides=hides)
+    up = reduction_seconds(
+        channels, config.precision.gradient_bytes * count, replicas, owned=owned, hides=hides
+    )
     down = channels.data_s("all_gather", config.precision.weight_bytes * count) if owned else 0.0
     forward, backward, weight = seconds[0]
-    return left(up, backward + weight, engine.overlap_grad_reduce) + left(down, forward, engine.overlap_param_gather)
+    return left(up, backward + weight, engine.overlap_grad_reduce) + left(
+        down, forward, engine.overlap_param_gather
+    )

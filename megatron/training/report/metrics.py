@@ -1,4 +1,5 @@
 """Measurements of a run between two log lines, and the JSON-lines file that every tool reads."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,17 +24,24 @@ from megatron.parallel.topology import Group, Topology
 from megatron.untrusted import without_waiting
 
 _OF_LAST_STEP = (
-    "iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "learning_rate", "loss_scale", "grad_norm",
-    "num_zeros", "params_norm",
-)  # fmt: skip
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "global_batch_size",
+    "learning_rate",
+    "loss_scale",
+    "grad_norm",
+    "num_zeros",
+    "params_norm",
+)
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One training step, as known to every rank without communication.
 
-    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device; None on ranks without
-    a part (see local_loss). Counts include this step.
+    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device;
+    None on ranks without a part (see local_loss). Counts include this step.
     """
 
     iteration: int
@@ -51,8 +59,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that any rank has held, the first rank that did, and the most that the allocator of any rank has
-    reserved, None where that is unknown."""
+    """The most memory that any rank has held, the first rank that did, and the most that the
+    allocator of any rank has reserved, None where that is unknown."""
 
     size_bytes: int
     rank: int
@@ -61,12 +69,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """The figures of one log line. Times and rates are means over the interval; losses leave out skipped steps.
+    """The figures of one log line. Times and rates are means over the interval; losses leave out
+    skipped steps.
 
-    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
-    where that is unknown. memory_bytes is the most that any rank has held since the job began, not only in the
-    interval, memory_rank that rank. reserved_bytes is the most that the allocator of any rank has reserved, None on a
-    CPU. `steps` are the steps of the interval with `step_losses`, their losses over all ranks.
+    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the
+    device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
+    the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
+    the allocator of any rank has reserved, None on a CPU. `steps` are the steps of the interval
+    with `step_losses`, their losses over all ranks.
     """
 
     iteration: int
@@ -100,12 +110,18 @@ class IterationReport:
     def as_record(self) -> dict[str, Any]:
         """Return the fields for the metrics file, unrounded."""
         left_out = ("steps", "step_losses")
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in left_out
+        }
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs per sample over the whole model, and the peak of one device: samples per second become FLOP/s."""
+    """FLOPs per sample over the whole model, and the peak of one device: samples per second become
+    FLOP/s.
+    """
 
     world_size: int
     seq_length: int
@@ -115,7 +131,9 @@ class Rates:
 
 
 class Interval:
-    """The steps since the last log line. No rank communicates or waits for its device before `reduce`."""
+    """The steps since the last log line. No rank communicates or waits for its device before
+    `reduce`.
+    """
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
         self._topology, self._rates = topology, rates
@@ -128,19 +146,27 @@ class Interval:
         self._steps.append(step)
 
     def reduce(
-        self, memory_bytes: int, reserved_bytes: int | None = None, unfinished: Sequence[torch.Tensor | None] = ()
+        self,
+        memory_bytes: int,
+        reserved_bytes: int | None = None,
+        unfinished: Sequence[torch.Tensor | None] = (),
     ) -> tuple[list[float], Peak]:
-        """Return the loss of each step of the interval over all ranks, with the `unfinished` steps last, and the peak
-        memory; this rank has held `memory_bytes` and its allocator has reserved `reserved_bytes`.
+        """Return the loss of each step of the interval over all ranks, with the `unfinished` steps
+        last, and the peak memory; this rank has held `memory_bytes` and its allocator has reserved
+        `reserved_bytes`.
 
-        A single collective call of the world: each rank has elements of its own for its bytes, to which the sum adds
-        zeros, exact in float64 up to 2**53. Waits for the device.
+        A single collective call of the world: each rank has elements of its own for its bytes, to
+        which the sum adds zeros, exact in float64 up to 2**53. Waits for the device.
         """
         own, world = [*(step.loss for step in self._steps), *unfinished], self._topology.world
         steps = len(own)
-        total = torch.zeros(steps + 2 * world.size, dtype=torch.float64, device=self._topology.device)
+        total = torch.zeros(
+            steps + 2 * world.size, dtype=torch.float64, device=self._topology.device
+        )
         if own and own[0] is not None:
-            total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(torch.float64)
+            total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(
+                torch.float64
+            )
         total[steps + world.rank] = memory_bytes
         total[steps + world.size + world.rank] = reserved_bytes or 0
         found: list[float] = collectives.all_reduce(total, world).tolist()
@@ -151,7 +177,9 @@ class Interval:
     def report(
         self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak
     ) -> IterationReport:
-        """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new one."""
+        """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new
+        one.
+        """
         steps, self._steps = tuple(self._steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
@@ -186,10 +214,11 @@ class Interval:
 
 
 class TokenWeights(Sequence[torch.Tensor]):
-    """Weights of this rank's micro-batches that give every unmasked token of the global batch the same weight.
+    """Weights of this rank's micro-batches that give every unmasked token of the global batch the
+    same weight.
 
-    The total number of tokens is reduced in the background from the beginning, and is needed only when a weight is
-    read. All ranks of the data-parallel `group` create one.
+    The total number of tokens is reduced in the background from the beginning, and is needed only
+    when a weight is read. All ranks of the data-parallel `group` create one.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
@@ -210,11 +239,14 @@ class TokenWeights(Sequence[torch.Tensor]):
         return self.tensor[index]
 
 
-def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology) -> torch.Tensor | None:
+def local_loss(
+    losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology
+) -> torch.Tensor | None:
     """Return this rank's term of the global batch's mean loss, for a sum over the world.
 
-    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` [micro-batches] their
-    weights, equal when None. All tensor ranks of a stage have the same losses: the first one counts.
+    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights`
+    [micro-batches] their weights, equal when None. All tensor ranks of a stage have the same
+    losses: the first one counts.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -225,24 +257,31 @@ def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topolog
 
 
 class MetricsFile:
-    """The metrics file, with one JSON object per line: {"event": ..., "time": seconds since 1970, ...}, unrounded.
+    """The metrics file, with one JSON object per line: {"event": ..., "time": seconds since 1970,
+    ...}, unrounded.
 
-    Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed, rejected_checkpoint,
-    not_finite, loss_spike, generate, end. A resumed run appends to the same file. Every record is written at once, so
-    that a killed run leaves everything that it reported. NaN and infinity are written as null, because JSON has no
-    such numbers; nan iterations are counted. Raises ConfigError when the file cannot be opened; the message names
-    `flag`, which chose it. A disk that fills up later loses records, not the run, with one call of `warn`.
+    Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed,
+    rejected_checkpoint, not_finite, loss_spike, generate, end. A resumed run appends to the same
+    file. Every record is written at once, so that a killed run leaves everything that it reported.
+    NaN and infinity are written as null, because JSON has no such numbers; nan iterations are
+    counted. Raises ConfigError when the file cannot be opened; the message names `flag`, which
+    chose it. A disk that fills up later loses records, not the run, with one call of `warn`.
     """
 
     def __init__(
-        self, path: str | Path | None, clock: Callable[[], float] = time.time, *, flag: str = "--metrics-file",
+        self,
+        path: str | Path | None,
+        clock: Callable[[], float] = time.time,
+        *,
+        flag: str = "--metrics-file",
         warn: Callable[[str], object] = print,
     ) -> None:
         self.path = Path(path) if path is not None else None
         self._clock = clock
         self._warn: Callable[[str], object] | None = warn
         self._file: io.RawIOBase | None = None
-        self._torn = False  # whether the last record was cut short, in a run that was killed or on a full disk
+        # whether the last record was cut short, in a run that was killed or on a full disk
+        self._torn = False
         if self.path is None:
             return
         try:
@@ -254,7 +293,9 @@ class MetricsFile:
                     written.seek(-1, os.SEEK_END)
                     self._torn = written.read(1) != b"\n"
         except OSError as error:
-            raise ConfigError(f"{flag}: {self.path}: {error.strerror}: choose a place that can be written") from error
+            raise ConfigError(
+                f"{flag}: {self.path}: {error.strerror}: choose a place that can be written"
+            ) from error
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one record, if there is a file."""
@@ -289,5 +330,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, of one event if given. A truncated last line is left out."""
+    """Return the records of a metrics file in order, of one event if given. A truncated last line
+    is left out.
+    """
     return [record for record in read_records(Path(path)) if event in (None, record["event"])]

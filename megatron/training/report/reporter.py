@@ -1,8 +1,10 @@
-"""Where the figures of a run go: log lines, progress line, TensorBoard and metrics file. Only rank 0 writes.
+"""Where the figures of a run go: log lines, progress line, TensorBoard and metrics file. Only rank
+0 writes.
 
-Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's. TensorBoard's tags are Megatron-LM's
-and, for losses, Megatron-DeepSpeed's as well.
+Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's. TensorBoard's tags
+are Megatron-LM's and, for losses, Megatron-DeepSpeed's as well.
 """
+
 from __future__ import annotations
 
 import math
@@ -20,7 +22,8 @@ from megatron.training.report.timers import StragglerReport
 from megatron.training.run.batches import Progress
 
 _GROWTH = 1.05  # of memory since it was last reported, which is worth another line
-_PLAUSIBLE_UTILISATION = 0.9  # no training run comes near it; a higher figure is an error in time or peak
+# no training run comes near it; a higher figure is an error in time or peak
+_PLAUSIBLE_UTILISATION = 0.9
 
 
 def perplexity(loss: float) -> float:
@@ -31,8 +34,9 @@ def perplexity(loss: float) -> float:
 def format_iteration(report: IterationReport) -> str:
     """Return the iteration line.
 
-    `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU follow where the
-    device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm appear only where they exist.
+    `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU
+    follow where the device's peak is known. lm loss, loss scale, grad norm, num zeros and params
+    norm appear only where they exist.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
@@ -64,8 +68,13 @@ def format_iteration(report: IterationReport) -> str:
 
 
 def format_validation(prefix: str, loss: float) -> str:
-    """Return the validation line between two dashed lines; `prefix` names the iteration and the data."""
-    line = f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    """Return the validation line between two dashed lines; `prefix` names the iteration and the
+    data.
+    """
+    line = (
+        f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: "
+        f"{perplexity(loss):.6E} | "
+    )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -75,7 +84,10 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
 
     `option` as in --timing-log-option: minmax, max, or all for one value per rank.
     """
-    rows = [{"minmax": "(min, max) time", "max": "max time", "all": "times"}[option] + " across ranks (ms):"]
+    rows = [
+        {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
+        + " across ranks (ms):"
+    ]
     for name, times in times_ms.items():
         label = "    " + (name + " ").ljust(48, ".") + ":"
         if option == "all":
@@ -91,8 +103,8 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
 class Console:
     """Prints on the rank that reports; silent on the others.
 
-    On a terminal a progress line stays below the printed lines; elsewhere there is none. Lines are never wrapped, cut
-    or coloured, so that they can be parsed.
+    On a terminal a progress line stays below the printed lines; elsewhere there is none. Lines are
+    never wrapped, cut or coloured, so that they can be parsed.
     """
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
@@ -109,19 +121,32 @@ class Console:
             print(text, file=self._stream, flush=True)
 
     def begin(self, done: int, total: int) -> None:
-        """Show the progress line, `done` of `total` iterations, if this is a terminal and rich is installed."""
+        """Show the progress line, `done` of `total` iterations, if this is a terminal and rich is
+        installed.
+        """
         if not self._enabled or not self._stream.isatty():
             return
         try:
             from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
         except ImportError:
             return
         self._live = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"), console=RichConsole(file=self._stream), transient=True,
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=RichConsole(file=self._stream),
+            transient=True,
             refresh_per_second=4,
-        )  # fmt: skip
+        )
         self._task = self._live.add_task("training", total=total, completed=done, note="")
         self._live.start()
 
@@ -141,26 +166,40 @@ class Console:
 class TensorBoard:
     """Writes every --tensorboard-log-interval'th step at the next log line, when its loss is known.
 
-    A writer that is off accepts every call and does nothing. A disk that fills up during the run turns it off, with a
-    call of `warn`.
+    A writer that is off accepts every call and does nothing. A disk that fills up during the run
+    turns it off, with a call of `warn`.
     """
 
-    def __init__(self, config: Config, enabled: bool, warn: Callable[[str], object] = print) -> None:
+    def __init__(
+        self, config: Config, enabled: bool, warn: Callable[[str], object] = print
+    ) -> None:
         self._flags, self._warn, self._world_size = config.logging, warn, config.parallel.world_size
-        self._writer = _open_writer(self._flags) if enabled and self._flags.tensorboard_dir else None
+        self._writer = (
+            _open_writer(self._flags) if enabled and self._flags.tensorboard_dir else None
+        )
 
     def iteration(
-        self, report: IterationReport, times_ms: Mapping[str, Sequence[float]], epochs: Mapping[str, float]
+        self,
+        report: IterationReport,
+        times_ms: Mapping[str, Sequence[float]],
+        epochs: Mapping[str, float],
     ) -> None:
-        """Write the steps of one interval, its timers (one number per rank), and the epochs of each data source."""
+        """Write the steps of one interval, its timers (one number per rank), and the epochs of each
+        data source.
+        """
         flags = self._flags
         with self._writing():
             for step, loss in zip(report.steps, report.step_losses, strict=True):
                 if step.iteration % flags.tensorboard_log_interval == 0:
                     self._step(step, loss)
-            figures: dict[str, float | None] = {f"data-epochs/{source}": number for source, number in epochs.items()}
+            figures: dict[str, float | None] = {
+                f"data-epochs/{source}": number for source, number in epochs.items()
+            }
             if flags.log_memory_to_tensorboard:
-                figures |= {"mem-allocated-bytes": report.memory_bytes, "mem-reserved-bytes": report.reserved_bytes}
+                figures |= {
+                    "mem-allocated-bytes": report.memory_bytes,
+                    "mem-reserved-bytes": report.reserved_bytes,
+                }
             if flags.log_timers_to_tensorboard:
                 figures["iteration-time"] = report.step_time_s
                 figures["iteration-time/samples-per-second"] = report.samples_per_s
@@ -180,7 +219,11 @@ class TensorBoard:
             figures["loss-scale"] = step.loss_scale
         if flags.log_world_size_to_tensorboard:
             figures["world-size"] = self._world_size
-        figures |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        figures |= {
+            "grad-norm": step.grad_norm,
+            "num-zeros": step.num_zeros,
+            "params-norm": step.params_norm,
+        }
         self._add(figures, step.iteration, step.consumed_samples)
 
     def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
@@ -192,8 +235,12 @@ class TensorBoard:
         with self._writing():
             self._add(figures, iteration, consumed_samples)
 
-    def _add(self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
-        """Write the figures there are, over iterations and, where `samples` is given, over samples."""
+    def _add(
+        self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None
+    ) -> None:
+        """Write the figures there are, over iterations and, where `samples` is given, over
+        samples.
+        """
         for tag, value in figures.items():
             if self._writer is not None and value is not None:
                 self._writer.add_scalar(tag, value, iteration)
@@ -210,7 +257,10 @@ class TensorBoard:
         except OSError as error:
             self._writer = None
             folder = self._flags.tensorboard_dir
-            self._warn(f" warning: --tensorboard-dir {folder}: {error.strerror}: nothing more is written there")
+            self._warn(
+                f" warning: --tensorboard-dir {folder}: {error.strerror}: nothing more is written "
+                "there"
+            )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -223,13 +273,16 @@ def _open_writer(flags: LoggingConfig) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): install it, or leave "
+            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): "
+            "install it, or leave "
             f"the flag out"
         ) from error
     try:
         return SummaryWriter(log_dir=flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size)
     except OSError as error:
-        raise ConfigError(f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another") from error
+        raise ConfigError(
+            f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another"
+        ) from error
 
 
 class Reporter:
@@ -240,28 +293,46 @@ class Reporter:
         self._memory_reported = 0.0
         self.console = Console(enabled=rank == 0)
         self.say = self.console.say
-        flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
-        self.metrics = MetricsFile(config.metrics_path if rank == 0 else None, flag=flag, warn=self.say)
+        flag = (
+            "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
+        )
+        self.metrics = MetricsFile(
+            config.metrics_path if rank == 0 else None, flag=flag, warn=self.say
+        )
         self._tensorboard = TensorBoard(config, enabled=rank == 0, warn=self.say)
 
     def iteration(
-        self, report: IterationReport, times_ms: Mapping[str, Sequence[float]], epochs: Mapping[str, float]
+        self,
+        report: IterationReport,
+        times_ms: Mapping[str, Sequence[float]],
+        epochs: Mapping[str, float],
     ) -> None:
-        """Report an interval: log line, timers, record, and its steps for TensorBoard, with the `epochs` of each data
-        source. The peak memory is reported after the first interval and when it has grown."""
+        """Report an interval: log line, timers, record, and its steps for TensorBoard, with the
+        `epochs` of each data source. The peak memory is reported after the first interval and when
+        it has grown."""
         self.say(format_iteration(report))
         if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
-            self.say(f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the peak is wrong")
+            self.say(
+                f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the "
+                "peak is wrong"
+            )
         timers: dict[str, Any] = {}
         if times_ms:
             self.say(format_timers(times_ms, self._timing_option))
-            timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
+            timers["times_ms"] = {
+                name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()
+            }
         held = report.memory_bytes
         if held > _GROWTH * self._memory_reported:
-            reserved = "" if report.reserved_bytes is None else (
-                f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
+            reserved = (
+                ""
+                if report.reserved_bytes is None
+                else (f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB")
             )
-            self.say(f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank {report.memory_rank}{reserved}")
+            self.say(
+                f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank "
+                f"{report.memory_rank}{reserved}"
+            )
             self._memory_reported = held
         self.metrics.write("iteration", **report.as_record(), **timers)
         self._tensorboard.iteration(report, times_ms, epochs)
@@ -269,15 +340,27 @@ class Reporter:
         self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
 
     def validation(
-        self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float
+        self,
+        prefix: str,
+        progress: Progress,
+        dataset: str,
+        loss: float,
+        samples: int,
+        seconds: float,
     ) -> None:
         """Report one evaluation on `samples` samples of the 'valid' or 'test' data set."""
         self.say(format_validation(prefix, loss))
         self.metrics.write(
-            "validation", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens, dataset=dataset, lm_loss=loss, perplexity=perplexity(loss),
-            samples=samples, elapsed_s=seconds,
-        )  # fmt: skip
+            "validation",
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            dataset=dataset,
+            lm_loss=loss,
+            perplexity=perplexity(loss),
+            samples=samples,
+            elapsed_s=seconds,
+        )
         if dataset == "valid":
             self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
 
@@ -285,7 +368,10 @@ class Reporter:
         """Report what the run has taken of each source of training data."""
         self.say(ledger.line())
         self.metrics.write(
-            "data", iteration=progress.iteration, consumed_samples=progress.consumed_samples, sources=ledger.record()
+            "data",
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            sources=ledger.record(),
         )
 
     def stragglers(self, iteration: int, found: StragglerReport | None) -> None:

@@ -1,4 +1,7 @@
-"""Where the time of a step goes: by part (--timing-log-level), by rank (--straggler-report), in a trace (--profile)."""
+"""Where the time of a step goes: by part (--timing-log-level), by rank (--straggler-report), in a
+trace (--profile).
+"""
+
 from __future__ import annotations
 
 import statistics
@@ -23,13 +26,16 @@ _SHOWN = 8  # slow ranks in the log: those of one node
 
 
 class Timers:
-    """Accumulates the time of each part of a step on this rank. Level 0 measures nothing and costs nothing.
+    """Accumulates the time of each part of a step on this rank. Level 0 measures nothing and costs
+    nothing.
 
-    From level 1 on each part begins and ends with a wait for the device, so that its work is counted in the right part;
-    this slows the step by what the host would have run ahead.
+    From level 1 on each part begins and ends with a wait for the device, so that its work is
+    counted in the right part; this slows the step by what the host would have run ahead.
     """
 
-    def __init__(self, topology: Topology, level: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, topology: Topology, level: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._topology, self._level, self._clock = topology, level, clock
         self._spent_s = dict.fromkeys(PARTS, 0.0)
 
@@ -46,13 +52,16 @@ class Timers:
         self._spent_s[part] += self._clock() - start
 
     def collect(self, steps: int) -> dict[str, list[float]]:
-        """Return {part: ms per step of every rank, in rank order} since the last call; empty at level 0. A collective
-        call of the world from level 1 on."""
+        """Return {part: ms per step of every rank, in rank order} since the last call; empty at
+        level 0. A collective call of the world from level 1 on."""
         if self._level == 0:
             return {}
         world = self._topology.world
-        table = torch.zeros(len(PARTS), world.size, dtype=torch.float64)  # in host memory, and reduced there
-        table[:, world.rank] = torch.tensor([1000.0 * self._spent_s[part] / steps for part in PARTS])
+        # in host memory, and reduced there
+        table = torch.zeros(len(PARTS), world.size, dtype=torch.float64)
+        table[:, world.rank] = torch.tensor(
+            [1000.0 * self._spent_s[part] / steps for part in PARTS]
+        )
         self._spent_s = dict.fromkeys(PARTS, 0.0)
         return dict(zip(PARTS, collectives.all_reduce(table, world).tolist(), strict=True))
 
@@ -82,10 +91,12 @@ class Stopwatch:
 
 
 class Profiler:
-    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks; off without --profile.
+    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks; off
+    without --profile.
 
-    Writes one Chrome trace per rank into --trace-dir, or beside TensorBoard's files, or into the current folder, and
-    reports it through `say`. Raises ConfigError when that folder cannot be created.
+    Writes one Chrome trace per rank into --trace-dir, or beside TensorBoard's files, or into the
+    current folder, and reports it through `say`. Raises ConfigError when that folder cannot be
+    created.
     """
 
     def __init__(self, config: Config, rank: int, say: Callable[[str], object]) -> None:
@@ -100,7 +111,9 @@ class Profiler:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"--trace-dir {folder}: {error.strerror}: choose another") from error
+                raise ConfigError(
+                    f"--trace-dir {folder}: {error.strerror}: choose another"
+                ) from error
 
     def step(self, iteration: int) -> None:
         """Start or stop recording. Call this before each step, with its number."""
@@ -120,23 +133,25 @@ class Profiler:
         profile.stop()
         try:
             profile.export_chrome_trace(str(self._path))
-            self._say(f" profile of iterations {self._start} to {self._end} written to {self._path}")
+            self._say(
+                f" profile of iterations {self._start} to {self._end} written to {self._path}"
+            )
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             self._say(f" warning: the profile cannot be written to {self._path}: {error}")
 
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """The slowest ranks: lines for the log, and the record for the metrics file, with times in ms and ratios to the
-    median of the stage."""
+    """The slowest ranks: lines for the log, and the record for the metrics file, with times in ms
+    and ratios to the median of the stage."""
 
     lines: list[str]
     record: dict[str, Any]
 
 
 class Stragglers:
-    """Each rank's own computing time: forward and backward passes without the waits for collectives and messages in
-    them. On a GPU it comes from events in its stream.
+    """Each rank's own computing time: forward and backward passes without the waits for collectives
+    and messages in them. On a GPU it comes from events in its stream.
 
     places  "node:device" of every rank; only rank 0 needs them
     """
@@ -158,15 +173,21 @@ class Stragglers:
         self._before += self._computed_s() - before
 
     def report(self, steps: int) -> StragglerReport | None:
-        """Return the slowest ranks in the last `steps` steps on rank 0, None elsewhere. A collective call of the world,
-        which sends one number per rank."""
+        """Return the slowest ranks in the last `steps` steps on rank 0, None elsewhere. A
+        collective call of the world, which sends one number per rank."""
         before, self._before = self._before, self._computed_s()
         own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64)
         seconds = collectives.gather_first(own, self._topology.world).tolist()
-        return summarise(seconds, self._topology.layout, self._places) if self._topology.rank == 0 else None
+        return (
+            summarise(seconds, self._topology.layout, self._places)
+            if self._topology.rank == 0
+            else None
+        )
 
 
-def summarise(seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()) -> StragglerReport:
+def summarise(
+    seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()
+) -> StragglerReport:
     """Compare the computing times [world] with those of the same pipeline stage."""
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}
@@ -174,19 +195,34 @@ def summarise(seconds: Sequence[float], layout: Layout, places: Sequence[str] = 
         of_stage.setdefault(stage, []).append(own)
     medians = {stage: statistics.median(times) for stage, times in of_stage.items()}
     slow: list[dict[str, Any]] = [
-        {"rank": rank, "place": places[rank] if rank < len(places) else None, "ms": 1000 * own, "ratio": own / median}
+        {
+            "rank": rank,
+            "place": places[rank] if rank < len(places) else None,
+            "ms": 1000 * own,
+            "ratio": own / median,
+        }
         for rank, own in enumerate(seconds)
         if own >= SLOW * (median := medians[stages[rank]]) > 0
     ]
     slow.sort(key=lambda one: -one["ratio"])
     low, middle, high = 1000 * min(seconds), 1000 * statistics.median(seconds), 1000 * max(seconds)
     lines = [
-        f" computing time of a step over ranks: min {low:.1f} ms, median {middle:.1f} ms, max {high:.1f} ms (rank "
+        f" computing time of a step over ranks: min {low:.1f} ms, median {middle:.1f} ms, max "
+        f"{high:.1f} ms (rank "
         f"{seconds.index(max(seconds))})"
     ]
     if slow:
-        shown = [f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x" for one in slow]
+        shown = [
+            f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
+            for one in slow
+        ]
         more = f", and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
         lines.append(f"   slower than the median of their stage: {', '.join(shown[:_SHOWN])}{more}")
-    record = {"min_ms": low, "median_ms": middle, "max_ms": high, "slow": slow[:64], "slow_ranks": len(slow)}
+    record = {
+        "min_ms": low,
+        "median_ms": middle,
+        "max_ms": high,
+        "slow": slow[:64],
+        "slow_ranks": len(slow),
+    }
     return StragglerReport(lines, record)

@@ -1,4 +1,5 @@
 """Batch sizes, progress and length of a run. Pure arithmetic, no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
-    `rampup` is (start, increment, samples): from `start` the batch grows by `increment` after each equal share of
-    `samples`, and is `global_batch_size_at_end` from then on. `replica_batch_size` is micro-batch size x data-parallel
-    size. Raises ConfigError when one of the sizes does not divide into micro-batches.
+    `rampup` is (start, increment, samples): from `start` the batch grows by `increment` after each
+    equal share of `samples`, and is `global_batch_size_at_end` from then on. `replica_batch_size`
+    is micro-batch size x data-parallel size. Raises ConfigError when one of the sizes does not
+    divide into micro-batches.
 
     >>> [BatchSchedule(32, 4, (8, 8, 300)).global_batch_size(n) for n in (0, 99, 100, 200, 300)]
     [8, 8, 16, 24, 32]
@@ -31,8 +33,10 @@ class BatchSchedule:
         for size in self.sizes():
             if size % self.replica_batch_size:
                 raise ConfigError(
-                    f"global batch size {size}{' of --rampup-batch-size' if self.rampup else ''} is not a multiple of "
-                    f"micro-batch size x data-parallel size = {self.replica_batch_size}: choose multiples of it"
+                    f"global batch size {size}{' of --rampup-batch-size' if self.rampup else ''} "
+                    "is not a multiple of "
+                    f"micro-batch size x data-parallel size = {self.replica_batch_size}: choose "
+                    "multiples of it"
                 )
 
     @classmethod
@@ -42,7 +46,10 @@ class BatchSchedule:
         rampup = None
         if batch.rampup_batch_size is not None:
             if len(batch.rampup_batch_size) != 3:
-                raise ConfigError(f"--rampup-batch-size takes START INCREMENT SAMPLES, not {batch.rampup_batch_size}")
+                raise ConfigError(
+                    "--rampup-batch-size takes START INCREMENT SAMPLES, not "
+                    f"{batch.rampup_batch_size}"
+                )
             start, increment, samples = batch.rampup_batch_size
             rampup = (start, increment, samples)
         return cls(batch.global_batch_size, replica, rampup)
@@ -55,7 +62,8 @@ class BatchSchedule:
         start, increment, samples = self.rampup
         if start < 1 or increment < 1 or samples < 0 or start > end or (end - start) % increment:
             raise ConfigError(
-                f"--rampup-batch-size {start} {increment} {samples} does not lead to global batch size {end}: "
+                f"--rampup-batch-size {start} {increment} {samples} does not lead to global batch "
+                f"size {end}: "
                 f"{end} minus the start must be a multiple of the increment"
             )
         return list(range(start, end + 1, increment))
@@ -69,10 +77,14 @@ class BatchSchedule:
         if consumed_samples >= samples or steps == 0:
             return self.global_batch_size_at_end
         # Exact in integers: floor(consumed / (samples / steps)).
-        return min(start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end)
+        return min(
+            start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end
+        )
 
     def _same_until(self, consumed_samples: int) -> int:
-        """Return the consumed samples at which the size changes after that step, within the ramp-up."""
+        """Return the consumed samples at which the size changes after that step, within the
+        ramp-up.
+        """
         assert self.rampup is not None
         start, increment, samples = self.rampup
         sizes = max(1, (self.global_batch_size_at_end - start) // increment)
@@ -84,7 +96,9 @@ class BatchSchedule:
 
     @property
     def eval_micro_batches(self) -> int:
-        """Return the micro-batches of each data-parallel rank in one evaluation iteration: the full global batch."""
+        """Return the micro-batches of each data-parallel rank in one evaluation iteration: the full
+        global batch.
+        """
         return self.global_batch_size_at_end // self.replica_batch_size
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
@@ -92,19 +106,23 @@ class BatchSchedule:
         ramp_end = self.rampup[2] if self.rampup else 0
         while iterations and consumed_samples < ramp_end:
             size = self.global_batch_size(consumed_samples)
-            steps = min(iterations, -(-(self._same_until(consumed_samples) - consumed_samples) // size))
+            steps = min(
+                iterations, -(-(self._same_until(consumed_samples) - consumed_samples) // size)
+            )
             consumed_samples += steps * size
             iterations -= steps
         return consumed_samples + iterations * self.global_batch_size_at_end
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
-        """Return the steps from `consumed_samples` until `samples` are consumed; with `whole` without a last step that
-        would exceed `samples`, otherwise with it."""
+        """Return the steps from `consumed_samples` until `samples` are consumed; with `whole`
+        without a last step that would exceed `samples`, otherwise with it."""
         iterations = 0
         ramp_end = self.rampup[2] if self.rampup else 0
         while consumed_samples < min(ramp_end, samples):
             size = self.global_batch_size(consumed_samples)
-            steps = -(-(min(self._same_until(consumed_samples), samples) - consumed_samples) // size)
+            steps = -(
+                -(min(self._same_until(consumed_samples), samples) - consumed_samples) // size
+            )
             if whole and consumed_samples + steps * size > samples:
                 return iterations + (samples - consumed_samples) // size
             consumed_samples += steps * size
@@ -123,13 +141,15 @@ class Progress:
     consumed_tokens           the same in tokens
     consumed_valid_samples    validation samples taken by the evaluations inside the loop
     skipped_iterations        steps with non-finite gradients, which moved no weight
-    scheduled_...             the first three without skipped steps: learning rate and weight decay follow these, as in
-                              Megatron
-    sources                   what was taken of each source of training data, see megatron.data.ledger; as of the
-                              checkpoint that was loaded or is written
-    left_out                  ranges [start, stop) of positions in the order of samples that are left out after loss
-                              spikes; consumed samples are counted without them
-    recent_losses             losses of the last steps, oldest first: what --loss-spike-factor compares with
+    scheduled_...             the first three without skipped steps: learning rate and weight decay
+                              follow these, as in Megatron
+    sources                   what was taken of each source of training data, see
+                              megatron.data.ledger; as of the checkpoint that was loaded or is
+                              written
+    left_out                  ranges [start, stop) of positions in the order of samples that are
+                              left out after loss spikes; consumed samples are counted without them
+    recent_losses             losses of the last steps, oldest first: what --loss-spike-factor
+                              compares with
     """
 
     iteration: int = 0
@@ -164,36 +184,45 @@ class Progress:
             self.scheduled_tokens += samples * seq_length
 
 
-def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0, consumed_samples: int = 0) -> int:
+def total_iterations(
+    config: Config, batches: BatchSchedule, iteration: int = 0, consumed_samples: int = 0
+) -> int:
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
-    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; the first end given holds.
+    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; the first
+    end given holds.
     """
     batch, ends = config.batch, list[int]()
     if batch.train_iters is not None:
         ends.append(batch.train_iters)
     if batch.train_samples is not None:
-        ends.append(iteration + batches.iterations_until(batch.train_samples, consumed_samples, whole=True))
+        ends.append(
+            iteration + batches.iterations_until(batch.train_samples, consumed_samples, whole=True)
+        )
     if batch.train_tokens is not None:
         samples = -(-batch.train_tokens // config.model.seq_length)
         ends.append(iteration + batches.iterations_until(samples, consumed_samples, whole=False))
     if not ends:
-        raise ConfigError("the run has no end: give --train-iters, --train-samples or --train-tokens")
+        raise ConfigError(
+            "the run has no end: give --train-iters, --train-samples or --train-tokens"
+        )
     return min(ends)
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
-    """Return the training, validation and test samples of the whole run, counted as in Megatron, so that both can use
-    the same index files. The evaluation before the first step needs none of its own. Raises ConfigError for more
-    than an index can list."""
+    """Return the training, validation and test samples of the whole run, counted as in Megatron, so
+    that both can use the same index files. The evaluation before the first step needs none of its
+    own. Raises ConfigError for more than an index can list."""
     training, end = config.training, total_iterations(config, batches)
     train = config.batch.train_samples or batches.samples_after(end)
     evaluation = training.eval_iters * batches.global_batch_size_at_end
     planned = train, (end // training.eval_interval + 1) * evaluation, evaluation
     if max(planned) > MOST_SAMPLES:
         raise ConfigError(
-            f"the run takes {train} samples for training and {planned[1]} for validation, at most {MOST_SAMPLES} are "
-            f"possible: make it shorter than {end} iterations, lower --eval-iters {training.eval_iters}, or raise "
+            f"the run takes {train} samples for training and {planned[1]} for validation, at most "
+            f"{MOST_SAMPLES} are "
+            f"possible: make it shorter than {end} iterations, lower --eval-iters "
+            f"{training.eval_iters}, or raise "
             f"--eval-interval {training.eval_interval}"
         )
     return planned

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: when it saves, what a failed save costs (nothing but that save), and where it resumes."""
+"""Checkpoints of a run: when it saves, what a failed save costs (nothing but that save), and where
+it resumes.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,14 +31,28 @@ if TYPE_CHECKING:  # both import torch's checkpoints, which takes long
     from megatron.checkpoint.save import Saved, Saver
 
 _DUE, _WRITING = "save", "writing"
-_RETRY_S = 60.0  # between a failed save and the next try: a try at every step would slow training and fill the log
+# between a failed save and the next try: a try at every step would slow training and fill the log
+_RETRY_S = 60.0
 
 # Settings that shape learning rate and weight decay over the run.
 SCHEDULE = (
-    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction",
-    "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_wsd_decay_style", "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
-)  # fmt: skip
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_decay_tokens",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_tokens",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
 
 
 @dataclass(frozen=True)
@@ -50,28 +67,47 @@ class Failure:
 class Saves:
     """--save-interval, --save-interval-minutes and --async-save, over the Saver of this rank.
 
-    All ranks call every method. Rank 0 decides on minutes and on the next try after a failure; through `agreement` all
-    ranks learn this, and whether a rank still writes. `saved_iteration` is the last one with a checkpoint in the --save
-    folder, None for none. Each function in `after_save` is called with the time a save took.
+    All ranks call every method. Rank 0 decides on minutes and on the next try after a failure;
+    through `agreement` all ranks learn this, and whether a rank still writes. `saved_iteration` is
+    the last one with a checkpoint in the --save folder, None for none. Each function in
+    `after_save` is called with the time a save took.
     """
 
     def __init__(
-        self, config: Config, saver: Saver, agreement: Agreement, reporter: Reporter, *, engine: Any = None,
-        provenance: Callable[[int], dict[str, Any]] = lambda iteration: {}, saved_iteration: int | None = None,
+        self,
+        config: Config,
+        saver: Saver,
+        agreement: Agreement,
+        reporter: Reporter,
+        *,
+        engine: Any = None,
+        provenance: Callable[[int], dict[str, Any]] = lambda iteration: {},
+        saved_iteration: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = config.checkpoint
-        self._directory, self._interval, self._background = settings.save, settings.save_interval, settings.async_save
+        self._directory, self._interval, self._background = (
+            settings.save,
+            settings.save_interval,
+            settings.async_save,
+        )
         minutes = settings.save_interval_minutes
         self._every_s = None if minutes is None else 60.0 * minutes
-        self._saver, self._reporter, self._engine, self._provenance = saver, reporter, engine, provenance
+        self._saver, self._reporter, self._engine, self._provenance = (
+            saver,
+            reporter,
+            engine,
+            provenance,
+        )
         self._clock, self._last_s = clock, clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
         self.saved_here = False  # whether this job completed a save
         self.failure: Failure | None = None  # of the last save
-        agreement.add_first(_DUE, self._is_time, lambda: self._every_s is not None or self.failure is not None)
+        agreement.add_first(
+            _DUE, self._is_time, lambda: self._every_s is not None or self.failure is not None
+        )
         agreement.add(_WRITING, lambda: int(not saver.written), lambda: saver.pending)
 
     @property
@@ -90,15 +126,15 @@ class Saves:
         return self._interval is not None and iteration % self._interval == 0
 
     def ahead(self, iteration: int, steps: int = 1) -> int:
-        """Return the number of saves before an end after `steps` more steps: the last one, those due, one under way.
-        Only valid on rank 0, whose clock counts."""
+        """Return the number of saves before an end after `steps` more steps: the last one, those
+        due, one under way. Only valid on rank 0, whose clock counts."""
         due = sum(self.at_interval(iteration + i) for i in range(steps))
         return 1 + int(self.under_way) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Save `state`, the result of `iteration` steps. With --async-save this continues in the background, except for
-        the `last` save of a run. Waits for an earlier save that is still being written. Does nothing where this
-        iteration is saved."""
+        """Save `state`, the result of `iteration` steps. With --async-save this continues in the
+        background, except for the `last` save of a run. Waits for an earlier save that is still
+        being written. Does nothing where this iteration is saved."""
         if self._started is not None and (last or self._started != iteration):
             self.settle()
         if iteration in (self.saved_iteration, self._started):
@@ -107,7 +143,9 @@ class Saves:
         self._reporter.say(f"saving checkpoint at iteration {iteration:7d} to {self._directory}")
         self._last_s = self._clock()
         try:
-            saved = self._saver.start(iteration, self._engine, state, self._provenance(iteration), background)
+            saved = self._saver.start(
+                iteration, self._engine, state, self._provenance(iteration), background
+            )
         except CheckpointError as error:
             self._failed(iteration, error, last)
             return
@@ -117,11 +155,17 @@ class Saves:
             self._succeeded(saved, background)
 
     def commit_written(self, agreed: Mapping[str, int]) -> bool:
-        """Complete a save in the background once every rank has written its part; return whether it is complete."""
-        return self.under_way and not agreed.get(_WRITING, True) and self._complete(self._saver.commit)
+        """Complete a save in the background once every rank has written its part; return whether it
+        is complete.
+        """
+        return (
+            self.under_way and not agreed.get(_WRITING, True) and self._complete(self._saver.commit)
+        )
 
     def settle(self) -> bool:
-        """Wait for a save in the background, if any, and complete it; return whether it succeeded."""
+        """Wait for a save in the background, if any, and complete it; return whether it
+        succeeded.
+        """
         return self.under_way and self._complete(self._saver.finish)
 
     def close(self) -> None:
@@ -130,11 +174,14 @@ class Saves:
         self._saver.finish()
 
     def check(self) -> None:
-        """Raise CheckpointError when the last save failed: at the end of the run, which is then incomplete."""
+        """Raise CheckpointError when the last save failed: at the end of the run, which is then
+        incomplete.
+        """
         if self.failure is None:
             return
         raise CheckpointError(
-            f"training up to iteration {self.failure.iteration} is not saved (last good checkpoint: "
+            f"training up to iteration {self.failure.iteration} is not saved (last good "
+            "checkpoint: "
             f"{self._last_good}): {self.failure.reason}"
         )
 
@@ -164,35 +211,52 @@ class Saves:
         say, iteration, seconds = self._reporter.say, saved.iteration, max(saved.elapsed_s, 1e-9)
         say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._directory}")
         say(
-            f"Checkpoint Save GB: {saved.bytes / 1e9:.3f}, GB/Sec: {saved.bytes / 1e9 / seconds:.2f}, "
-            f"Latency(second): {saved.elapsed_s:.3f}" + (f", stall(second): {saved.stall_s:.3f}" if background else "")
+            f"Checkpoint Save GB: {saved.bytes / 1e9:.3f}, GB/Sec: "
+            f"{saved.bytes / 1e9 / seconds:.2f}, "
+            f"Latency(second): {saved.elapsed_s:.3f}"
+            + (f", stall(second): {saved.stall_s:.3f}" if background else "")
         )
         self._reporter.metrics.write(
-            "checkpoint", iteration=iteration, folder=str(saved.folder), size_bytes=saved.bytes,
-            elapsed_s=saved.elapsed_s, stall_s=saved.stall_s, background=background,
-        )  # fmt: skip
+            "checkpoint",
+            iteration=iteration,
+            folder=str(saved.folder),
+            size_bytes=saved.bytes,
+            elapsed_s=saved.elapsed_s,
+            stall_s=saved.stall_s,
+            background=background,
+        )
         if self.failure is not None:
-            say(f" saving works again: iteration {self.failure.iteration} failed, iteration {iteration} is saved")
+            say(
+                f" saving works again: iteration {self.failure.iteration} failed, iteration "
+                f"{iteration} is saved"
+            )
         self.failure, self.saved_iteration, self.saved_here = None, iteration, True
         for call in self.after_save:
             call(saved.elapsed_s)
 
     def _failed(self, iteration: int, error: CheckpointError, last: bool = False) -> None:
         self.failure = Failure(iteration, str(error), self._clock())
-        self._reporter.say(f" ERROR: the checkpoint of iteration {iteration} could not be saved: {error}")
+        self._reporter.say(
+            f" ERROR: the checkpoint of iteration {iteration} could not be saved: {error}"
+        )
         if not last:
             self._reporter.say(
-                f" ERROR: training continues and will try again; until then a failure of the job costs everything "
+                " ERROR: training continues and will try again; until then a failure of the job "
+                "costs everything "
                 f"since the last good checkpoint ({self._last_good})"
             )
         self._reporter.metrics.write("checkpoint_failed", iteration=iteration, reason=str(error))
 
 
-def checkpoint_to_load(config: Config, topology: Topology, reporter: Reporter | None = None) -> Path | None:
-    """Return the newest good checkpoint in the --load folder; None without --load and where there is none at all.
+def checkpoint_to_load(
+    config: Config, topology: Topology, reporter: Reporter | None = None
+) -> Path | None:
+    """Return the newest good checkpoint in the --load folder; None without --load and where there
+    is none at all.
 
-    Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises CheckpointError
-    where all checkpoints are broken, and where --load-tag or --exit-on-missing-checkpoint requires a missing one.
+    Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
+    CheckpointError where all checkpoints are broken, and where --load-tag or
+    --exit-on-missing-checkpoint requires a missing one.
     """
     settings = config.checkpoint
     if not settings.load:
@@ -213,17 +277,25 @@ def checkpoint_to_load(config: Config, topology: Topology, reporter: Reporter | 
     return found.folder
 
 
-def say_found(found: Found | LoadedState, say: Callable[[str], object], metrics: MetricsFile) -> None:
+def say_found(
+    found: Found | LoadedState, say: Callable[[str], object], metrics: MetricsFile
+) -> None:
     """Report why a checkpoint was chosen, and which ones are broken."""
     for note in found.notes:
         say(f" note: {note}")
     for one in found.rejected:
         say(f"WARNING: broken checkpoint {one}\nWARNING: {found.folder} is loaded instead")
-        metrics.write("rejected_checkpoint", folder=str(one.folder), reason=one.reason, instead=str(found.folder))
+        metrics.write(
+            "rejected_checkpoint",
+            folder=str(one.folder),
+            reason=one.reason,
+            instead=str(found.folder),
+        )
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
-    """Return `config` with what --use-checkpoint-args and --use-checkpoint-opt_param-scheduler take from a checkpoint.
+    """Return `config` with what --use-checkpoint-args and --use-checkpoint-opt_param-scheduler take
+    from a checkpoint.
 
     Otherwise the schedule given here holds; the log reports where it differs from the checkpoint's.
     """
@@ -231,20 +303,29 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
         return config
     stored, taken = read_manifest(folder).read_json(CONFIG), dict[str, Any]()
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
-        raise CheckpointError(f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint")
+        raise CheckpointError(
+            f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
+        )
     if config.checkpoint.use_checkpoint_args:
         names = set(ARCHITECTURE) | {"max_position_embeddings"}
         if config.tokenizer.tokenizer_type is not None:
             names.remove("vocab_size")  # the tokenizer defines it, and may add to --vocab-size
         taken |= {name: value for name, value in stored["model"].items() if name in names}
     theirs, ours = stored["optimizer"], plain(config.optimizer)
-    different = {name: theirs[name] for name in SCHEDULE if name in theirs and theirs[name] != ours[name]}
+    different = {
+        name: theirs[name] for name in SCHEDULE if name in theirs and theirs[name] != ours[name]
+    }
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         taken |= different
-    elif different and not (config.checkpoint.override_opt_param_scheduler or config.checkpoint.finetune):
-        listed = ", ".join(f"{name} {ours[name]} (was {value})" for name, value in different.items())
+    elif different and not (
+        config.checkpoint.override_opt_param_scheduler or config.checkpoint.finetune
+    ):
+        listed = ", ".join(
+            f"{name} {ours[name]} (was {value})" for name, value in different.items()
+        )
         reporter.say(
-            f" note: the schedule differs from the checkpoint's and is the one given here: {listed}. "
+            " note: the schedule differs from the checkpoint's and is the one given here: "
+            f"{listed}. "
             f"--use-checkpoint-opt_param-scheduler takes the checkpoint's"
         )
     return config.replace(**taken) if taken else config
@@ -253,7 +334,9 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
-    """Load the result of `checkpoint_to_load` into the engine; return the progress. Raises CheckpointError."""
+    """Load the result of `checkpoint_to_load` into the engine; return the progress. Raises
+    CheckpointError.
+    """
     settings = config.checkpoint
     if folder is None:
         if settings.load:
@@ -282,16 +365,32 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
     missing = sorted(name for name in names if not is_count(state.get(name)))
     if missing:
         raise CheckpointError(
-            f"{folder} does not contain the progress of its run ({', '.join(missing)} missing or not a count): load it "
+            f"{folder} does not contain the progress of its run ({', '.join(missing)} missing or "
+            "not a count): load it "
             f"with --finetune"
         )
-    sources, left_out, losses = state.get("sources", {}), state.get("left_out", []), state.get("recent_losses", [])
+    sources, left_out, losses = (
+        state.get("sources", {}),
+        state.get("left_out", []),
+        state.get("recent_losses", []),
+    )
     if not isinstance(sources, dict) or not all(is_consumed(record) for record in sources.values()):
-        raise CheckpointError(f"{folder} holds a damaged list of data sources: load another checkpoint with --load-tag")
-    if not are_ranges(left_out) or not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
         raise CheckpointError(
-            f"{folder} holds a damaged list of left-out samples or of losses: load another checkpoint with --load-tag"
+            f"{folder} holds a damaged list of data sources: load another checkpoint with "
+            "--load-tag"
+        )
+    if (
+        not are_ranges(left_out)
+        or not isinstance(losses, list)
+        or not all(isinstance(x, float) for x in losses)
+    ):
+        raise CheckpointError(
+            f"{folder} holds a damaged list of left-out samples or of losses: load another "
+            "checkpoint with --load-tag"
         )
     return Progress(
-        **{name: state[name] for name in names}, sources=sources, left_out=left_out, recent_losses=losses
+        **{name: state[name] for name in names},
+        sources=sources,
+        left_out=left_out,
+        recent_losses=losses,
     )

@@ -1,8 +1,9 @@
 """The data of a run: copies on the nodes' disks, index files, and the micro-batches of this rank.
 
-Ranks with nothing to do wait at the store, not in a collective: a copy or an index can take longer than the timeout of
-collectives.
+Ranks with nothing to do wait at the store, not in a collective: a copy or an index can take longer
+than the timeout of collectives.
 """
+
 from __future__ import annotations
 
 import errno
@@ -46,9 +47,13 @@ class Stream(Protocol):
 
 
 class PlaceholderStream:
-    """Micro-batches without content, for stages between the first and the last: only their sample numbers."""
+    """Micro-batches without content, for stages between the first and the last: only their sample
+    numbers.
+    """
 
-    def __init__(self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0) -> None:
+    def __init__(
+        self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
+    ) -> None:
         self.consumed_samples = consumed_samples
         self._chunk, self._offset = micro_batch_size * data_size, micro_batch_size * data_rank
         self._empty = torch.empty(0)
@@ -64,36 +69,53 @@ class PlaceholderStream:
 
 
 def reads_data(config: Config, topology: Topology) -> bool:
-    """Whether this rank's stages read micro-batches: the first for tokens, the last for labels, and all of them when
-    positions or attention depend on where documents end."""
+    """Whether this rank's stages read micro-batches: the first for tokens, the last for labels, and
+    all of them when positions or attention depend on where documents end."""
     ends = topology.pipeline.is_first or topology.pipeline.is_last
     return ends or config.data.reset_position_ids or config.data.reset_attention_mask
 
 
 def open_stream(
-    config: Config, topology: Topology, dataset: TokenDataset | None, consumed_samples: int, eod: int | None,
+    config: Config,
+    topology: Topology,
+    dataset: TokenDataset | None,
+    consumed_samples: int,
+    eod: int | None,
     left_out: Iterable[Sequence[int]] = (),
 ) -> Stream:
-    """Return this rank's micro-batches of `dataset` after the first `consumed_samples`, without the positions that are
-    `left_out`; placeholders where this rank reads no data. Close it when done."""
+    """Return this rank's micro-batches of `dataset` after the first `consumed_samples`, without the
+    positions that are `left_out`; placeholders where this rank reads no data. Close it when
+    done."""
     data, size, group = config.data, config.batch.micro_batch_size, topology.data
     if dataset is None or not reads_data(config, topology):
         return PlaceholderStream(size, group.rank, group.size, consumed_samples)
     return MicroBatchStream(
-        dataset, size, group.rank, group.size, consumed_samples, topology.device,
-        dataloader_type=data.dataloader_type, num_workers=data.num_workers, eod=eod,
-        reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss, vocab_size=config.model.vocab_size, left_out=left_out,
-    )  # fmt: skip
+        dataset,
+        size,
+        group.rank,
+        group.size,
+        consumed_samples,
+        topology.device,
+        dataloader_type=data.dataloader_type,
+        num_workers=data.num_workers,
+        eod=eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        vocab_size=config.model.vocab_size,
+        left_out=left_out,
+    )
 
 
 def staged_locations(
     config: Config, topology: Topology, say: Callable[[str], None], store: dist.Store | None = None
 ) -> dict[str, str]:
-    """Copy the data to --stage-data-to, in one process of each node that reads it; return where to read each prefix.
+    """Copy the data to --stage-data-to, in one process of each node that reads it; return where to
+    read each prefix.
 
-    The result is empty where nothing is staged. All ranks call this and return when all copies are complete. Data that
-    cannot be copied is read from its original place. Raises LaunchError when some rank is not done after WAIT_S.
+    The result is empty where nothing is staged. All ranks call this and return when all copies are
+    complete. Data that cannot be copied is read from its original place. Raises LaunchError when
+    some rank is not done after WAIT_S.
     """
     target = config.data.stage_data_to
     prefixes = [] if target is None else data_prefixes(config)
@@ -101,7 +123,10 @@ def staged_locations(
         return {}
     folder = Path(os.path.expandvars(os.path.expanduser(target)))
     if "$" in str(folder):
-        say(f" note: --stage-data-to {target} names a variable that is not set: data is read from its original place")
+        say(
+            f" note: --stage-data-to {target} names a variable that is not set: data is read from "
+            "its original place"
+        )
         return {}
     store = store or job_store(topology)
     locations: dict[str, str] = {}
@@ -128,10 +153,12 @@ def staged_locations(
 
 
 def copy_to_node(prefix: str, folder: Path) -> str:
-    """Copy the two files of a data set into `folder`, unless an earlier copy exists; return the prefix of the copy.
+    """Copy the two files of a data set into `folder`, unless an earlier copy exists; return the
+    prefix of the copy.
 
-    The copy's name depends on the paths, sizes and times of the originals, so that changed data is copied again. It
-    appears when complete. Raises OSError, also when the files do not fit or change during the copy.
+    The copy's name depends on the paths, sizes and times of the originals, so that changed data is
+    copied again. It appears when complete. Raises OSError, also when the files do not fit or change
+    during the copy.
     """
     files = _identity(prefix)
     mark = hashlib.md5(repr(files).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -164,12 +191,16 @@ def _identity(prefix: str) -> list[tuple[str, int, int]]:
 
 
 def first_builds(
-    config: Config, topology: Topology, build: Callable[[int, int, int], Datasets], say: Callable[[str], None],
+    config: Config,
+    topology: Topology,
+    build: Callable[[int, int, int], Datasets],
+    say: Callable[[str], None],
     store: dist.Store | None = None,
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
 
-    An error on rank 0 becomes a DataError on all ranks. `say` receives what is built and what is waited for.
+    An error on rank 0 becomes a DataError on all ranks. `say` receives what is built and what is
+    waited for.
     """
     if not data_prefixes(config):
         return build
@@ -201,7 +232,9 @@ def first_builds(
 
 def job_store(topology: Topology) -> dist.Store:
     """Return the store that all ranks of the job share."""
-    return dist.HashStore() if topology.world.size == 1 else dist.distributed_c10d._get_default_store()
+    return (
+        dist.HashStore() if topology.world.size == 1 else dist.distributed_c10d._get_default_store()
+    )
 
 
 def _wait(store: dist.Store, key: str, topology: Topology) -> None:
@@ -209,6 +242,9 @@ def _wait(store: dist.Store, key: str, topology: Topology) -> None:
     deadline, pause_s = time.monotonic() + WAIT_S, 0.01
     while not store.check([key]):  # in steps, so that a signal can end it
         if time.monotonic() > deadline:
-            raise LaunchError(f"{key}: not done after {WAIT_S / 3600:g} hours: look at the file systems of the nodes")
+            raise LaunchError(
+                f"{key}: not done after {WAIT_S / 3600:g} hours: look at the file systems of the "
+                "nodes"
+            )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, max(1.0, topology.world.size / 4000))

@@ -1,4 +1,5 @@
 """Generation of text from a trained model, on any layout."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ class Sampling:
 
     temperature   divides the scores; 0 takes the most probable token (greedy)
     top_k         only the k most probable tokens; 0 all
-    top_p         only the smallest set of tokens that together have this probability (Holtzman et al., arXiv
-                  1904.09751); 1 all
+    top_p         only the smallest set of tokens that together have this probability (Holtzman et
+                  al., arXiv 1904.09751); 1 all
     seed          the same seed gives the same text
     """
 
@@ -34,29 +35,39 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}: temperature "
+                f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p "
+                f"{self.top_p}: temperature "
                 f"and top-k must be at least 0, top-p above 0 and at most 1"
             )
 
 
 @torch.no_grad()
 def generate(
-    config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module], prompts: Sequence[Sequence[int]], *,
-    max_new_tokens: int, sampling: Sampling = Sampling(), end_token: int | None = None,
+    config: Config,
+    topology: Topology,
+    chunks: Mapping[str, torch.nn.Module],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    end_token: int | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return only the new ids.
+    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return only the new
+    ids.
 
-    All ranks call this with the same arguments, and every rank gets the result. `chunks` are this rank's stages as
-    returned by build_chunks. Each token costs a pass over the whole text: there is no cache, which is slow for long
-    texts and needs no memory. A text longer than max_position_embeddings is continued from its end. Raises ConfigError
-    for an empty prompt or unknown ids.
+    All ranks call this with the same arguments, and every rank gets the result. `chunks` are this
+    rank's stages as returned by build_chunks. Each token costs a pass over the whole text: there is
+    no cache, which is slow for long texts and needs no memory. A text longer than
+    max_position_embeddings is continued from its end. Raises ConfigError for an empty prompt or
+    unknown ids.
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "the model was built with a vocabulary"
     for prompt in prompts:
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ConfigError(
-                f"a prompt needs at least one token id, all from 0 to {vocab_size - 1}; got {list(prompt)[:8]}"
+                f"a prompt needs at least one token id, all from 0 to {vocab_size - 1}; got "
+                f"{list(prompt)[:8]}"
             )
     model = _Stages(config, topology, chunks)
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -89,21 +100,29 @@ def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     if sampling.top_p < 1:
         ordered, ids = scores.softmax(dim=-1).sort(dim=-1, descending=True)
         beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the tokens before it suffice
-        scores = scores.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), float("-inf"))
+        scores = scores.masked_fill(
+            torch.zeros_like(beyond).scatter(-1, ids, beyond), float("-inf")
+        )
     return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(-1)
 
 
 class _Stages:
-    """The whole model as seen from one rank: a forward pass goes through the stages of all pipeline ranks."""
+    """The whole model as seen from one rank: a forward pass goes through the stages of all pipeline
+    ranks.
+    """
 
-    def __init__(self, config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module]
+    ) -> None:
         self._config, self._topology, self._chunks = config, topology, chunks
         self._last = config.parallel.num_stages - 1
         # Sequence parallelism cuts the text into equal parts.
         self._multiple = topology.tensor.size if config.parallel.sequence_parallel else 1
         self._longest = config.model.max_position_embeddings // self._multiple * self._multiple
 
-    def next_tokens(self, texts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> list[int]:
+    def next_tokens(
+        self, texts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
+    ) -> list[int]:
         """Return the next token of each text, on every rank of this replica of the model."""
         window = [text[-self._longest :] for text in texts]
         batch = self._batch(window)
@@ -128,7 +147,9 @@ class _Stages:
     def _stage(
         self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run one stage on its rank, after it has received the result of the stage before; None on the other ranks."""
+        """Run one stage on its rank, after it has received the result of the stage before; None on
+        the other ranks.
+        """
         pipeline, model = self._topology.pipeline, self._config.model
         here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
         if stage > 0 and pipeline.rank == previous != here:
@@ -139,10 +160,16 @@ class _Stages:
         chunk: Any = self._chunks[str(stage)]
         if stage > 0 and here != previous:
             b, s = batch.tokens.shape
-            dtype = torch.float32 if model.fp32_residual_connection else next(chunk.parameters()).dtype
-            hidden = torch.empty(s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device)
+            dtype = (
+                torch.float32 if model.fp32_residual_connection else next(chunk.parameters()).dtype
+            )
+            hidden = torch.empty(
+                s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device
+            )
             dist.recv(hidden, pipeline.ranks[previous], group=pipeline.handle)
-        out: torch.Tensor = chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
+        out: torch.Tensor = (
+            chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
+        )
         return out
 
     def _batch(self, texts: Sequence[Sequence[int]]) -> MicroBatch:
@@ -151,4 +178,6 @@ class _Stages:
         rows = [list(text) + [0] * (length - len(text)) for text in texts]
         tokens = torch.tensor(rows, dtype=torch.long, device=self._topology.device)
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        return MicroBatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), positions, None, 0)
+        return MicroBatch(
+            tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), positions, None, 0
+        )

@@ -1,13 +1,16 @@
-"""This process on its node: cores, malloc, the device's peak and memory, and the fused kernels that it found.
+"""This process on its node: cores, malloc, the device's peak and memory, and the fused kernels that
+it found.
 
-glibc's malloc is told to keep the memory that a training step frees. By default it returns large blocks to the system
-as soon as they are free, and the next tensor of that size gets new pages, each of which the kernel clears when it is
-first touched. A training step frees and allocates the same sizes over and over, so on a CPU this costs between a few
-per cent and half of its time.
+glibc's malloc is told to keep the memory that a training step frees. By default it returns large
+blocks to the system as soon as they are free, and the next tensor of that size gets new pages, each
+of which the kernel clears when it is first touched. A training step frees and allocates the same
+sizes over and over, so on a CPU this costs between a few per cent and half of its time.
 
-The settings are made in the running process by mallopt(3), and for huge pages by the variable that torch's allocator
-reads. What the user has set takes precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
+The settings are made in the running process by mallopt(3), and for huge pages by the variable that
+torch's allocator reads. What the user has set takes precedence: with a variable for malloc, or a
+preloaded library, malloc is unchanged.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -32,21 +35,25 @@ from megatron.parallel.topology import Topology, compress_ranks
 
 # The parameters of mallopt(3) as malloc.h numbers them.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-# Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of tokens. Larger
-# ones are flat buffers, allocated once; in the heap they would only leave holes. GPT-2 124M in bf16, sequence 512, has
-# its peak at 3,067 MiB by glibc's own rules, at 3,069 with blocks up to 32 MiB kept, and at 3,105 with those up to
-# 1 GiB. glibc before 2.35 accepts no size above half of its HEAP_MAX_SIZE, which is the second one here.
+# Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
+# tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave holes.
+# GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB by glibc's own rules, at 3,069 with
+# blocks up to 32 MiB kept, and at 3,105 with those up to 1 GiB. glibc before 2.35 accepts no size
+# above half of its HEAP_MAX_SIZE, which is the second one here.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
-# The heap's free end is never returned: blocks come and go there in every step. A process keeps the peak of its blocks
-# of this size, which it needs again in the next step; this does not add up over steps or processes of a node.
+# The heap's free end is never returned: blocks come and go there in every step. A process keeps the
+# peak of its blocks of this size, which it needs again in the next step; this does not add up over
+# steps or processes of a node.
 _NEVER_TRIM = -1
-_SET_UP_BLOCK_BYTES = 1 << 20  # while a model is set up, blocks from this size on are mapped one by one
+# while a model is set up, blocks from this size on are mapped one by one
+_SET_UP_BLOCK_BYTES = 1 << 20
 _DEFAULT_TOP_PAD = 128 << 10  # malloc.c, DEFAULT_TOP_PAD
-_TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # with "1", torch asks for huge pages for tensors of 2 MiB and more
+# with "1", torch asks for huge pages for tensors of 2 MiB and more
+_TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _SHOWN = 4  # groups of ranks with different kernels in an error
 
 
-# -- the device --------------------------------------------------------------------------------------------------------
+# -- the device ------------------------------------------------------------------------------------
 
 
 def device_name(device: torch.device) -> str:
@@ -57,17 +64,29 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops_per_s(device: torch.device, dtype_name: str) -> float | None:
-    """Return the peak FLOP/s of the device's matrix units in this format; None for a CPU and unlisted devices."""
-    peak = peak_tflops(torch.cuda.get_device_name(device), dtype_name) if device.type == "cuda" else None
+    """Return the peak FLOP/s of the device's matrix units in this format; None for a CPU and
+    unlisted devices.
+    """
+    peak = (
+        peak_tflops(torch.cuda.get_device_name(device), dtype_name)
+        if device.type == "cuda"
+        else None
+    )
     return None if peak is None else peak * 1e12
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held so far: of the device's allocator, or on a CPU of the process."""
+    """Return the most memory this process has held so far: of the device's allocator, or on a CPU
+    of the process.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # VmHWM; ru_maxrss, which begins with the pages of the process that started this one, only where there is none.
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/status", errors="replace") as file:
+    # VmHWM; ru_maxrss, which begins with the pages of the process that started this one, only where
+    # there is none.
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open("/proc/self/status", errors="replace") as file,
+    ):
         for line in file:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -75,30 +94,42 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory that the device's allocator has reserved, in use or not; None on a CPU."""
+    """Return the most memory that the device's allocator has reserved, in use or not; None on a
+    CPU.
+    """
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
 
-# -- cores -------------------------------------------------------------------------------------------------------------
+# -- cores -----------------------------------------------------------------------------------------
 
 
 def share_cores(device: torch.device, local_world_size: int) -> str:
     """Give each process of a CPU node its share of the cores; return a line for the log.
 
-    Otherwise every process starts a thread per core and they compete. All processes call this after they are connected.
-    OMP_NUM_THREADS takes precedence, unless torchrun set it, to 1 on any node. No process is bound to cores: srun and
-    mpirun do that, and two runs on one node that both bind to its first cores would leave the others idle.
+    Otherwise every process starts a thread per core and they compete. All processes call this after
+    they are connected. OMP_NUM_THREADS takes precedence, unless torchrun set it, to 1 on any node.
+    No process is bound to cores: srun and mpirun do that, and two runs on one node that both bind
+    to its first cores would leave the others idle.
     """
     if device.type != "cpu":
-        return f"threads: {torch.get_num_threads()} per process, for what the CPU does beside the device"
+        return (
+            f"threads: {torch.get_num_threads()} per process, for what the CPU does beside the "
+            "device"
+        )
     mine = os.sched_getaffinity(0)
-    # Whatever this process does with them: others may have another environment, and this is a collective call.
-    masks = masks_on_this_node(mine) if dist.is_initialized() and dist.get_world_size() > 1 else [mine]
+    # Whatever this process does with them: others may have another environment, and this is a
+    # collective call.
+    masks = (
+        masks_on_this_node(mine) if dist.is_initialized() and dist.get_world_size() > 1 else [mine]
+    )
     if os.environ.get("OMP_NUM_THREADS") and not torchrun_chose_threads():
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
     threads = part_of_cores(mine, masks, local_world_size)
     torch.set_num_threads(threads)
-    return f"threads: {threads} per process ({len(mine)} core(s) allowed, {local_world_size} process(es) on the node)"
+    return (
+        f"threads: {threads} per process ({len(mine)} core(s) allowed, {local_world_size} "
+        "process(es) on the node)"
+    )
 
 
 def masks_on_this_node(mine: set[int]) -> list[set[int]]:
@@ -108,11 +139,15 @@ def masks_on_this_node(mine: set[int]) -> list[set[int]]:
     return [mask for host, mask in everywhere if host == socket.gethostname()]
 
 
-def part_of_cores(mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int) -> int:
-    """Return the threads of a process: each core that it may use, divided by the number of processes that may use it.
+def part_of_cores(
+    mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int
+) -> int:
+    """Return the threads of a process: each core that it may use, divided by the number of
+    processes that may use it.
 
-    Processes that srun bound to cores of their own use all of these; those that are not bound share the node. `masks`
-    are those of the processes that were asked, this one's among them; a single mask stands for all of them.
+    Processes that srun bound to cores of their own use all of these; those that are not bound share
+    the node. `masks` are those of the processes that were asked, this one's among them; a single
+    mask stands for all of them.
     """
     if len(masks) == 1:
         return max(1, len(mine) // local_world_size)
@@ -129,19 +164,22 @@ def torchrun_chose_threads() -> bool:
         return False
     try:
         with open(f"/proc/{os.getppid()}/environ", "rb") as file:
-            return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in file.read().split(b"\0"))
+            return not any(
+                entry.startswith(b"OMP_NUM_THREADS=") for entry in file.read().split(b"\0")
+            )
     except OSError:
         return False
 
 
-# -- malloc ------------------------------------------------------------------------------------------------------------
+# -- malloc ----------------------------------------------------------------------------------------
 
 
 def tune_allocator() -> str:
-    """Set malloc up for training on a CPU; return a line for the log with what was done, or why nothing was.
+    """Set malloc up for training on a CPU; return a line for the log with what was done, or why
+    nothing was.
 
-    The settings apply to blocks allocated afterwards; repeated calls are harmless. Huge pages need a process that has
-    not created a tensor yet: torch reads the variable once.
+    The settings apply to blocks allocated afterwards; repeated calls are harmless. Huge pages need
+    a process that has not created a tensor yet: torch reads the variable once.
     """
     libc, reason = _malloc()
     if reason:
@@ -150,19 +188,21 @@ def tune_allocator() -> str:
     _set_first(libc, _M_TRIM_THRESHOLD, (_NEVER_TRIM,))
     huge = os.environ.setdefault(_TORCH_HUGE_PAGES, "1") == "1"
     return (
-        f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, huge pages "
+        f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, huge "
+        "pages "
         f"{'are requested' if huge else f'are not requested ({_TORCH_HUGE_PAGES})'}"
     )
 
 
 @contextlib.contextmanager
 def mapped_blocks() -> Iterator[None]:
-    """Map blocks of a MiB and more individually inside the context: at set-up, after tune_allocator().
+    """Map blocks of a MiB and more individually inside the context: at set-up, after
+    tune_allocator().
 
-    Weights and flat buffers stay to the end of the run, with short-lived copies between them. In a heap that keeps its
-    blocks those would leave holes that fit a step's activations badly. A mapping returns to the system when it is free.
-    At the end malloc is as tune_allocator has set it, and free pages are returned. Does nothing where malloc is not to
-    be changed.
+    Weights and flat buffers stay to the end of the run, with short-lived copies between them. In a
+    heap that keeps its blocks those would leave holes that fit a step's activations badly. A
+    mapping returns to the system when it is free. At the end malloc is as tune_allocator has set
+    it, and free pages are returned. Does nothing where malloc is not to be changed.
     """
     libc, reason = _malloc()
     if reason:
@@ -193,24 +233,28 @@ def _malloc() -> tuple[Any, str]:
 
 def _set_first(libc: Any, parameter: int, values: tuple[int, ...]) -> int | None:
     """Set `parameter` to the first of `values` that malloc accepts; return that one."""
-    return next((v for v in values if libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(v)) == 1), None)
+    return next(
+        (v for v in values if libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(v)) == 1), None
+    )
 
 
-# -- fused kernels -----------------------------------------------------------------------------------------------------
+# -- fused kernels ---------------------------------------------------------------------------------
 
 
 def check_kernels(config: Config, topology: Topology) -> None:
-    """Raise ConfigError, on every rank, unless all ranks have the same fused kernels and choose the same operators.
+    """Raise ConfigError, on every rank, unless all ranks have the same fused kernels and choose the
+    same operators.
 
-    Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and without kernels, so one
-    rank without the library would let the copies drift apart unnoticed.
+    Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
+    without kernels, so one rank without the library would let the copies drift apart unnoticed.
     """
     world, device = topology.world, topology.device
     if world.size == 1:
         return
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
     mine = [library.fingerprint(device.type), choose.bits(fusions)]
-    bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64)  # ~x falls as x rises
+    # ~x falls as x rises
+    bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=world.handle)
     highest = bounds.tolist()
     if highest[:2] == [~value for value in highest[2:]]:
@@ -218,15 +262,22 @@ def check_kernels(config: Config, topology: Topology) -> None:
     chosen = ", ".join(name for name in choose.OPERATORS if getattr(fusions, name)) or "nothing"
     apex = "; normalisation through apex" if fusions.apex_norm else ""
     found: list[Any] = [None] * world.size
-    text = f"{library.find(device.type).line} [{mine[0] & 0xFFFFFFFF:08x}]; through them: {chosen}{apex}"
+    text = (
+        f"{library.find(device.type).line} [{mine[0] & 0xFFFFFFFF:08x}]; through them: "
+        f"{chosen}{apex}"
+    )
     dist.all_gather_object(found, text, group=world.handle)
     ranks: dict[str, list[int]] = {}
     for rank, line in enumerate(found):
         ranks.setdefault(line, []).append(rank)
-    listed = [f"rank{'s' if len(of) > 1 else ''} {compress_ranks(of)}: {line}" for line, of in ranks.items()]
+    listed = [
+        f"rank{'s' if len(of) > 1 else ''} {compress_ranks(of)}: {line}"
+        for line, of in ranks.items()
+    ]
     more = [f"and {len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else []
     raise ConfigError(
         "the ranks have different fused kernels, and with them different dropout masks: "
-        f"{'; '.join(listed[:_SHOWN] + more)}. Build the library once, on a file system that all nodes share (python "
+        f"{'; '.join(listed[:_SHOWN] + more)}. Build the library once, on a file system that all "
+        "nodes share (python "
         f"setup.py build_kernels), or set {library.OVERRIDE}=none for all ranks"
     )

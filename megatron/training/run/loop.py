@@ -1,4 +1,5 @@
 """The training loop."""
+
 from __future__ import annotations
 
 import gc
@@ -24,7 +25,8 @@ from megatron.training.safety.rules import Spike, StepUnderWay
 
 
 def train(run: Run) -> Stop | None:
-    """Train to the last iteration or to a reason to stop, which is returned; measure, report and save on the way.
+    """Train to the last iteration or to a reason to stop, which is returned; measure, report and
+    save on the way.
 
     Raises CheckpointError at the end when the last checkpoint could not be written.
     """
@@ -33,7 +35,9 @@ def train(run: Run) -> Stop | None:
         run.watchdog.start()
     if not run.config.training.skip_train:
         if progress.iteration >= run.total_iterations:
-            run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
+            run.reporter.say(
+                f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}"
+            )
         run.reporter.console.begin(progress.iteration, run.total_iterations)
         with run.topology.flight.phase("training"), saving_what_is_under_way(run):
             stop = train_steps(run)
@@ -46,9 +50,12 @@ def train(run: Run) -> Stop | None:
     else:
         run.reporter.say(stop.reason)
     run.reporter.metrics.write(
-        "end", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
-        skipped_iterations=progress.skipped_iterations, reason=stop.reason if stop else "done",
-    )  # fmt: skip
+        "end",
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        skipped_iterations=progress.skipped_iterations,
+        reason=stop.reason if stop else "done",
+    )
     if run.saves is not None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
@@ -88,12 +95,20 @@ def train_steps(run: Run) -> Stop | None:
             report(run)
         if run.wall_time is not None:  # on average the host is as fast as the device
             ahead = run.wall_time.steps_ahead
-            evaluations = sum((iteration + i) % training.eval_interval == 0 for i in range(1, ahead + 1))
+            evaluations = sum(
+                (iteration + i) % training.eval_interval == 0 for i in range(1, ahead + 1)
+            )
             saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
-            run.wall_time.after_step(time.perf_counter() - start, evaluations=evaluations, saves_ahead=saves)
+            run.wall_time.after_step(
+                time.perf_counter() - start, evaluations=evaluations, saves_ahead=saves
+            )
         if iteration % training.eval_interval == 0:
             validate(run)
-        if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
+        if (
+            training.manual_gc
+            and training.manual_gc_interval
+            and iteration % training.manual_gc_interval == 0
+        ):
             gc.collect()
         stop = between_steps(run)
     run.agreement.read()  # discarded
@@ -101,8 +116,8 @@ def train_steps(run: Run) -> Stop | None:
 
 
 def between_steps(run: Run) -> Stop | None:
-    """Do what was agreed on during the last step: complete a save in the background, save, or stop. Then start the next
-    agreement."""
+    """Do what was agreed on during the last step: complete a save in the background, save, or stop.
+    Then start the next agreement."""
     iteration, agreed = run.progress.iteration, run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
@@ -117,7 +132,9 @@ def between_steps(run: Run) -> Stop | None:
 
 
 def copies_are_due(run: Run) -> bool:
-    """Whether to compare copies of weights after this step: the first one not skipped, or at the flag's interval."""
+    """Whether to compare copies of weights after this step: the first one not skipped, or at the
+    flag's interval.
+    """
     if not run.copies_checked:
         finish_step(run)
         return run.skips.consecutive == 0
@@ -126,8 +143,8 @@ def copies_are_due(run: Run) -> bool:
 
 
 def check_copies(run: Run) -> None:
-    """Compare the copies of weights on several ranks. Where they differ, raises TrainingError or ConfigError on every
-    rank, after a save under way is complete."""
+    """Compare the copies of weights on several ranks. Where they differ, raises TrainingError or
+    ConfigError on every rank, after a save under way is complete."""
     finish_step(run)
     with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
         run.engine.check_copies(f"after iteration {run.progress.iteration}")
@@ -146,10 +163,12 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 
 
 def train_step(run: Run) -> Spike | None:
-    """Train on one global batch: forward and backward through the pipeline, then the optimizer; return its loss spike.
+    """Train on one global batch: forward and backward through the pipeline, then the optimizer;
+    return its loss spike.
 
-    The host does not wait for the step: `finish_step` reads its figures when they are needed, at the latest before the
-    optimizer's next step, whose learning rate depends on whether this one was skipped.
+    The host does not wait for the step: `finish_step` reads its figures when they are needed, at
+    the latest before the optimizer's next step, whose learning rate depends on whether this one was
+    skipped.
     """
     progress, batches = run.progress, run.batches
     run.topology.flight.step(progress.iteration)
@@ -159,7 +178,9 @@ def train_step(run: Run) -> Spike | None:
     per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
     weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
     with run.timers("forward-backward"):
-        losses = run.executor.train(micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights)
+        losses = run.executor.train(
+            micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights
+        )
     finish_step(run)  # the previous one
     at = progress.schedule_position
     lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
@@ -170,9 +191,16 @@ def train_step(run: Run) -> Spike | None:
     progress.advance(samples, run.config.model.seq_length)
     run.count_data()
     run.under_way = StepUnderWay(
-        progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr, loss, micro_batches,
-        losses, weights,
-    )  # fmt: skip
+        progress.iteration,
+        progress.consumed_samples,
+        progress.consumed_tokens,
+        samples,
+        lr,
+        loss,
+        micro_batches,
+        losses,
+        weights,
+    )
     run.reporter.console.update(progress.iteration)
     if not run.spikes.on:
         return None
@@ -183,8 +211,8 @@ def train_step(run: Run) -> Spike | None:
 
 
 def finish_step(run: Run) -> StepRecord | None:
-    """Count the last step, skipped or not, add it to the interval, and return it; None where that was done already. All
-    ranks call this; waits for the device."""
+    """Count the last step, skipped or not, add it to the interval, and return it; None where that
+    was done already. All ranks call this; waits for the device."""
     under_way, run.under_way = run.under_way, None
     if under_way is None:
         return None
@@ -192,10 +220,18 @@ def finish_step(run: Run) -> StepRecord | None:
     check_step(run, under_way, result)
     run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
     step = StepRecord(
-        under_way.iteration, under_way.consumed_samples, under_way.consumed_tokens, under_way.samples,
-        under_way.learning_rate, under_way.loss, result.skipped, result.loss_scale, result.grad_norm, result.num_zeros,
+        under_way.iteration,
+        under_way.consumed_samples,
+        under_way.consumed_tokens,
+        under_way.samples,
+        under_way.learning_rate,
+        under_way.loss,
+        result.skipped,
+        result.loss_scale,
+        result.grad_norm,
+        result.num_zeros,
         result.params_norm,
-    )  # fmt: skip
+    )
     run.interval.add(step)
     run.call("on_step", step)
     return step
@@ -207,7 +243,9 @@ def report(run: Run) -> None:
     if not unfinished and not len(run.interval):
         return
     device = run.topology.device
-    losses, memory = run.interval.reduce(peak_memory_bytes(device), reserved_memory_bytes(device), unfinished)
+    losses, memory = run.interval.reduce(
+        peak_memory_bytes(device), reserved_memory_bytes(device), unfinished
+    )
     finish_step(run)  # behind the wait for the losses
     elapsed_s = run.watch.lap()
     steps = len(run.interval)
@@ -221,8 +259,8 @@ def report(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measure the validation loss inside the loop. The evaluation before the first step and the next one use the same
-    samples, so that a run needs as many samples as in Megatron."""
+    """Measure the validation loss inside the loop. The evaluation before the first step and the
+    next one use the same samples, so that a run needs as many samples as in Megatron."""
     if run.datasets.valid is None or not run.config.training.eval_iters:
         return
     finish_step(run)
@@ -232,22 +270,30 @@ def validate(run: Run) -> None:
 
 
 def final_evaluations(run: Run) -> None:
-    """Measure validation and test loss at the end of the run, unless a signal asks to end: everything is saved then."""
+    """Measure validation and test loss at the end of the run, unless a signal asks to end:
+    everything is saved then.
+    """
     if not run.config.training.eval_iters:
         return
     for name, label, dataset in (
-        ("valid", "validation", run.datasets.valid), ("test", "test", run.datasets.test)
-    ):  # fmt: skip
+        ("valid", "validation", run.datasets.valid),
+        ("test", "test", run.datasets.test),
+    ):
         if run.stop.signalled(run.agreement.now()):
             run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
         elif dataset is not None:
-            prefix = f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from {label} set"
+            prefix = (
+                f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from "
+                f"{label} set"
+            )
             evaluate(run, name, dataset, prefix, advance=False)
     run.agreement.read()  # discarded
 
 
 def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
-    """Measure and report the loss on the next eval_iters global batches of a data set, 'valid' or 'test'."""
+    """Measure and report the loss on the next eval_iters global batches of a data set, 'valid' or
+    'test'.
+    """
     progress, start = run.progress, time.perf_counter()
     position = progress.consumed_valid_samples if name == "valid" else 0
     if position + run.eval_samples > len(dataset):
@@ -255,8 +301,11 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
-        if run.watchdog is not None and run.watchdog.patient:  # until all stages have done this once
-            collectives.all_reduce(torch.zeros((), device=run.topology.device), run.topology.world).item()
+        # until all stages have done this once
+        if run.watchdog is not None and run.watchdog.patient:
+            collectives.all_reduce(
+                torch.zeros((), device=run.topology.device), run.topology.world
+            ).item()
             run.done_before(True)
         return losses
 
@@ -268,15 +317,21 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
         run.chunks.eval()
         try:
             loss = mean_loss(
-                forward, stream, run.topology, run.config.training.eval_iters,
-                run.batches.eval_micro_batches, per_token=run.config.batch.calculate_per_token_loss,
+                forward,
+                stream,
+                run.topology,
+                run.config.training.eval_iters,
+                run.batches.eval_micro_batches,
+                per_token=run.config.batch.calculate_per_token_loss,
                 interrupted=lambda: signalled(run),
-            )  # fmt: skip
+            )
         finally:
             stream.close()
             run.chunks.train()
         if loss is None:
-            run.reporter.say(f" note: the evaluation at {prefix} was interrupted, because a signal asks to end")
+            run.reporter.say(
+                f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
+            )
             return
         if advance:
             progress.consumed_valid_samples = position + run.eval_samples
@@ -287,15 +342,23 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
 
 
 def mean_loss(
-    forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]], stream: Stream, topology: Topology,
-    iterations: int, micro_batches: int, *, per_token: bool = False, interrupted: Callable[[], bool] = lambda: False,
+    forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]],
+    stream: Stream,
+    topology: Topology,
+    iterations: int,
+    micro_batches: int,
+    *,
+    per_token: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
+    """Return the mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel
+    rank.
 
-    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere.
-    Micro-batches have equal weight; with `per_token` each is weighted by its unmasked tokens, so that the result is the
-    mean over tokens. `interrupted` is called before each iteration but the first, on all ranks; once it returns True
-    the result is None. A collective call of the world; every rank gets the result.
+    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list
+    elsewhere. Micro-batches have equal weight; with `per_token` each is weighted by its unmasked
+    tokens, so that the result is the mean over tokens. `interrupted` is called before each
+    iteration but the first, on all ranks; once it returns True the result is None. A collective
+    call of the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
     for iteration in range(iterations):
@@ -315,15 +378,17 @@ def mean_loss(
 
 
 def signalled(run: Run) -> bool:
-    """Whether a signal had asked to end at the previous call, between two iterations of an evaluation."""
+    """Whether a signal had asked to end at the previous call, between two iterations of an
+    evaluation.
+    """
     answer = run.stop.signalled(run.agreement.read())
     run.agreement.post()
     return answer
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save the current state, unless there is no --save folder or it is saved already. The `last` save of a run is
-    complete when this returns; others may continue in the background."""
+    """Save the current state, unless there is no --save folder or it is saved already. The `last`
+    save of a run is complete when this returns; others may continue in the background."""
     if run.saves is None:
         return
     finish_step(run)

@@ -1,7 +1,9 @@
 """Signals, errors and lost output of a process: one clear message, the right exit code, no hang.
 
-Imports no torch: a mistake on the command line is reported at once, and a signal may arrive while torch is imported.
+Imports no torch: a mistake on the command line is reported at once, and a signal may arrive while
+torch is imported.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +24,8 @@ from megatron.errors import LostRankError, MegatronError, flush_output, print_er
 
 EXIT_ERROR = 1  # an error of the program, or a peer's
 EXIT_USER_ERROR = 2  # something the user can fix
-EXIT_LOST_RANK = 75  # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL of sysexits.h)
+# a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL of sysexits.h)
+EXIT_LOST_RANK = 75
 EXIT_INTERRUPTED = 130
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -31,9 +34,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Signals:
     """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
 
-    Only the first one counts: Slurm and people send several. SIGHUP, which a terminal or a connection sends when it
-    closes, stays ignored where it was, as under nohup. Nothing is noted outside of the main thread, where Python allows
-    no signal handlers.
+    Only the first one counts: Slurm and people send several. SIGHUP, which a terminal or a
+    connection sends when it closes, stays ignored where it was, as under nohup. Nothing is noted
+    outside of the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -60,13 +63,15 @@ class Signals:
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error whose writes never fail: what cannot be written is lost, with one note on the
-    other of the two."""
+    """Standard output or standard error whose writes never fail: what cannot be written is lost,
+    with one note on the other of the two."""
 
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write what can be written; return the length of `data` in any case, so that no buffer keeps the rest."""
+        """Write what can be written; return the length of `data` in any case, so that no buffer
+        keeps the rest.
+        """
         reason = "it would have to wait"
         try:
             if (written := super().write(data)) is not None:
@@ -75,15 +80,19 @@ class _Output(io.FileIO):
             reason = error.strerror or str(error)
         if not self.lost:
             self.lost = True
-            text = f"note: {self.name} cannot be written ({reason}): its output is lost, the run continues\n"
+            text = (
+                f"note: {self.name} cannot be written ({reason}): its output is lost, the run "
+                "continues\n"
+            )
             with contextlib.suppress(OSError):
                 os.write(3 - self.fileno(), text.encode())
         return len(data)
 
 
 def guard_output() -> None:
-    """Replace standard output and standard error by streams whose writes never fail. Call this before any file is
-    opened: a closed one gets its descriptor back, so that no file of the run receives what is printed."""
+    """Replace standard output and standard error by streams whose writes never fail. Call this
+    before any file is opened: a closed one gets its descriptor back, so that no file of the run
+    receives what is printed."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -93,7 +102,9 @@ def guard_output() -> None:
         output = _Output(number, "w", closefd=False)
         output.name = f"standard {'output' if number == 1 else 'error'}"
         buffer, old = io.BufferedWriter(output), getattr(sys, name)
-        stream = io.TextIOWrapper(buffer, old and old.encoding, "backslashreplace", line_buffering=True)
+        stream = io.TextIOWrapper(
+            buffer, old and old.encoding, "backslashreplace", line_buffering=True
+        )
         setattr(sys, name, stream)
 
 
@@ -105,13 +116,15 @@ def _output_lost() -> bool:
 def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefix: str = "") -> int:
     """Call `body` and return the exit code; error messages go to standard error.
 
-    `rank` is the rank of this process, or a function that returns it where `body` may change it. A MegatronError is
-    shown without traceback: in full on rank 0, after `prefix` (default: the error's type, which identifies the end of a
-    run in its log), and in one line on the others. Any other exception is shown with its traceback and the rank. After
-    a fatal signal, such as the bus error of a mapped file that was truncated, Python shows where it occurred.
+    `rank` is the rank of this process, or a function that returns it where `body` may change it. A
+    MegatronError is shown without traceback: in full on rank 0, after `prefix` (default: the
+    error's type, which identifies the end of a run in its log), and in one line on the others. Any
+    other exception is shown with its traceback and the rank. After a fatal signal, such as the bus
+    error of a mapped file that was truncated, Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
-        with contextlib.suppress(OSError, AttributeError, RuntimeError):  # standard error is no file
+        # standard error is no file
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
             faulthandler.enable(all_threads=False)
     who = rank if callable(rank) else lambda: rank
     try:
@@ -124,11 +137,13 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return code or (EXIT_ERROR if _output_lost() else 0)  # of --help and the like, whose output is the result
+        # of --help and the like, whose output is the result
+        return code or (EXIT_ERROR if _output_lost() else 0)
     except BrokenPipeError:
         return _reader_left()
     except BaseException as failure:
-        if getattr(failure, "errno", None) == errno.ENAMETOOLONG:  # wherever a name is looked up, as in as_tool
+        # wherever a name is looked up, as in as_tool
+        if getattr(failure, "errno", None) == errno.ENAMETOOLONG:
             print_error(failure, prefix=f"rank {who()}")
             return EXIT_USER_ERROR
         # One write, so that the tracebacks of several ranks do not interleave.
@@ -138,8 +153,8 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Wrap the `main` of a tool: its arguments default to those of this process, and errors of the user or of the
-    system end in a message and exit code 2.
+    """Wrap the `main` of a tool: its arguments default to those of this process, and errors of the
+    user or of the system end in a message and exit code 2.
 
     Characters that the output's encoding lacks, for example in a file name, are shown as escapes.
     """
@@ -169,7 +184,7 @@ def _reader_left() -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once without destructors: after a failure they would wait for peers that are gone, and
-    threads of communication libraries do not survive the end of the interpreter."""
+    """End the process at once without destructors: after a failure they would wait for peers that
+    are gone, and threads of communication libraries do not survive the end of the interpreter."""
     flush_output()
     os._exit(code)

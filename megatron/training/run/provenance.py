@@ -1,9 +1,12 @@
-"""Where a run comes from: what is written beside its checkpoints, and what all of its ranks must have in common.
+"""Where a run comes from: what is written beside its checkpoints, and what all of its ranks must
+have in common.
 
-Each rank announces digests of settings, versions, code, tokenizer and data files when the ranks meet, before torch
-connects anything, and rank 0 compares them. A difference ends the run on every rank: with another seed, learning rate
-or index file on one of them, the ranks would silently train something else.
+Each rank announces digests of settings, versions, code, tokenizer and data files when the ranks
+meet, before torch connects anything, and rank 0 compares them. A difference ends the run on every
+rank: with another seed, learning rate or index file on one of them, the ranks would silently train
+something else.
 """
+
 from __future__ import annotations
 
 import datetime
@@ -33,11 +36,36 @@ from megatron.training.run.host import device_name
 
 # Prefixes of the variables that change what a job computes, or where.
 _KEPT = (
-    "SLURM_JOB", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CLUSTER", "SLURM_RESTART_COUNT", "SLURM_ARRAY", "HIP_", "HSA_",
-    "ROCR_", "ROCM_", "CUDA_", "GPU_MAX_HW_QUEUES", "NCCL_", "RCCL_", "FI_", "MIOPEN_", "OMP_", "MKL_", "PYTORCH_",
-    "TORCH", "DS_", "GLOO_", "MPICH_", "MEGATRON_", "PYTHONHASHSEED", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV",
-    "LMOD_SYSTEM_NAME", "LOADEDMODULES",
-)  # fmt: skip
+    "SLURM_JOB",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+    "SLURM_CLUSTER",
+    "SLURM_RESTART_COUNT",
+    "SLURM_ARRAY",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "ROCM_",
+    "CUDA_",
+    "GPU_MAX_HW_QUEUES",
+    "NCCL_",
+    "RCCL_",
+    "FI_",
+    "MIOPEN_",
+    "OMP_",
+    "MKL_",
+    "PYTORCH_",
+    "TORCH",
+    "DS_",
+    "GLOO_",
+    "MPICH_",
+    "MEGATRON_",
+    "PYTHONHASHSEED",
+    "CONDA_DEFAULT_ENV",
+    "VIRTUAL_ENV",
+    "LMOD_SYSTEM_NAME",
+    "LOADEDMODULES",
+)
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _NAME = "megatron-frontier"
 _PACKAGE = Path(__file__).parents[2]
@@ -47,21 +75,32 @@ _GIT_S = 20.0
 _WAIT_S = 60.0
 
 MAY_DIFFER = {
-    "local_rank", "master_addr", "master_port",  # a process's own place, and how it reaches the first
-    "data_cache_path", "stage_data_to",  # scratch folders of a node
-    "metrics_file", "tensorboard_dir", "trace_dir", "kill_switch_file",  # for one rank alone, or for each by itself
-}  # fmt: skip
+    # a process's own place, and how it reaches the first
+    "local_rank",
+    "master_addr",
+    "master_port",
+    "data_cache_path",
+    "stage_data_to",  # scratch folders of a node
+    # for one rank alone, or for each by itself
+    "metrics_file",
+    "tensorboard_dir",
+    "trace_dir",
+    "kill_switch_file",
+}
 """Names of the settings that may differ between ranks. Those without an effect may differ, too."""
 
-_INDEX_END = 64 << 10  # bytes: offsets add up, so that a longer document anywhere shows at the end of an .idx file
+# bytes: offsets add up, so that a longer document anywhere shows at the end of an .idx file
+_INDEX_END = 64 << 10
 _FILE_END = 16 << 20
 
 
 class Provenance:
-    """The provenance of a checkpoint, which rank 0 writes beside it as JSON; empty on the other ranks.
+    """The provenance of a checkpoint, which rank 0 writes beside it as JSON; empty on the other
+    ranks.
 
-    A thread finds out what takes time (hashes of index files, git) while training begins; where it failed, the record
-    has the reason instead. `places` are node and device of every rank, see Rendezvous.
+    A thread finds out what takes time (hashes of index files, git) while training begins; where it
+    failed, the record has the reason instead. `places` are node and device of every rank, see
+    Rendezvous.
     """
 
     def __init__(self, config: Config, topology: Topology, places: Sequence[str] = ()) -> None:
@@ -76,17 +115,25 @@ class Provenance:
             "program": {"name": _NAME, "version": _version(), "command": sys.argv},
             "versions": versions(),
             "layout": {
-                "world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data,
-                "chunks": config.parallel.num_chunks, "sequence_parallel": config.parallel.sequence_parallel,
-                "zero_stage": config.engine.zero_stage, "rank_order": layout.order,
+                "world": layout.world_size,
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "data": layout.data,
+                "chunks": config.parallel.num_chunks,
+                "sequence_parallel": config.parallel.sequence_parallel,
+                "zero_stage": config.engine.zero_stage,
+                "rank_order": layout.order,
             },
             "device": device_name(topology.device),
-            "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places)) or [platform.node()],
+            "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places))
+            or [platform.node()],
             "environment": environment(os.environ),
             "user": _user(),
             "started": _now(),
-        }  # fmt: skip
-        self._thread = threading.Thread(target=self._look, args=(config,), name="provenance", daemon=True)
+        }
+        self._thread = threading.Thread(
+            target=self._look, args=(config,), name="provenance", daemon=True
+        )
         self._thread.start()
 
     def __call__(self, iteration: int) -> dict[str, Any]:
@@ -96,7 +143,14 @@ class Provenance:
         self._thread.join(self._wait_s)
         self._wait_s = 0.0  # do not wait at every save for a call that hangs
         absent = {"reason": "not found out in time"}
-        return {**self._here, "git": absent, "data": absent, **self._found, "iteration": iteration, "saved": _now()}
+        return {
+            **self._here,
+            "git": absent,
+            "data": absent,
+            **self._found,
+            "iteration": iteration,
+            "saved": _now(),
+        }
 
     def _look(self, config: Config) -> None:
         self._found["git"] = git_revision(_PACKAGE)
@@ -108,28 +162,41 @@ def versions() -> dict[str, str | None]:
     import deepspeed
 
     return {
-        "python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__,
-        "numpy": np.__version__, "rocm": torch.version.hip, "cuda": torch.version.cuda, "system": platform.platform(),
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "numpy": np.__version__,
+        "rocm": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "system": platform.platform(),
+    }
 
 
 def git_revision(folder: Path) -> dict[str, Any]:
-    """Return {"revision", "dirty"} of the work tree that holds `folder`; without one "revision" is None, with "reason".
+    """Return {"revision", "dirty"} of the work tree that holds `folder`; without one "revision" is
+    None, with "reason".
 
-    For a copy without .git the variable MEGATRON_REVISION supplies it, as "<revision>" or "<revision> dirty".
+    For a copy without .git the variable MEGATRON_REVISION supplies it, as "<revision>" or
+    "<revision> dirty".
     """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_S, check=True, stdin=subprocess.DEVNULL,
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        )  # fmt: skip
+        )
         return done.stdout.strip()
 
     try:
         revision = git("rev-parse", "HEAD")
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may be inside another work tree
+        # an installed copy may be inside another work tree
+        git("ls-files", "--error-unmatch", "__init__.py")
     except subprocess.CalledProcessError as error:
         given = os.environ.get("MEGATRON_REVISION", "").split()
         if given:
@@ -139,25 +206,38 @@ def git_revision(folder: Path) -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         return {"revision": None, "dirty": None, "reason": str(error)}
     try:
-        return {"revision": revision, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {
+            "revision": revision,
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
     except (OSError, subprocess.SubprocessError) as error:
         return {"revision": revision, "dirty": None, "reason": str(error)}
 
 
 def data_identity(prefix: str) -> dict[str, Any]:
-    """Return what distinguishes a pair of data files from another of the same name: sizes in bytes, and a digest of the
-    .idx file, which holds the length of every document; above 256 MiB, of its first and last MiB."""
+    """Return what distinguishes a pair of data files from another of the same name: sizes in bytes,
+    and a digest of the .idx file, which holds the length of every document; above 256 MiB, of its
+    first and last MiB."""
     try:
         size = os.path.getsize(prefix + ".bin")
         index_size = os.path.getsize(prefix + ".idx")
         whole = index_size <= _WHOLE
-        found = file_digest(prefix + ".idx")[1] if whole else ends_digest(prefix + ".idx", index_size, _END)
+        found = (
+            file_digest(prefix + ".idx")[1]
+            if whole
+            else ends_digest(prefix + ".idx", index_size, _END)
+        )
     except OSError as error:
         return {"prefix": prefix, "reason": str(error)}
     return {
-        "prefix": prefix, "bin_bytes": size, "idx_bytes": index_size, "idx_digest": found,
-        "digest_of": "xxh3-128 of the .idx file" if whole else "xxh3-128 of the first and last MiB of the .idx file",
-    }  # fmt: skip
+        "prefix": prefix,
+        "bin_bytes": size,
+        "idx_bytes": index_size,
+        "idx_digest": found,
+        "digest_of": "xxh3-128 of the .idx file"
+        if whole
+        else "xxh3-128 of the first and last MiB of the .idx file",
+    }
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -170,7 +250,9 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ends_digest(path: str | os.PathLike[str], size: int, end: int) -> str:
-    """Return the digest of the first and last `end` bytes of a file of `size` bytes. Raises OSError."""
+    """Return the digest of the first and last `end` bytes of a file of `size` bytes. Raises
+    OSError.
+    """
     with open(path, "rb") as f:
         first = f.read(end)
         f.seek(max(size - end, len(first)))
@@ -197,26 +279,30 @@ def _now() -> str:
 
 
 def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
-    """Return the settings of this process and, in the first process of each node, digests of its files.
+    """Return the settings of this process and, in the first process of each node, digests of its
+    files.
 
     `placement` describes how ranks are placed on devices (Placing.agreed).
     """
     values = config.to_dict()
     own = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
     settings: dict[str, Any] = {
-        option.flag: values[name] for name, option in all_options().items()
+        option.flag: values[name]
+        for name, option in all_options().items()
         if name not in MAY_DIFFER and not option.inert and not option.internal
-    }  # fmt: skip
+    }
     found = {name: version for name, version in versions().items() if name != "system"}  # of a node
     alike = {"settings": {**settings, **own, "placement": placement, **found}}
     return alike if launch.local_rank else {**alike, "files": dict(files(config))}
 
 
 def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]:
-    """Yield name, and size with digest, of source, tokenizer and data files; of long ones only the ends are read.
+    """Yield name, and size with digest, of source, tokenizer and data files; of long ones only the
+    ends are read.
 
-    For code the content counts, because copies of one clone have different times. One process of a node reads it: a
-    two hundredth of what its processes have just imported from the same file system.
+    For code the content counts, because copies of one clone have different times. One process of a
+    node reads it: a two hundredth of what its processes have just imported from the same file
+    system.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     own = {*config.pieces.files(), *([main] if main else [])}
@@ -239,7 +325,9 @@ def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]
 
 
 def _file(path: Path, end: int) -> str:
-    """Return size and digest of a file, of its first and last `end` bytes if it is longer; or why it cannot be read."""
+    """Return size and digest of a file, of its first and last `end` bytes if it is longer; or why
+    it cannot be read.
+    """
     try:
         if not path.is_file():
             return "no file"

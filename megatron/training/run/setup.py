@@ -1,4 +1,7 @@
-"""Set-up of a run, in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
+"""Set-up of a run, in the order in which it reads: processes, layout, tokenizer, data, model,
+engine, checkpoint.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -39,7 +42,12 @@ from megatron.training.report.metrics import Interval, Rates
 from megatron.training.report.reporter import Reporter
 from megatron.training.report.timers import Profiler, Stragglers, Timers
 from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
-from megatron.training.run.checkpoints import Saves, checkpoint_to_load, load_checkpoint, with_checkpoint_settings
+from megatron.training.run.checkpoints import (
+    Saves,
+    checkpoint_to_load,
+    load_checkpoint,
+    with_checkpoint_settings,
+)
 from megatron.training.run.data import first_builds, open_stream, staged_locations
 from megatron.training.run.host import (
     check_kernels,
@@ -61,14 +69,20 @@ _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
 
 
 def run_training(
-    config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None,
-    renumbered: Callable[[int], object] | None = None, environment: Sequence[str] = (), ranks: RankPlan | None = None,
+    config: Config,
+    launch: Launch | None = None,
+    signals: Signals | None = None,
+    started: float | None = None,
+    renumbered: Callable[[int], object] | None = None,
+    environment: Sequence[str] = (),
+    ranks: RankPlan | None = None,
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
-    `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime. `environment`
-    are lines for the log (see megatron.parallel.environment.job_environment). `ranks` place them on a known machine;
-    without it only --rank-order and --device-order change anything.
+    `signals` are entered already; `started` is when the program began, by time.monotonic, for
+    --walltime. `environment` are lines for the log (see
+    megatron.parallel.environment.job_environment). `ranks` place them on a known machine; without
+    it only --rank-order and --device-order change anything.
     """
     launch = launch or detect_launch()
     started = time.monotonic() if started is None else started
@@ -86,18 +100,26 @@ def run_training(
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
-        # Only rank 0 prints the places; thousands of ranks reading the list would cost the store much.
+        # Only rank 0 prints the places; thousands of ranks reading the list would cost the store
+        # much.
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
-            host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *environment, *host]
+            host = [
+                *ranks.describe(),
+                *(f"note: {notice}" for notice in rendezvous.notices),
+                *environment,
+                *host,
+            ]
         topology, lines = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
         if claim is not None:
-            from megatron.checkpoint.together import decided_by_first  # imports torch's checkpoints, which takes long
+            # imports torch's checkpoints, which takes long
+            from megatron.checkpoint.together import decided_by_first
 
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         run = assemble(config, topology, places, [*host, *lines], signals, started)
         trace_file = Variables(os.environ).first(TRACE_FILE)
-        if launch.rank == 0 and trace_file is not None:  # torch's flight recorder does not create its folder
+        # torch's flight recorder does not create its folder
+        if launch.rank == 0 and trace_file is not None:
             with contextlib.suppress(OSError):
                 Path(os.environ[trace_file]).parent.mkdir(parents=True, exist_ok=True)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
@@ -126,24 +148,40 @@ def run_training(
 
 
 def requeue_lost(run: Run) -> None:
-    """Requeue the job after another rank is lost, where --requeue is given. One rank calls this. A job that has not
-    saved anything is not requeued: it would come back for ever."""
+    """Requeue the job after another rank is lost, where --requeue is given. One rank calls this. A
+    job that has not saved anything is not requeued: it would come back for ever."""
     if not run.config.training.requeue:
         return
     say = partial(print, file=sys.stderr, flush=True)
     if run.saves is None or not run.saves.saved_here:
-        say(" note: the job is not put back into the queue: it has not saved a checkpoint since it began")
+        say(
+            " note: the job is not put back into the queue: it has not saved a checkpoint since it "
+            "began"
+        )
         return
     requeue(os.environ, say)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` is how a rank sees the failure of another one: a broken connection or a collective's timeout."""
+    """Whether `error` is how a rank sees the failure of another one: a broken connection or a
+    collective's timeout.
+    """
     if isinstance(error, LaunchError | dist.DistError):
         return True
     text = str(error)
-    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
-    return isinstance(error, RuntimeError) and not isinstance(error, MegatronError) and any(s in text for s in signs)
+    signs = (
+        "gloo",
+        "NCCL",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out",
+    )
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, MegatronError)
+        and any(s in text for s in signs)
+    )
 
 
 def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
@@ -158,28 +196,48 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 def connect_groups(
     config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
 ) -> tuple[Topology, list[str]]:
-    """Create the groups of the layout and use each once; return them and lines for the log. Raises LaunchError."""
+    """Create the groups of the layout and use each once; return them and lines for the log. Raises
+    LaunchError.
+    """
     parallel = config.parallel
-    untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
+    untied = (
+        config.model.untie_embeddings_and_output_weights
+        and not config.checkpoint.use_checkpoint_args
+    )
     topology = Topology.create(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=rendezvous.device,
-        timeout=timeout, tied_embeddings=not untied, flight=rendezvous.flight, order=rank_order,
-    )  # fmt: skip
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        device=rendezvous.device,
+        timeout=timeout,
+        tied_embeddings=not untied,
+        flight=rendezvous.flight,
+        order=rank_order,
+    )
     start = time.monotonic()
     with topology.flight.phase("groups"):
         # Before torch gives up, which knows less, or RCCL, which does not give up.
-        uses = check_groups(topology, rendezvous, _FIRST_SHARE * timeout.total_seconds(), parallel.num_chunks > 1)
-    took = f"groups: {uses} collectives and exchanges, the first of each, in {time.monotonic() - start:.2f} s"
+        uses = check_groups(
+            topology, rendezvous, _FIRST_SHARE * timeout.total_seconds(), parallel.num_chunks > 1
+        )
+    took = (
+        f"groups: {uses} collectives and exchanges, the first of each, in "
+        f"{time.monotonic() - start:.2f} s"
+    )
     return topology, [took] if uses else []
 
 
 def assemble(
-    config: Config, topology: Topology, places: Sequence[str] = (), host: Sequence[str] = (),
-    signals: Signals | None = None, started: float | None = None,
+    config: Config,
+    topology: Topology,
+    places: Sequence[str] = (),
+    host: Sequence[str] = (),
+    signals: Signals | None = None,
+    started: float | None = None,
 ) -> Run:
     """Build this rank's parts of the run that `config` describes.
 
-    Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes. Raises MegatronError.
+    Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes.
+    Raises MegatronError.
     """
     device = topology.device
     torch.manual_seed(config.training.seed)
@@ -196,7 +254,9 @@ def assemble(
     samples = planned_samples(config, batches)
     eod = tokenizer.eod if tokenizer is not None else None
     staged = staged_locations(config, topology, reporter.say)
-    build = partial(build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0)
+    build = partial(
+        build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
+    )
     build_in_turn = first_builds(config, topology, build, reporter.say)
     datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
@@ -206,21 +266,38 @@ def assemble(
         chunks = build_chunks(config, topology)
         here = sum(p.numel() for p in chunks.parameters())
         parameters = formulas.parameters_of(config)
-        reporter.say(f" > number of parameters: {parameters}, of which (with vocabulary padding) on rank 0: {here}")
+        reporter.say(
+            f" > number of parameters: {parameters}, of which (with vocabulary padding) on rank 0: "
+            f"{here}"
+        )
         engine = Engine(config, topology, chunks)
     chunks.train()
     with topology.flight.phase("loading"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
-    loaded_here = progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None
+    loaded_here = (
+        progress.iteration
+        if checkpoint and config.checkpoint.load == config.checkpoint.save
+        else None
+    )
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
     layout, all_versions = topology.layout, versions()
     reporter.metrics.write(
-        "start", iteration=progress.iteration, config=config.to_dict(),
-        layout={"world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
-        rank_order=layout.order, places=list(places), device=device_name(device), parameters=parameters,
+        "start",
+        iteration=progress.iteration,
+        config=config.to_dict(),
+        layout={
+            "world": layout.world_size,
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+        },
+        rank_order=layout.order,
+        places=list(places),
+        device=device_name(device),
+        parameters=parameters,
         versions={name: all_versions[name] for name in ("python", "torch", "deepspeed")},
-    )  # fmt: skip
+    )
     ledger: Ledger | None = None
     if datasets.train is not None and not config.training.skip_train:
         order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
@@ -271,13 +348,19 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
     if not config.training.hang_timeout:
         return None
     folder = config.metrics_path.parent if config.metrics_path is not None else None
-    # The first use of anything may take nearly as long as torch waits: naming the rank that is late is better.
+    # The first use of anything may take nearly as long as torch waits: naming the rank that is late
+    # is better.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
     return Watchdog(rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
 
 def build_saves(
-    config: Config, topology: Topology, engine: Engine, reporter: Reporter, agreement: Agreement, places: Sequence[str],
+    config: Config,
+    topology: Topology,
+    engine: Engine,
+    reporter: Reporter,
+    agreement: Agreement,
+    places: Sequence[str],
     saved_iteration: int | None,
 ) -> Saves | None:
     """Return when and how the run saves; None without --save."""
@@ -292,18 +375,32 @@ def build_saves(
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
         if topology.device.type == "cuda":
-            reporter.say(f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank 0's copy, "
-                         f"after {time.monotonic() - start:.1f} s")  # fmt: skip
+            reporter.say(
+                f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank "
+                "0's copy, "
+                f"after {time.monotonic() - start:.1f} s"
+            )
     provenance = Provenance(config, topology, places)
     return Saves(
-        config, saver, agreement, reporter, engine=engine, provenance=provenance, saved_iteration=saved_iteration
+        config,
+        saver,
+        agreement,
+        reporter,
+        engine=engine,
+        provenance=provenance,
+        saved_iteration=saved_iteration,
     )
 
 
 def build_wall_time(
-    config: Config, topology: Topology, reporter: Reporter, saves: Saves | None, started: float | None
+    config: Config,
+    topology: Topology,
+    reporter: Reporter,
+    saves: Saves | None,
+    started: float | None,
 ) -> WallTime | None:
-    """Return the end of the job by --walltime or, where there is something to save, by Slurm; None without either.
+    """Return the end of the job by --walltime or, where there is something to save, by Slurm; None
+    without either.
 
     Rank 0 watches the clock for all ranks.
     """
@@ -320,12 +417,16 @@ def build_wall_time(
     elif topology.world.is_first:
         end = SlurmEnd(os.environ, reporter.say)
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    steps_ahead = 1 if topology.world.size == 1 else 2  # the agreement of several ranks takes one more step
+    # the agreement of several ranks takes one more step
+    steps_ahead = 1 if topology.world.size == 1 else 2
     wall_time = WallTime(end, state_bytes, config.training.eval_iters, steps_ahead)
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
-    reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is assumed to "
-                 f"take {wall_time.save_s:.0f} s")  # fmt: skip
+    reporter.say(
+        " wall time: the run saves and ends in time. Until its first save is measured, one is "
+        "assumed to "
+        f"take {wall_time.save_s:.0f} s"
+    )
     return wall_time
 
 
@@ -334,16 +435,26 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
     t = config.tokenizer
     if t.tokenizer_type is None:
         if config.model.vocab_size is None:
-            raise ConfigError("the vocabulary size is unknown: give --tokenizer-type and its files, or --vocab-size")
+            raise ConfigError(
+                "the vocabulary size is unknown: give --tokenizer-type and its files, or "
+                "--vocab-size"
+            )
         return None
     return build_tokenizer(**dataclasses.asdict(t), vocab_size=config.model.vocab_size)
 
 
 def extended(
-    config: Config, batches: BatchSchedule, datasets: Datasets, build: Callable[[int, int, int], Datasets],
-    planned: tuple[int, int, int], progress: Progress, end: int,
+    config: Config,
+    batches: BatchSchedule,
+    datasets: Datasets,
+    build: Callable[[int, int, int], Datasets],
+    planned: tuple[int, int, int],
+    progress: Progress,
+    end: int,
 ) -> Datasets:
-    """Return `datasets`, or longer ones where a run resumed with another batch size takes more samples than planned."""
+    """Return `datasets`, or longer ones where a run resumed with another batch size takes more
+    samples than planned.
+    """
     needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
     if config.training.skip_train or needed <= planned[0]:
         return datasets
@@ -353,7 +464,11 @@ def extended(
 def rates(config: Config, topology: Topology) -> Rates:
     """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
     model, recompute, parallel = config.model, config.recompute, config.parallel
-    layers = recompute.recompute_num_layers * parallel.num_stages if recompute.recompute_method == "block" else None
+    layers = (
+        recompute.recompute_num_layers * parallel.num_stages
+        if recompute.recompute_method == "block"
+        else None
+    )
     again = formulas.recompute_flops_per_token(
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
@@ -368,7 +483,11 @@ def rates(config: Config, topology: Topology) -> Rates:
 
 
 def describe_setup(
-    config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, host: Sequence[str]
+    config: Config,
+    topology: Topology,
+    places: Sequence[str],
+    reporter: Reporter,
+    host: Sequence[str],
 ) -> None:
     """Print the layout, the host and the settings of the run."""
     reporter.say(topology.describe(places))
@@ -388,21 +507,32 @@ def describe_setup(
     assert model.vocab_size is not None, "the tokenizer was read"
     padded = model.padded_vocab_size(topology.tensor.size)
     dummies = padded - model.vocab_size
-    reporter.say(f" > padded vocab (size: {model.vocab_size}) with {dummies} dummy tokens (new size: {padded})")
+    reporter.say(
+        f" > padded vocab (size: {model.vocab_size}) with {dummies} dummy tokens (new size: "
+        f"{padded})"
+    )
 
 
 def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
     """Print the number of samples of each data set, and notes on padding and missing data."""
     found = ((name, getattr(datasets, name)) for name in SPLIT_NAMES)
-    listed = ", ".join(f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found)
+    listed = ", ".join(
+        f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found
+    )
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
     if datasets.train is not None and config.data.data_packing == "best-fit":
-        padding = {s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)}
+        padding = {
+            s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)
+        }
         if padding:
             most = max(padding, key=lambda name: padding[name])
-            share = f"{padding[most]:.3f} % of the tokens" if len(padding) == 1 else (
-                f"up to {padding[most]:.3f} % of the tokens of a source (the most in {most})"
+            share = (
+                f"{padding[most]:.3f} % of the tokens"
+                if len(padding) == 1
+                else (f"up to {padding[most]:.3f} % of the tokens of a source (the most in {most})")
             )
             reporter.say(f" > packed by best fit: {share} are padding")
     if datasets.valid is None and config.training.eval_iters:
-        reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
+        reporter.say(
+            " note: no validation data, so no validation loss: see --split and --valid-data-path"
+        )

@@ -1,4 +1,5 @@
 """The run: everything that the loop works with, put together by setup.py."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,8 +35,10 @@ class Run:
     wall_time       None where the end of the job is unknown
     stragglers      None without --straggler-report
     watchdog        patient until the first step is done; None with --hang-timeout 0
-    copies_checked  whether copies of weights were compared after a step of this job that was not skipped
-    under_way       the last step, until its figures are read: `progress` does not know yet whether it was skipped
+    copies_checked  whether copies of weights were compared after a step of this job that was not
+                    skipped
+    under_way       the last step, until its figures are read: `progress` does not know yet whether
+                    it was skipped
     """
 
     config: Config
@@ -82,17 +85,22 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Return a copy of `progress` for a checkpoint.
 
-        Dropout masks and the order of the data are functions of seed and position, so there is no generator state.
+        Dropout masks and the order of the data are functions of seed and position, so there is no
+        generator state.
         """
         if self.ledger is not None:
             self.progress.sources = self.ledger.record()
         return dataclasses.asdict(self.progress)
 
     def count_data(self) -> None:
-        """Count the samples of the last step in the ledger, and report which sources begin a new epoch."""
+        """Count the samples of the last step in the ledger, and report which sources begin a new
+        epoch.
+        """
         if self.ledger is not None:
             for source, epoch in self.ledger.advance(self.progress.consumed_samples):
-                self.reporter.say(f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}")
+                self.reporter.say(
+                    f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}"
+                )
 
     def account_data(self) -> None:
         """Report what was taken of each source, if anything since the last report."""
@@ -101,7 +109,9 @@ class Run:
             self.accounted_iteration = self.progress.iteration
 
     def done_before(self, before: bool) -> None:
-        """Set whether what comes next was done before: what is done for the first time may take longer."""
+        """Set whether what comes next was done before: what is done for the first time may take
+        longer.
+        """
         if self.watchdog is not None:
             self.watchdog.patient = not before
 

@@ -1,4 +1,7 @@
-"""When a run ends before its last iteration: what its ranks agree on, the time that the job has left, and --requeue."""
+"""When a run ends before its last iteration: what its ranks agree on, the time that the job has
+left, and --requeue.
+"""
+
 from __future__ import annotations
 
 import signal
@@ -26,18 +29,23 @@ from megatron.training.run.process import Signals
 _ASK_EVERY_S = 60.0  # a job may be extended or cut short
 _ANSWER_S = 30.0  # a busy controller takes long to answer
 _RECENT_STEPS = 100  # the next step is expected to take as long as the longest of these
-_SPREAD = 1.5  # a save may take this much longer than the longest so far: a parallel file system is shared
-_MARGIN_S = 30.0  # to end the processes; Slurm counts whole seconds and checks limits only periodically
-_GUESSED_BYTES_PER_S = 100e6  # per rank, until the first save is measured: low even for a busy file system
+# a save may take this much longer than the longest so far: a parallel file system is shared
+_SPREAD = 1.5
+# to end the processes; Slurm counts whole seconds and checks limits only periodically
+_MARGIN_S = 30.0
+# per rank, until the first save is measured: low even for a busy file system
+_GUESSED_BYTES_PER_S = 100e6
 
 
 class Agreement:
-    """Numbers of which every rank needs the maximum: a signal that one rank received, a decision of rank 0.
+    """Numbers of which every rank needs the maximum: a signal that one rank received, a decision of
+    rank 0.
 
-    Each user adds its numbers once, in the same order on every rank. They are reduced from host memory, independently
-    of the device, and no step waits for them: `post` starts the reduction after one step, `read` returns the result
-    after the next, the same on every rank. `own` is called when the reduction starts, so its value must still be valid
-    one step later. Nothing is communicated while all numbers are off. A single rank gets its own numbers at once.
+    Each user adds its numbers once, in the same order on every rank. They are reduced from host
+    memory, independently of the device, and no step waits for them: `post` starts the reduction
+    after one step, `read` returns the result after the next, the same on every rank. `own` is
+    called when the reduction starts, so its value must still be valid one step later. Nothing is
+    communicated while all numbers are off. A single rank gets its own numbers at once.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -46,13 +54,17 @@ class Agreement:
         self._posted: tuple[npt.NDArray[np.int32], list[str], Any] | None = None
 
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
-        """Agree on `name` from now on. `own` returns this rank's number, 0 or more. `on` says whether the number is
-        needed now and must return the same on every rank."""
+        """Agree on `name` from now on. `own` returns this rank's number, 0 or more. `on` says
+        whether the number is needed now and must return the same on every rank."""
         assert name not in self._own, f"{name} is agreed on already"
         self._own[name] = (own, on)
 
-    def add_first(self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True) -> None:
-        """Like `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may differ on other ranks."""
+    def add_first(
+        self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Like `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may differ on other
+        ranks.
+        """
         first = self._topology.world.is_first
         self.add(name, lambda: int(first and decide()), on)
 
@@ -61,11 +73,15 @@ class Agreement:
         assert self._posted is None, "one reduction at a time"
         if self._topology.world.size > 1 and (own := self._current()):
             numbers = np.array(list(own.values()), np.int32)
-            work = collectives.all_reduce_async(torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX)
+            work = collectives.all_reduce_async(
+                torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX
+            )
             self._posted = numbers, list(own), work
 
     def read(self) -> Mapping[str, int]:
-        """Return the maximum over all ranks of each number that was on in `post`. All ranks call this."""
+        """Return the maximum over all ranks of each number that was on in `post`. All ranks call
+        this.
+        """
         if self._topology.world.size == 1:
             return self._current()
         if self._posted is None:
@@ -75,7 +91,9 @@ class Agreement:
         return dict(zip(names, numbers.tolist(), strict=True))
 
     def now(self) -> Mapping[str, int]:
-        """Return the maxima of this moment and discard those under way. All ranks call this and wait."""
+        """Return the maxima of this moment and discard those under way. All ranks call this and
+        wait.
+        """
         self.read()
         self.post()
         return self.read()
@@ -86,21 +104,28 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends early. `requeue` is set when the job ends although the user wants the run to continue."""
+    """Why a run ends early. `requeue` is set when the job ends although the user wants the run to
+    continue.
+    """
 
     reason: str
     requeue: bool = False
 
 
 class StopRules:
-    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, --kill-switch-file and --walltime.
+    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, --kill-switch-file and
+    --walltime.
 
-    Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several ranks they take
-    effect one step later (Agreement). Rules that are off cost no communication.
+    Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several
+    ranks they take effect one step later (Agreement). Rules that are off cost no communication.
     """
 
     def __init__(
-        self, config: Config, agreement: Agreement, signals: Signals, wall_time: WallTime | None = None,
+        self,
+        config: Config,
+        agreement: Agreement,
+        signals: Signals,
+        wall_time: WallTime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         training, start = config.training, clock()
@@ -118,29 +143,42 @@ class StopRules:
             agreement.add_first("wall time", wall_time.is_ending)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop after `iteration`, given what the ranks agreed on; None to continue."""
+        """Return why to stop after `iteration`, given what the ranks agreed on; None to
+        continue.
+        """
         stop = self._stop(iteration, agreed)
         if stop is None and self._interval and iteration % self._interval == 0:
             return Stop(f"exiting program at iteration {iteration}")
         return stop
 
     def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Like `check`, before the first step: without --exit-interval, which counts finished steps. A job too short
-        for a single step is not requeued, because the next one would end the same way."""
+        """Like `check`, before the first step: without --exit-interval, which counts finished
+        steps. A job too short for a single step is not requeued, because the next one would end the
+        same way."""
         stop = self._stop(iteration, agreed)
         if stop is None or self.signalled(agreed) or not stop.requeue:
             return stop
-        return Stop(f"{stop.reason}: not enough for one step, so that another job like it would not help either")
+        return Stop(
+            f"{stop.reason}: not enough for one step, so that another job like it would not help "
+            "either"
+        )
 
     def _stop(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
         if self.signalled(agreed):
-            return Stop(f"exiting program after receiving {signal.Signals(agreed['signal']).name}", requeue=True)
+            return Stop(
+                f"exiting program after receiving {signal.Signals(agreed['signal']).name}",
+                requeue=True,
+            )
         if agreed.get("kill switch"):
-            return Stop(f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists")
+            return Stop(
+                f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists"
+            )
         if agreed.get("duration"):
             return Stop(f"exiting program after {self._minutes():.2f} minutes")
         if agreed.get("wall time"):
-            return Stop(f"exiting program at iteration {iteration}: {self._wall_time}", requeue=True)
+            return Stop(
+                f"exiting program at iteration {iteration}: {self._wall_time}", requeue=True
+            )
         return None
 
     def signalled(self, agreed: Mapping[str, int]) -> bool:
@@ -151,7 +189,9 @@ class StopRules:
 class JobEnd:
     """The end of the job: `end_s` on `clock`, None where it is unknown or there is none."""
 
-    def __init__(self, end_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, end_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._end, self._clock = end_s, clock
 
     def left_s(self) -> float | None:
@@ -163,18 +203,29 @@ class JobEnd:
 
 
 class SlurmEnd(JobEnd):
-    """The end of this Slurm job according to squeue, queried in a thread so that no step waits for Slurm's controller.
+    """The end of this Slurm job according to squeue, queried in a thread so that no step waits for
+    Slurm's controller.
 
-    The last answer counts down between queries and when one fails. A failure is reported once. Without any answer
-    SLURM_JOB_END_TIME is used where this Slurm sets it; otherwise the end is unknown.
+    The last answer counts down between queries and when one fails. A failure is reported once.
+    Without any answer SLURM_JOB_END_TIME is used where this Slurm sets it; otherwise the end is
+    unknown.
     """
 
     def __init__(
-        self, environ: Mapping[str, str], say: Callable[[str], object], *,
-        clock: Callable[[], float] = time.monotonic, every_s: float = _ASK_EVERY_S,
+        self,
+        environ: Mapping[str, str],
+        say: Callable[[str], object],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = _ASK_EVERY_S,
     ) -> None:
         super().__init__(None, clock)
-        self._job, self._say, self._every_s, self._warned = job_name(environ) or "", say, every_s, False
+        self._job, self._say, self._every_s, self._warned = (
+            job_name(environ) or "",
+            say,
+            every_s,
+            False,
+        )
         self._closed = threading.Event()
         promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
         self._promised = None if promised is None else clock() + promised - time.time()
@@ -203,7 +254,9 @@ class SlurmEnd(JobEnd):
         answer = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
         if answer.returncode:
             lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-            self._failed(f"squeue failed: {lines[-1] if lines else f'exit code {answer.returncode}'}")
+            self._failed(
+                f"squeue failed: {lines[-1] if lines else f'exit code {answer.returncode}'}"
+            )
             return
         word = next(iter(answer.stdout.split()), "nothing")
         left = duration_s(word)
@@ -224,22 +277,30 @@ class SlurmEnd(JobEnd):
         self._warned = True
         left = self.left_s()
         self._say(
-            f" warning: the time left to job {self._job} is unknown ({reason}): the run continues without it; set it "
-            f"with --walltime" if left is None else
-            f" warning: {reason}; job {self._job} is assumed to have {show_duration(left)} left, as last reported"
-        )  # fmt: skip
+            f" warning: the time left to job {self._job} is unknown ({reason}): the run continues "
+            "without it; set it "
+            f"with --walltime"
+            if left is None
+            else f" warning: {reason}; job {self._job} is assumed to have {show_duration(left)} "
+            "left, as last reported"
+        )
 
 
 class WallTime:
     """Whether the time left is enough for another step and what follows it.
 
     end                the end of the job
-    checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first save
-    eval_iters         iterations of an evaluation, each assumed to take as long as a step until one is measured
-    steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it meanwhile
+    checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
+                       save
+    eval_iters         iterations of an evaluation, each assumed to take as long as a step until one
+                       is measured
+    steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it
+                       meanwhile
     """
 
-    def __init__(self, end: JobEnd, checkpoint_bytes: float, eval_iters: int = 0, steps_ahead: int = 1) -> None:
+    def __init__(
+        self, end: JobEnd, checkpoint_bytes: float, eval_iters: int = 0, steps_ahead: int = 1
+    ) -> None:
         self._end, self._eval_iters, self.steps_ahead = end, eval_iters, steps_ahead
         self._steps_s: deque[float] = deque([0.0], maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
@@ -247,8 +308,9 @@ class WallTime:
         self._evaluations, self._saves_ahead = 0, 1
 
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
-        """Note that a step took `seconds`. The next `steps_ahead` include `evaluations`; `saves_ahead` is the number
-        of saves needed before the run can end: the last one, and those that are due or under way."""
+        """Note that a step took `seconds`. The next `steps_ahead` include `evaluations`;
+        `saves_ahead` is the number of saves needed before the run can end: the last one, and those
+        that are due or under way."""
         self._steps_s.append(seconds)
         self._evaluations, self._saves_ahead = evaluations, saves_ahead
 
@@ -257,7 +319,9 @@ class WallTime:
         self._evaluation_s = max(seconds, self._evaluation_s)
 
     def after_save(self, seconds: float) -> None:
-        """Note the time of a save from beginning to end, also of one in the background; the longest counts."""
+        """Note the time of a save from beginning to end, also of one in the background; the longest
+        counts.
+        """
         self._save_s = max(seconds, self._save_s)
 
     @property
@@ -267,7 +331,9 @@ class WallTime:
 
     @property
     def needed_s(self) -> float:
-        """Return the time needed at the beginning of a step: the steps ahead, their evaluations, saves and a margin."""
+        """Return the time needed at the beginning of a step: the steps ahead, their evaluations,
+        saves and a margin.
+        """
         evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
         steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
         return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
@@ -284,17 +350,20 @@ class WallTime:
     def __str__(self) -> str:
         left = self._end.left_s()
         return (
-            f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step takes up to "
+            f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step "
+            "takes up to "
             f"{max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
             + ("" if self._save_s else " (estimated from its size)")
         )
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
-    """Requeue the Slurm job of this process; return whether Slurm accepted. Failures are reported through `say`.
+    """Requeue the Slurm job of this process; return whether Slurm accepted. Failures are reported
+    through `say`.
 
-    One rank calls this as its last action: Slurm ends the processes of the job at once. A job that somebody cancelled
-    is no longer running and stays cancelled; one that reached its time limit is requeued.
+    One rank calls this as its last action: Slurm ends the processes of the job at once. A job that
+    somebody cancelled is no longer running and stays cancelled; one that reached its time limit is
+    requeued.
     """
     job = job_name(environ)
     if not job:
@@ -318,8 +387,11 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
     if reason is not None:
-        say(f" ERROR: job {job} could not be requeued: {' '.join(reason.split())}. Submit it again by hand; sbatch "
-            f"--requeue, or the site, may have to allow it")  # fmt: skip
+        say(
+            f" ERROR: job {job} could not be requeued: {' '.join(reason.split())}. Submit it again "
+            "by hand; sbatch "
+            f"--requeue, or the site, may have to allow it"
+        )
         return False
     say(f" job {job} is back in the queue")
     return True

@@ -1,10 +1,13 @@
-"""Who waits in which call for whom: from the states of all ranks to a conclusion and a report. Pure functions.
+"""Who waits in which call for whom: from the states of all ranks to a conclusion and a report. Pure
+functions.
 
-A rank in a collective waits for the members of its group that have not posted as many collectives of that kind as the
-one it is in; a rank that waits for a message, for its neighbour. A rank that others wait for and that waits for none
-holds up the rest: it is stopped, dead, stuck, or still at work. Without such a rank, ranks wait for each other in a
-circle, or are in different calls under one number: one of them has left out a collective.
+A rank in a collective waits for the members of its group that have not posted as many collectives
+of that kind as the one it is in; a rank that waits for a message, for its neighbour. A rank that
+others wait for and that waits for none holds up the rest: it is stopped, dead, stuck, or still at
+work. Without such a rank, ranks wait for each other in a circle, or are in different calls under
+one number: one of them has left out a collective.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +23,18 @@ _NAMED = 8  # places, or calls, in a conclusion
 
 @dataclass(frozen=True)
 class Verdict:
-    """The job hangs: the `conclusion`, one line, names the ranks that hold up the rest, the `culprits`."""
+    """The job hangs: the `conclusion`, one line, names the ranks that hold up the rest, the
+    `culprits`.
+    """
 
     conclusion: str
     culprits: Sequence[int]
 
 
 def group_members(kind: str, rank: int, layout: Layout) -> Sequence[int]:
-    """Return the ranks of the group of this kind that contains `rank`; empty for an unknown kind."""
+    """Return the ranks of the group of this kind that contains `rank`; empty for an unknown
+    kind.
+    """
     t, d, p = layout.coordinates(rank)
     line = layout.pipeline_ranks(tensor=t, data=d)
     members: dict[str, Sequence[int]] = {
@@ -42,7 +49,8 @@ def group_members(kind: str, rank: int, layout: Layout) -> Sequence[int]:
 
 
 class Waits:
-    """The graph of which rank waits for which, from the states `seen` by rank; silent ranks are missing there.
+    """The graph of which rank waits for which, from the states `seen` by rank; silent ranks are
+    missing there.
 
     awaited  for each rank in a call, the ranks that it waits for
     """
@@ -50,7 +58,11 @@ class Waits:
     def __init__(self, seen: Mapping[int, FlightState], layout: Layout) -> None:
         self.seen, self._layout = seen, layout
         self._late: dict[tuple[str, int, int], list[int]] = {}  # by kind, number and first member
-        self.awaited = {rank: self._awaited(rank, of.call) for rank, of in seen.items() if of.call and not of.lost}
+        self.awaited = {
+            rank: self._awaited(rank, of.call)
+            for rank, of in seen.items()
+            if of.call and not of.lost
+        }
 
     def _awaited(self, rank: int, call: Call) -> list[int]:
         if call.peer >= 0:
@@ -62,7 +74,9 @@ class Waits:
         if key not in self._late:
             states = ((r, self.seen.get(r)) for r in members)
             self._late[key] = [
-                r for r, of in states if of is None or of.lost or of.posted_in(call.kind) < call.sequence
+                r
+                for r, of in states
+                if of is None or of.lost or of.posted_in(call.kind) < call.sequence
             ]
         return [r for r in self._late[key] if r != rank]
 
@@ -73,13 +87,17 @@ class Waits:
     def behind(self, roots: Iterable[int]) -> list[int]:
         """Return the ranks that wait for one of `roots`, directly or through others."""
         held, found = set(roots), list[int]()
-        while more := [r for r, of in self.awaited.items() if r not in held and not held.isdisjoint(of)]:
+        while more := [
+            r for r, of in self.awaited.items() if r not in held and not held.isdisjoint(of)
+        ]:
             held.update(more)
             found += more
         return sorted(found)
 
     def circle(self) -> list[int]:
-        """Return ranks of which each waits for the next and the last for the first; empty where there are none."""
+        """Return ranks of which each waits for the next and the last for the first; empty where
+        there are none.
+        """
         for start in sorted(self.awaited):
             path: list[int] = []
             rank: int | None = start
@@ -94,8 +112,8 @@ class Waits:
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
 ) -> Verdict | None:
-    """Return who holds up the job; None if some rank made progress within the time limit. `places` are node and device
-    of every rank, for those that are not in `seen`."""
+    """Return who holds up the job; None if some rank made progress within the time limit. `places`
+    are node and device of every rank, for those that are not in `seen`."""
     waits = Waits(seen, layout)
     dead = {r for r, of in seen.items() if of.process in (DEAD, GONE)}
     # A rank that computes without end holds up others only when they come to a collective.
@@ -117,7 +135,10 @@ def _blame(ranks: Sequence[int], waits: Waits, places: Sequence[str]) -> str:
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
     parts = []
     for trouble, those in of_trouble.items():
-        where = (seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node" for r in those)
+        where = (
+            seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node"
+            for r in those
+        )
         named = list(dict.fromkeys(where))
         more = ", ..." if len(named) > _NAMED else ""
         parts.append(f"{_ranks(those)} ({', '.join(named[:_NAMED])}{more}) {trouble}")
@@ -151,7 +172,9 @@ def _without_root(waits: Waits) -> Verdict:
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
         )
         return Verdict(
-            f"ranks wait for each other: {said}: one of them has left out a collective or a message", circle
+            f"ranks wait for each other: {said}: one of them has left out a collective "
+            "or a message",
+            circle,
         )
     calls: dict[str, list[int]] = {}
     for rank, awaited in waits.awaited.items():
@@ -159,7 +182,8 @@ def _without_root(waits: Waits) -> Verdict:
             calls.setdefault(str(waits.seen[rank].call), []).append(rank)
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return Verdict(
-        f"no rank is late, and no call ends: {said}: where calls of one group have one number and differ, a rank has "
+        f"no rank is late, and no call ends: {said}: where calls of one group have one number and "
+        "differ, a rank has "
         f"left out a collective or made one more; otherwise look at network and devices",
         sorted(rank for ranks in calls.values() for rank in ranks),
     )
@@ -170,7 +194,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
-    """Return the report: the conclusion, a line for each rank, and the stacks, each once with its ranks."""
+    """Return the report: the conclusion, a line for each rank, and the stacks, each once with its
+    ranks.
+    """
     waits, lines = Waits(seen, layout), [f"the job hangs: {verdict.conclusion}"]
     first = [rank for rank in verdict.culprits if rank in seen][:_SHOWN]
     rest = [rank for rank in sorted(seen) if rank not in set(first)]
@@ -179,7 +205,9 @@ def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) ->
         of, late = seen[rank], waits.awaited.get(rank)
         waited = f"; waits for {_ranks(late)}" if late else ""
         silent = "" if of.stack else f"; no answer, its process is {of.process}"
-        lines.append(f"  rank {rank}: {of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}")
+        lines.append(
+            f"  rank {rank}: {of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}"
+        )
     if len(seen) > _SHOWN:
         lines.append(f"  and {len(seen) - _SHOWN} ranks more")
     if unheard := [rank for rank in range(layout.world_size) if rank not in seen]:

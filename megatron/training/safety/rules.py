@@ -1,5 +1,6 @@
-"""Rules for bad steps: skipped steps with non-finite loss or gradients, and loss spikes, whose loss is far above that
-of the steps before (Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1)."""
+"""Rules for bad steps: skipped steps with non-finite loss or gradients, and loss spikes, whose loss
+is far above that of the steps before (Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1)."""
+
 from __future__ import annotations
 
 import math
@@ -24,7 +25,8 @@ _LEAST = 10  # losses needed for a median, or the whole window if that is shorte
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that may still be running on the device: what is needed to count it when its figures arrive.
+    """A step that may still be running on the device: what is needed to count it when its figures
+    arrive.
 
     iteration, consumed_..., samples    as of the end of the step; `samples` are its own
     loss                                this rank's part of the mean loss, see local_loss
@@ -45,12 +47,12 @@ class StepUnderWay:
 class SkipRules:
     """--max-consecutive-skips. A step that is not skipped costs nothing here.
 
-    A non-finite loss makes its gradients non-finite (vocabulary_loss.py), so that the engine's decision, which is the
-    same on all ranks, covers losses as well.
+    A non-finite loss makes its gradients non-finite (vocabulary_loss.py), so that the engine's
+    decision, which is the same on all ranks, covers losses as well.
 
     consecutive   skipped steps in a row
-    first, scale  the first of these that can be repeated exactly, and its loss scale: no weight moves while steps are
-                  skipped, but the scale does
+    first, scale  the first of these that can be repeated exactly, and its loss scale: no weight
+                  moves while steps are skipped, but the scale does
     """
 
     def __init__(self, config: Config, topology: Topology) -> None:
@@ -67,8 +69,8 @@ class SkipRules:
 
     def are_too_many(self, under_way: StepUnderWay, result: StepResult) -> bool:
         """Count the step with `result`, before the weights change again; return whether it is the
-        --max-consecutive-skips'th skipped one in a row. Not in fp16 while the scale can still fall and the losses are
-        finite: then only the scale was wrong. All ranks call this."""
+        --max-consecutive-skips'th skipped one in a row. Not in fp16 while the scale can still fall
+        and the losses are finite: then only the scale was wrong. All ranks call this."""
         if not result.skipped:
             self.reset()
             return False
@@ -105,18 +107,20 @@ class Spike:
         if self.median is None or not math.isfinite(self.loss):
             return f"the loss of iteration {self.iteration} is {self.loss}"
         return (
-            f"the loss {self.loss:.6g} of iteration {self.iteration} is {self.loss / self.median:.3g} times the median "
+            f"the loss {self.loss:.6g} of iteration {self.iteration} is "
+            f"{self.loss / self.median:.3g} times the median "
             f"of the steps before it, {self.median:.6g}"
         )
 
 
 class SpikeRule:
-    """--loss-spike-factor: finds steps whose loss is not finite, or exceeds the factor times the median of the last
-    --loss-spike-window steps.
+    """--loss-spike-factor: finds steps whose loss is not finite, or exceeds the factor times the
+    median of the last --loss-spike-window steps.
 
-    `went_back` counts how often the run went back to the checkpoint of an iteration. The losses are kept in
-    `progress.recent_losses`, so that a resumed run decides like one that was not interrupted. A step costs one
-    reduction of a number over all ranks, and the host waits for it: the decision must be known before the next step.
+    `went_back` counts how often the run went back to the checkpoint of an iteration. The losses are
+    kept in `progress.recent_losses`, so that a resumed run decides like one that was not
+    interrupted. A step costs one reduction of a number over all ranks, and the host waits for it:
+    the decision must be known before the next step.
     """
 
     def __init__(self, config: Config, topology: Topology, progress: Progress) -> None:
@@ -130,7 +134,9 @@ class SpikeRule:
         return self._factor is not None
 
     def add(self, step: StepRecord, loss: float) -> Spike | None:
-        """Take note of a step and its `mean_loss`; return the spike, if it is one, the same on all ranks."""
+        """Take note of a step and its `mean_loss`; return the spike, if it is one, the same on all
+        ranks.
+        """
         assert self._factor is not None, "the rule is on"
         losses = self._progress.recent_losses
         median = statistics.median(losses) if len(losses) >= min(_LEAST, self._window) else None
@@ -143,7 +149,9 @@ class SpikeRule:
         return None
 
     def mean_loss(self, loss: torch.Tensor | None) -> float:
-        """Return the loss of a step from each rank's part of it. All ranks call this; waits for the device."""
+        """Return the loss of a step from each rank's part of it. All ranks call this; waits for the
+        device.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._topology.device)
         if loss is not None:
             total += loss

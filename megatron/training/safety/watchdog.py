@@ -1,15 +1,17 @@
 """Ends a job that hangs, after a report on which rank waits in which call for which other ranks.
 
-A thread of each rank checks the rank's flight record. When nothing was written there for the time limit, the first rank
-to notice asks all others for their state, over the store of the rendezvous. Each answers with its record and its Python
-stacks, and the first living rank of a node answers for those of its node that cannot: stopped, dead, or with a blocked
-interpreter. From the answers megatron.training.safety.hangs distinguishes a hang from a slow rank. After a hang the
-report is printed once, every other rank prints one line, torch's flight recorders are written, processes that cannot
-end themselves are killed, and all end with exit code 75. Where the store does not answer, each node reports for itself.
-An error that NCCL or RCCL reports is investigated at once.
+A thread of each rank checks the rank's flight record. When nothing was written there for the time
+limit, the first rank to notice asks all others for their state, over the store of the rendezvous.
+Each answers with its record and its Python stacks, and the first living rank of a node answers for
+those of its node that cannot: stopped, dead, or with a blocked interpreter. From the answers
+megatron.training.safety.hangs distinguishes a hang from a slow rank. After a hang the report is
+printed once, every other rank prints one line, torch's flight recorders are written, processes that
+cannot end themselves are killed, and all end with exit code 75. Where the store does not answer,
+each node reports for itself. An error that NCCL or RCCL reports is investigated at once.
 
 Nothing here needs the main thread, which may be in a C call that never returns.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -42,9 +44,11 @@ REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # time for ranks, and for the store, to answer
 _NODE_S = 1.0  # time for the first rank of a node to wait for the answers of the others
 _LONGEST_PAUSE_S = 1.0
-_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7  # characters of a rank's stacks, and of all ranks' together
+# characters of a rank's stacks, and of all ranks' together
+_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7
 _ALONE = -1  # the number of an inquiry within the node
-# A rank with a blocked interpreter prints its stacks at this signal. Where it is not registered it does nothing.
+# A rank with a blocked interpreter prints its stacks at this signal. Where it is not registered it
+# does nothing.
 _DUMP_SIGNAL = signal.SIGURG
 
 
@@ -55,14 +59,16 @@ class Watchdog:
     timeout_s  seconds without progress; greater than 0
     folder     of hang_report.txt; None: the report is only printed
     first_s    seconds without progress while `patient`, if more than `timeout_s`
-    clock, sleep    the clock in seconds and a pause; by default real ones, with pauses that `stop` ends
+    clock, sleep    the clock in seconds and a pause; by default real ones, with pauses that `stop`
+                    ends
     broken     returns what NCCL reports, "" for nothing; default on a GPU: nccl_error
     trace      returns the contents of torch's flight recorder; None without one
-    patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    patient    whether the ranks do something for the first time, which compiles and connects and so
+               may take long
     before_leaving  called on the rank that reports, before any rank ends
 
-    Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever is written to the
-    flight record: instructions, collectives, steps, phases and `flight.alive()`.
+    Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever
+    is written to the flight record: instructions, collectives, steps, phases and `flight.alive()`.
     """
 
     rendezvous: Rendezvous
@@ -79,7 +85,11 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self._recorder = self.topology.flight
-        self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
+        self._stopped, self._cleared, self._leaving = (
+            threading.Event(),
+            threading.Event(),
+            threading.Lock(),
+        )
         self._pause = self._stopped.wait if self.sleep is time.sleep else self.sleep
         if self.topology.device.type == "cuda":
             self.broken = self.broken or partial(nccl_error, self.topology)
@@ -91,7 +101,8 @@ class Watchdog:
         """Start watching. Harmless when called twice."""
         if self._thread is not None:
             return
-        with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):  # standard error is no file
+        # standard error is no file
+        with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):
             faulthandler.register(_DUMP_SIGNAL, all_threads=True)
         if self.topology.device.type == "cuda" and self._recorder.meter is None:
             self._recorder.meter = DeviceCalls.of(self.topology.device)
@@ -137,10 +148,17 @@ class Watchdog:
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
-        own, store = str(self.topology.rank), self.rendezvous.store if self.topology.world.size > 1 else None
+        own, store = (
+            str(self.topology.rank),
+            self.rendezvous.store if self.topology.world.size > 1 else None,
+        )
         if store is not None:
-            with contextlib.suppress(RuntimeError, LaunchError):  # perhaps the rank with the store hangs
-                if bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode() == own:
+            # perhaps the rank with the store hangs
+            with contextlib.suppress(RuntimeError, LaunchError):
+                if (
+                    bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode()
+                    == own
+                ):
                     self._ask_all(store)
                     return
                 if self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
@@ -155,13 +173,18 @@ class Watchdog:
 
         def gather() -> dict[int, FlightState]:
             """Return the answers that arrive in time, by rank."""
-            kind, deadline = f"hang/{number}", self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
+            kind, deadline = (
+                f"hang/{number}",
+                self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S,
+            )
             while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
                 self.sleep(rendezvous.pause_s / 2)
             missing = set(rendezvous.ranks_without(kind, size))
             ranks = [rank for rank in range(size) if rank not in missing]
             answers = rendezvous.values([f"{kind}/{rank}" for rank in ranks])
-            return {rank: FlightState.from_json(text) for rank, text in zip(ranks, answers, strict=True)}
+            return {
+                rank: FlightState.from_json(text) for rank, text in zip(ranks, answers, strict=True)
+            }
 
         seen = bounded(gather, 4 * _ANSWER_S + rendezvous.pause_s)
         places = bounded(lambda: rendezvous.places, _ANSWER_S) if len(seen) < size else ()
@@ -179,7 +202,9 @@ class Watchdog:
             self._leave(number)
 
     def _answer(self, number: int) -> None:
-        """Answer an inquiry for this rank and for neighbours that cannot; then follow the verdict."""
+        """Answer an inquiry for this rank and for neighbours that cannot; then follow the
+        verdict.
+        """
         store, own = self.rendezvous.store, self.topology.rank
         self.rendezvous.judged.clear()
         self._record_state(number)
@@ -200,7 +225,9 @@ class Watchdog:
                 self._leave(number)
 
     def _record_state(self, number: int) -> None:
-        """Write the state of this rank into its record, with a note if the device does not answer its host."""
+        """Write the state of this rank into its record, with a note if the device does not answer
+        its host.
+        """
         meter, note = self._recorder.meter, ""
         if meter is not None:
             try:
@@ -211,7 +238,9 @@ class Watchdog:
         self._recorder.answer(number, python_stacks(limit) + note)
 
     def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
-        """Return the records of this node, once all that can have answered, and whether this rank is the first."""
+        """Return the records of this node, once all that can have answered, and whether this rank
+        is the first.
+        """
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
         states = [
@@ -230,7 +259,9 @@ class Watchdog:
         sys.audit("megatron.training.cleared")
 
     def _report_alone(self) -> None:
-        """Judge by the records of this node, without the store; its first rank without progress reports for all."""
+        """Judge by the records of this node, without the store; its first rank without progress
+        reports for all.
+        """
         self._record_state(_ALONE)
         states, speaks = self._neighbours(_ALONE)
         layout, seen = self.topology.layout, {state.rank: state for state in states}
@@ -239,7 +270,10 @@ class Watchdog:
             self._all_clear()
             return
         if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
-            text = f"the store, which rank {self.rendezvous.server} serves, does not answer; the ranks of this node "
+            text = (
+                f"the store, which rank {self.rendezvous.server} serves, does not answer; the "
+                "ranks of this node "
+            )
             verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
         if speaks:
             self._report(report(verdict, seen, layout))
@@ -268,8 +302,8 @@ class Watchdog:
             bounded(append, _ANSWER_S)
 
     def _leave(self, number: int | None) -> None:
-        """End this process, and those of this node that cannot; the one with the store stays until the others have read
-        the verdict."""
+        """End this process, and those of this node that cannot; the one with the store stays until
+        the others have read the verdict."""
 
         def signal_silent(what: int) -> None:
             for state in self.rendezvous.flight_file.states():
@@ -278,8 +312,15 @@ class Watchdog:
 
         def await_others() -> None:
             rendezvous, key = self.rendezvous, f"hang/{number}/gone"
-            deadline, gone = self.clock() + _ANSWER_S - 1 + rendezvous.pause_s, rendezvous.store.add(key, 1)
-            while rendezvous.serves_store and gone < self.topology.world.size and self.clock() < deadline:
+            deadline, gone = (
+                self.clock() + _ANSWER_S - 1 + rendezvous.pause_s,
+                rendezvous.store.add(key, 1),
+            )
+            while (
+                rendezvous.serves_store
+                and gone < self.topology.world.size
+                and self.clock() < deadline
+            ):
                 self.sleep(0.02)
                 gone = rendezvous.store.add(key, 0)
 
@@ -301,8 +342,8 @@ class Watchdog:
         prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
         if self.trace is None or prefix is None:
             return
-        # torch holds the interpreter's lock while it queries the device: if that never answers, no Python thread can
-        # end this process, but the signal can.
+        # torch holds the interpreter's lock while it queries the device: if that never answers, no
+        # Python thread can end this process, but the signal can.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
         path, trace = Path(f"{prefix}{self.topology.rank}"), self.trace
 
@@ -315,11 +356,20 @@ class Watchdog:
 
 
 def nccl_error(topology: Topology) -> str:
-    """Return which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and where torch cannot tell.
+    """Return which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and where
+    torch cannot tell.
 
-    torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it. Local.
+    torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
+    Local.
     """
-    groups = (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world)
+    groups = (
+        topology.tensor,
+        topology.pipeline,
+        topology.data,
+        topology.model,
+        topology.embedding,
+        topology.world,
+    )
     for group in groups:
         error = "SUCCESS"
         if group is not None and group.handle is not None:

@@ -1,4 +1,7 @@
-"""What the processes do: DeepSpeed trains a model of theirs and saves it, and we look at the state before and after."""
+"""What the processes do: DeepSpeed trains a model of theirs and saves it, and we look at the state
+before and after.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.engine.deepspeed_internals import ModelParallelUnit, ensure_process_group, import_deepspeed, start_engine
+from megatron.engine.deepspeed_internals import (
+    ModelParallelUnit,
+    ensure_process_group,
+    import_deepspeed,
+    start_engine,
+)
 from megatron.parallel.topology import Topology
 from tests.checkpoint.foreign import theirs
 from tests.helpers.groups import join
@@ -15,36 +23,47 @@ from tests.helpers.groups import join
 PRECISION: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2}},
+    "fp16": {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2}
+    },
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def configuration(precision: str, data: int, rows: int, micro: int = 1) -> dict[str, Any]:
     return {
-        "train_batch_size": rows * data * micro, "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": micro, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5000}, **PRECISION[precision],
-    }  # fmt: skip
+        "train_batch_size": rows * data * micro,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5000},
+        **PRECISION[precision],
+    }
 
 
 def start(topology: Topology, model: Any, config: dict[str, Any], **more: Any) -> Any:
     deepspeed = import_deepspeed("cpu")
     ensure_process_group()
     optimizer = torch.optim.AdamW(theirs.groups(model), foreach=False, **theirs.RATES)
-    return start_engine(deepspeed, topology, model=model, optimizer=optimizer, config=config, **more)
+    return start_engine(
+        deepspeed, topology, model=model, optimizer=optimizer, config=config, **more
+    )
 
 
 def link_again(engine: Any) -> None:
     """Let DeepSpeed link its parameters to the optimizer's state at the next step too.
 
-    It does so once, after the step of the first group, when AdamW has not yet made the state of the second.
+    It does so once, after the step of the first group, when AdamW has not yet made the state of the
+    second.
     """
     engine.optimizer._hp_optimizer_states_linked = False
 
 
 def whole_state(named: Any) -> dict[str, dict[str, np.ndarray]]:
-    """{kind: {parameter: values}}, as DeepSpeed's own functions give them. All data-parallel ranks call it."""
+    """{kind: {parameter: values}}, as DeepSpeed's own functions give them. All data-parallel ranks
+    call it.
+    """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     out: dict[str, dict[str, np.ndarray]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
@@ -73,7 +92,9 @@ def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
 
 
 def without_pipeline(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step, on as many data-parallel ranks as there are processes."""
+    """Two steps, a checkpoint, a third step, on as many data-parallel ranks as there are
+    processes.
+    """
     a = theirs.arguments(style, iteration=2)
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -88,12 +109,16 @@ def without_pipeline(topology: Topology, root: str, style: str, precision: str) 
 
 
 def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
-    """Parts of a model, each moved by its part of given gradients, which are bf16 values: nothing is rounded."""
+    """Parts of a model, each moved by its part of given gradients, which are bf16 values: nothing
+    is rounded.
+    """
     a = theirs.arguments(style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64)
     model = theirs.GPTModel(a)
     theirs.initialise(model)
     theirs.cut(model, a, topology.tensor.rank, 2)
-    engine = start(topology, model, configuration(precision, 1, 1), mpu=ModelParallelUnit(topology, 1))
+    engine = start(
+        topology, model, configuration(precision, 1, 1), mpu=ModelParallelUnit(topology, 1)
+    )
     for step in range(2):
         given = given_gradients(a, step)
         loss = sum(
@@ -109,16 +134,26 @@ def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str)
 
 
 def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
-    """A stage of this program, tied and with SwiGLU, that plain DeepSpeed trains for a step, without arguments."""
+    """A stage of this program, tied and with SwiGLU, that plain DeepSpeed trains for a step,
+    without arguments.
+    """
     from megatron.config import Config
     from megatron.data.batch import make_micro_batch
     from megatron.model.gpt import build_chunks
 
     topology = join()
     config = Config.create(
-        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=theirs.S, vocab_size=50, swiglu=True,
-        ffn_hidden_size=48, make_vocab_size_divisible_by=32, hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=theirs.S,
+        vocab_size=50,
+        swiglu=True,
+        ffn_hidden_size=48,
+        make_vocab_size_divisible_by=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     model = build_chunks(config, topology)["0"]
     engine = start(topology, model, configuration("fp32", 1, 1))
     for step in range(2):
@@ -137,7 +172,9 @@ def given_gradients(a: Any, step: int) -> dict[str, torch.Tensor]:
 
 
 def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
-    """Two stages of two tensor ranks by DeepSpeed's PipelineModule, whose engine writes files of layers."""
+    """Two stages of two tensor ranks by DeepSpeed's PipelineModule, whose engine writes files of
+    layers.
+    """
     topology = join(tensor=2, pipeline=2)
     theirs.TENSOR, t = topology.tensor.handle, topology.tensor.rank
     import_deepspeed("cpu")
@@ -148,11 +185,16 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
 
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
-    a = theirs.arguments("gpt", iteration=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    a = theirs.arguments(
+        "gpt", iteration=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
     model = PipelineModule(
-        layers=theirs.pipeline_layers(a), loss_fn=theirs.loss_of, partition_method="uniform",
-        topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1), activation_checkpoint_interval=0,
-    )  # fmt: skip
+        layers=theirs.pipeline_layers(a),
+        loss_fn=theirs.loss_of,
+        partition_method="uniform",
+        topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1),
+        activation_checkpoint_interval=0,
+    )
     whole = theirs.GPTModel(a)
     theirs.initialise(whole)
     values = dict(whole.named_parameters())
@@ -166,10 +208,18 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
         link_again(engine)
     client = {"iteration": 2, "args": a, "checkpoint_version": 3.0}
     engine.save_checkpoint(root, tag="global_step2", client_state=client)
-    # On the last stage the positions belong to the copy of the embedding that only its tied weight is used of.
+    # On the last stage the positions belong to the copy of the embedding that only its tied weight
+    # is used of.
     first = topology.pipeline.is_first
-    own = [(pipe_name(n), p) for n, p in model.named_parameters() if first or not n.startswith("tied_modules")]
-    return {"state": whole_state(own), "files": sorted(path.name for path in (Path(root) / "global_step2").iterdir())}
+    own = [
+        (pipe_name(n), p)
+        for n, p in model.named_parameters()
+        if first or not n.startswith("tied_modules")
+    ]
+    return {
+        "state": whole_state(own),
+        "files": sorted(path.name for path in (Path(root) / "global_step2").iterdir()),
+    }
 
 
 def pipe_name(name: str) -> str:
@@ -194,21 +244,46 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     from megatron.config import Config
     from megatron.data.batch import MicroBatch
     from megatron.engine.engine import Engine
-    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+    from megatron.model.gpt import (
+        build_chunks,
+        hidden_dtype,
+        hidden_shape,
+        layer_context,
+        stages_of,
+    )
     from megatron.pipeline.executor import Executor
     from tests.helpers.training import pieces
 
     stored = read_config(directory)["model"]
     names = (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length",
-        "vocab_size", "normalization", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights",
-        "position_embedding_type", "max_position_embeddings",
-    )  # fmt: skip
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "seq_length",
+        "vocab_size",
+        "normalization",
+        "swiglu",
+        "add_bias_linear",
+        "untie_embeddings_and_output_weights",
+        "position_embedding_type",
+        "max_position_embeddings",
+    )
     config = Config.create(
-        **{name: stored[name] for name in names}, micro_batch_size=2, global_batch_size=4, lr=theirs.RATES["lr"],
-        adam_beta2=0.95, adam_eps=1e-3, weight_decay=theirs.WEIGHT_DECAY, clip_grad=0.0, hidden_dropout=0.0,
-        attention_dropout=0.0, world_size=1, make_vocab_size_divisible_by=8,
-    )  # fmt: skip
+        **{name: stored[name] for name in names},
+        micro_batch_size=2,
+        global_batch_size=4,
+        lr=theirs.RATES["lr"],
+        adam_beta2=0.95,
+        adam_eps=1e-3,
+        weight_decay=theirs.WEIGHT_DECAY,
+        clip_grad=0.0,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        world_size=1,
+        make_vocab_size_divisible_by=8,
+    )
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context)
     engine = Engine(config, topology, chunks)
@@ -217,23 +292,38 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
 
     def batch(t: torch.Tensor) -> Any:
         return MicroBatch(
-            tokens=t[:, :-1], labels=t[:, 1:], loss_mask=torch.ones(2, theirs.S),
-            position_ids=torch.arange(theirs.S).expand(2, theirs.S), cu_seqlens=None, first_sample=0,
-        )  # fmt: skip
+            tokens=t[:, :-1],
+            labels=t[:, 1:],
+            loss_mask=torch.ones(2, theirs.S),
+            position_ids=torch.arange(theirs.S).expand(2, theirs.S),
+            cu_seqlens=None,
+            first_sample=0,
+        )
 
     vocab = stored["vocab_size"]
     with torch.no_grad():
         logits = chunks["0"].logits(batch(theirs.tokens(77, 2, vocab)), None)[..., :vocab]
     out = {
-        "logits": logits.transpose(0, 1).numpy().copy(), "iteration": loaded.iteration, "state": loaded.state,
-        "optimizer": loaded.optimizer, "scalars": engine.scalars(),
-    }  # fmt: skip
+        "logits": logits.transpose(0, 1).numpy().copy(),
+        "iteration": loaded.iteration,
+        "state": loaded.state,
+        "optimizer": loaded.optimizer,
+        "scalars": engine.scalars(),
+    }
     executor = Executor(
-        topology, stages_of(chunks), config.parallel.schedule, 1, hidden_shape(config), hidden_dtype(config),
-        context.weight_gradients, before_training=engine.begin,
-    )  # fmt: skip
+        topology,
+        stages_of(chunks),
+        config.parallel.schedule,
+        1,
+        hidden_shape(config),
+        hidden_dtype(config),
+        context.weight_gradients,
+        before_training=engine.begin,
+    )
     chunks.train()
-    executor.train([batch(t) for t in theirs.tokens(2, 4, vocab).split(2)], loss_scale=engine.loss_scale)
+    executor.train(
+        [batch(t) for t in theirs.tokens(2, 4, vocab).split(2)], loss_scale=engine.loss_scale
+    )
     engine.step(theirs.RATES["lr"])
     engine.wait_for_weights()
     return out | {"next": {name: value for name, (_, value) in pieces(chunks.parameters()).items()}}

@@ -1,4 +1,7 @@
-"""Checkpoints that DeepSpeed itself wrote, converted and loaded: state, logits and the next step are DeepSpeed's."""
+"""Checkpoints that DeepSpeed itself wrote, converted and loaded: state, logits and the next step
+are DeepSpeed's.
+"""
+
 from __future__ import annotations
 
 import importlib.util
@@ -12,7 +15,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder
-from megatron.checkpoint.foreign.convert import Plan, convert, find_source, plan_conversion, read_source
+from megatron.checkpoint.foreign.convert import (
+    Plan,
+    convert,
+    find_source,
+    plan_conversion,
+    read_source,
+)
 from megatron.checkpoint.foreign.deepspeed import ZeroShards, shards_in
 from megatron.checkpoint.foreign.names import ours
 from megatron.errors import CheckpointError, MegatronError
@@ -47,7 +56,9 @@ def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
 
 
 def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]]) -> None:
-    """Every tensor in our checkpoint is, to the bit, what DeepSpeed says it has; and there are no others."""
+    """Every tensor in our checkpoint is, to the bit, what DeepSpeed says it has; and there are no
+    others.
+    """
     a, found = theirs.arguments(style), whole_tensors(find_folder(folder))
     expected = {
         f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.from_numpy(value), a)
@@ -72,7 +83,9 @@ def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what DeepSpeed wrote: llama, gpt, mixed, stages; and as NAME-new what was made of it."""
+    """Holds what DeepSpeed wrote: llama, gpt, mixed, stages; and as NAME-new what was made of
+    it.
+    """
     return tmp_path_factory.mktemp("deepspeed")
 
 
@@ -97,26 +110,38 @@ def ours_has(folder: Path, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+def test_fp32_of_two_data_parallel_ranks_and_the_next_step(
+    folder: Path, wrote: Any, plans: Any, ours_has: Any
+) -> None:
     there, source, result = wrote["llama"][0], plans["llama"].source, ours_has["llama"]
     assert (source.optimizer_step, source.data_size, plans["llama"].notes) == (2, 2, [])
     check_state(folder / "llama-new", "llama", there["state"])
     assert result["optimizer"] and result["iteration"] == 2
     assert result["scalars"]["optimizer_step"] == 2
-    assert result["state"]["consumed_samples"] == 12 and result["state"]["consumed_tokens"] == 12 * theirs.S
+    assert (
+        result["state"]["consumed_samples"] == 12
+        and result["state"]["consumed_tokens"] == 12 * theirs.S
+    )
     check_logits(result, "llama", there["state"]["master"])
     a, moved = theirs.arguments("llama"), 0.0
     for name, value in there["next"].items():
         expected = theirs.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
-        before = theirs.whole_in_our_shape(name, torch.from_numpy(there["state"]["master"][name]), a).numpy()
+        before = theirs.whole_in_our_shape(
+            name, torch.from_numpy(there["state"]["master"][name]), a
+        ).numpy()
         moved = max(moved, float(np.abs(expected - before).max()))
-        # Gradients agree to 1e-6 of their size; Adam divides by sqrt(v) + 1e-3 and multiplies by lr = 1e-2.
-        np.testing.assert_allclose(result["next"][ours(name)], expected, rtol=0, atol=2e-6, err_msg=name)
+        # Gradients agree to 1e-6 of their size; Adam divides by sqrt(v) + 1e-3 and multiplies by lr
+        # = 1e-2.
+        np.testing.assert_allclose(
+            result["next"][ours(name)], expected, rtol=0, atol=2e-6, err_msg=name
+        )
     assert moved > 1e-3, "a step that moves nothing proves nothing"
 
 
 @pytest.mark.slow
-def test_bf16_of_two_data_parallel_ranks_with_padding(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+def test_bf16_of_two_data_parallel_ranks_with_padding(
+    folder: Path, wrote: Any, plans: Any, ours_has: Any
+) -> None:
     state = wrote["gpt"][0]["state"]
     assert plans["gpt"].source.data_size == 2
     assert any("14" in note and "64" in note for note in plans["gpt"].notes)
@@ -125,15 +150,21 @@ def test_bf16_of_two_data_parallel_ranks_with_padding(folder: Path, wrote: Any, 
 
 
 def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
-    """One line of numbers over twelve shards, whose names in order of letters are 0, 1, 10, 11, 2, ..."""
+    """One line of numbers over twelve shards, whose names in order of letters are 0, 1, 10, 11, 2,
+    ...
+    """
     line = torch.arange(36.0)
     for data, master in enumerate(line.split(3)):
         moments = {"step": torch.tensor(2.0), "exp_avg": master + 100, "exp_avg_sq": master + 200}
         state = {
-            "partition_count": [12], "single_partition_of_fp32_groups": [master.clone()],
+            "partition_count": [12],
+            "single_partition_of_fp32_groups": [master.clone()],
             "base_optimizer_state": {"state": {0: moments}, "param_groups": []},
-        }  # fmt: skip
-        torch.save({"optimizer_state_dict": state}, tmp_path / f"zero_pp_rank_{data}_mp_rank_00_optim_states.pt")
+        }
+        torch.save(
+            {"optimizer_state_dict": state},
+            tmp_path / f"zero_pp_rank_{data}_mp_rank_00_optim_states.pt",
+        )
     shards = ZeroShards(shards_in(tmp_path)[0], [{"a": torch.Size((4, 5)), "b": torch.Size((16,))}])
     assert shards.step == 2
     for kind, more in (("master", 0), ("exp_avg", 100), ("exp_avg_sq", 200)):
@@ -171,11 +202,14 @@ def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None
 @pytest.mark.slow
 def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
     results, source = wrote["stages"], plans["stages"].source
-    assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(results[0]["files"])
+    assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(
+        results[0]["files"]
+    )
     assert (source.tensor_size, source.pipeline_size) == (2, 2)
     a, found = theirs.arguments("gpt"), whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
-    for rank, result in enumerate(results):  # what the conversion joined, cut again, is what each rank had
+    # what the conversion joined, cut again, is what each rank had
+    for rank, result in enumerate(results):
         for kind, values in result["state"].items():
             for name, value in values.items():
                 whole = found[f"{kind}.{ours(name)}"]
@@ -183,10 +217,15 @@ def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, our
                 if "word_embeddings" in name:
                     whole = torch.cat((whole, whole.new_zeros(64 - 50, theirs.HIDDEN)))
                     padded[max(0, 50 - 32 * (rank % 2)) :] = 0.0
-                assert torch.equal(theirs.shard_of(name, whole, a, rank % 2, 2), padded), (kind, name)
+                assert torch.equal(theirs.shard_of(name, whole, a, rank % 2, 2), padded), (
+                    kind,
+                    name,
+                )
                 seen.add(f"{kind}.{ours(name)}")
     assert seen == found.keys()
-    masters = {name: found[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]}
+    masters = {
+        name: found[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]
+    }
     table = "language_model.embedding.word_embeddings.weight"
     masters[table] = torch.cat((masters[table], torch.zeros(14, theirs.HIDDEN)))
     assert source.loss_scale == {"scale": 256.0, "good_steps": 2, "allowance": 2}
@@ -204,7 +243,9 @@ def test_a_model_of_our_own_names(tmp_path: Path) -> None:
         for name, value in values.items():
             # named_parameters gives the tied embedding once, under the name of the head.
             own = "embedding.word_embeddings.weight" if name == "output_weight" else ours(name)
-            expected = torch.from_numpy(value)[:50] if name == "output_weight" else torch.from_numpy(value)
+            expected = (
+                torch.from_numpy(value)[:50] if name == "output_weight" else torch.from_numpy(value)
+            )
             assert torch.equal(found.pop(f"{kind}.{own}"), expected), name
     assert not found
 
@@ -241,7 +282,8 @@ DAMAGE = [
     ("cut in the middle", cut_file(MODEL_1), (MODEL_1,)),
     ("mixed iterations", change(MODEL_1, lambda s: s.update(iteration=4)), (MODEL_1, "4")),
     (
-        "wrong tensor size", change(MODEL_0, lambda s: vars(s["args"]).update(tensor_model_parallel_size=1)),
+        "wrong tensor size",
+        change(MODEL_0, lambda s: vars(s["args"]).update(tensor_model_parallel_size=1)),
         ("tensor-parallel", MODEL_1),
     ),
     (
@@ -251,7 +293,9 @@ DAMAGE = [
     ),
     (
         "no end of data-parallel ranks",
-        change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15, 10**15])),
+        change(
+            SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15, 10**15])
+        ),
         ("zero_pp_rank_1_mp_rank_01", str(10**15)),
     ),
     (
@@ -261,14 +305,19 @@ DAMAGE = [
     ),
     ("masters of another step", change(SHARD_1, other_group), ("--no-optim",)),
     (
-        "a tensor more", change(MODEL_0, lambda s: s["module"].update(
-            {"language_model.pooler.weight": torch.ones(2)})), ("pooler.weight",),
+        "a tensor more",
+        change(
+            MODEL_0, lambda s: s["module"].update({"language_model.pooler.weight": torch.ones(2)})
+        ),
+        ("pooler.weight",),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+@pytest.mark.parametrize(
+    ("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE]
+)
 def test_damage_is_named_and_nothing_is_written(
     tmp_path: Path, folder: Path, wrote: Any, damage: Any, words: tuple[str, ...]
 ) -> None:
@@ -291,7 +340,9 @@ def test_without_optimizer(tmp_path: Path, folder: Path, wrote: Any) -> None:
     found = whole_tensors(find_folder(tmp_path / "new"))
     assert all(name.startswith("master.") for name in found)
     name = "language_model.encoder.layers.1.self_attention.dense.weight"
-    parts = [torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in wrote["mixed"]]
+    parts = [
+        torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in wrote["mixed"]
+    ]
     assert torch.equal(found["master.layers.1.self_attention.dense.weight"], torch.cat(parts, 1))
 
 
@@ -300,8 +351,12 @@ def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
     source = read_source(find_source(folder / "mixed"))
     for settings, words in (
         ({"ffn_hidden_size": 64}, ("mlp.dense_h_to_4h.weight", "(2, 48, 32)", "(2, 64, 32)")),
-        ({"untie_embeddings_and_output_weights": False}, ("output_layer.weight", "--untie-embeddings")),
-        ({"vocab_size": 65}, ("64", "--vocab-size")), ({"num_attention_heads": 5}, ("--num-attention-heads 5",)),
+        (
+            {"untie_embeddings_and_output_weights": False},
+            ("output_layer.weight", "--untie-embeddings"),
+        ),
+        ({"vocab_size": 65}, ("64", "--vocab-size")),
+        ({"num_attention_heads": 5}, ("--num-attention-heads 5",)),
     ):
         with pytest.raises(MegatronError) as caught:
             plan_conversion(source, settings)
@@ -311,41 +366,63 @@ def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
 
 @pytest.mark.slow
 def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
-    """Without arguments, and as older versions of DeepSpeed wrote shards: without the places of parameters."""
+    """Without arguments, and as older versions of DeepSpeed wrote shards: without the places of
+    parameters.
+    """
     shutil.copytree(folder / "gpt", tmp_path / "old")
     step = tmp_path / "old" / "global_step2"
     for path in step.glob("*_optim_states.pt"):
         change(path.name, lambda s: s["optimizer_state_dict"].pop("param_slice_mappings"))(step)
-    change("mp_rank_00_model_states.pt", lambda s: [s.pop(key) for key in ("args", "checkpoint_version")])(step)
+    change(
+        "mp_rank_00_model_states.pt",
+        lambda s: [s.pop(key) for key in ("args", "checkpoint_version")],
+    )(step)
     source = read_source(find_source(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=r"--num-attention-heads, --seq-length, --vocab-size"):
         plan_conversion(source, {})
-    plan = plan_conversion(source, {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50})
-    assert not plan.config.model.untie_embeddings_and_output_weights and plan.config.model.add_bias_linear
+    plan = plan_conversion(
+        source, {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50}
+    )
+    assert (
+        not plan.config.model.untie_embeddings_and_output_weights
+        and plan.config.model.add_bias_linear
+    )
     convert(plan, tmp_path / "new")
     check_state(tmp_path / "new", "gpt", wrote["gpt"][0]["state"])
 
 
 @pytest.mark.slow
-def test_program(tmp_path: Path, folder: Path, wrote: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(
+    tmp_path: Path, folder: Path, wrote: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """tools/convert_checkpoint.py, and pretrain_gpt.py that goes on from what it wrote."""
-    main, source, target = load_tool("convert_checkpoint").main, str(folder / "gpt"), str(tmp_path / "new")
+    main, source, target = (
+        load_tool("convert_checkpoint").main,
+        str(folder / "gpt"),
+        str(tmp_path / "new"),
+    )
     assert main([source, "--dry-run"]) == 0
     assert "DeepSpeed 0." in capsys.readouterr().out
     for arguments, named in (
-        ([source], "TARGET"), ([source, target, "--numlayers", "2"], "--num-layers"),
+        ([source], "TARGET"),
+        ([source, target, "--numlayers", "2"], "--num-layers"),
         ([str(tmp_path), target], "--load-tag"),
-    ):  # fmt: skip
+    ):
         assert main(arguments) == 2 and named in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     assert main([source, target]) == 0
     assert main([source, target]) == 2 and "--overwrite" in capsys.readouterr().err
     assert main([source, target, "--overwrite"]) == 0
     flags = (
-        f"--load {target} --save {tmp_path / 'on'} --use-checkpoint-args --num-layers 9 --hidden-size 8 "
-        f"--num-attention-heads 2 --seq-length {theirs.S} --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-data "
+        f"--load {target} --save {tmp_path / 'on'} --use-checkpoint-args --num-layers 9 "
+        "--hidden-size 8 "
+        f"--num-attention-heads 2 --seq-length {theirs.S} --micro-batch-size 2 --lr 1e-3 "
+        "--train-iters 4 --mock-data "
         f"--log-interval 1 --eval-iters 0 --num-workers 0 --vocab-size 50"
     )
     (outcome,) = launch(1, flags.split())
     assert outcome is not None and outcome.code == 0, outcome
-    assert [record["iteration"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl", "iteration")] == [3, 4]
+    assert [
+        record["iteration"]
+        for record in read_metrics(tmp_path / "on" / "metrics.jsonl", "iteration")
+    ] == [3, 4]

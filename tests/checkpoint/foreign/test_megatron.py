@@ -1,4 +1,7 @@
-"""Folders as Megatron writes them without DeepSpeed, made here from whole tensors by the rules of its layouts."""
+"""Folders as Megatron writes them without DeepSpeed, made here from whole tensors by the rules of
+its layouts.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -23,7 +26,9 @@ Tensors = dict[str, torch.Tensor]
 def whole_model(a: argparse.Namespace, seed: int) -> Tensors:
     model = theirs.GPTModel(a)
     theirs.initialise(model, seed)
-    return {name.removeprefix("language_model."): p.detach() for name, p in model.named_parameters()}
+    return {
+        name.removeprefix("language_model."): p.detach() for name, p in model.named_parameters()
+    }
 
 
 def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
@@ -57,7 +62,9 @@ def nested(flat: Tensors) -> dict[str, Any]:
     return out
 
 
-def stages(whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int) -> dict[tuple[int, int], Tensors]:
+def stages(
+    whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int
+) -> dict[tuple[int, int], Tensors]:
     """(pipeline rank, virtual stage) -> its parameters; layers are counted from 0 in each."""
     each = a.num_layers // (pipeline * chunks)
     out: dict[tuple[int, int], Tensors] = {}
@@ -69,18 +76,30 @@ def stages(whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int) ->
                 part |= {n: x for n, x in whole.items() if n.startswith("embedding.")}
             for i in range(each):
                 old = f"encoder.layers.{first + i}."
-                part |= {f"encoder.layers.{i}.{n.removeprefix(old)}": x for n, x in whole.items() if n.startswith(old)}
+                part |= {
+                    f"encoder.layers.{i}.{n.removeprefix(old)}": x
+                    for n, x in whole.items()
+                    if n.startswith(old)
+                }
             if first + each == a.num_layers:
-                part |= {n: x for n, x in whole.items() if n.startswith(("encoder.final", "output_layer"))}
+                part |= {
+                    n: x
+                    for n, x in whole.items()
+                    if n.startswith(("encoder.final", "output_layer"))
+                }
                 if not a.untie_embeddings_and_output_weights and pipeline > 1:
-                    part["word_embeddings_for_head.weight"] = whole["embedding.word_embeddings.weight"]
+                    part["word_embeddings_for_head.weight"] = whole[
+                        "embedding.word_embeddings.weight"
+                    ]
     return out
 
 
 def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
     """Megatron's: without names, in two groups."""
     names = list(kinds["master"])
-    decay = [[n for n in names if (kinds["master"][n].dim() > 1) == wanted] for wanted in (True, False)]
+    decay = [
+        [n for n in names if (kinds["master"][n].dim() > 1) == wanted] for wanted in (True, False)
+    ]
     order = [n for group in decay for n in group]
     moments = {n: {kind: kinds[kind][n] for kind in ("exp_avg", "exp_avg_sq")} for n in order}
     state = {i: {"step": torch.tensor(5.0), **moments[n]} for i, n in enumerate(order)}
@@ -94,32 +113,65 @@ def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
 
 
 def write(
-    root: Path, style: str, tensor: int, pipeline: int, chunks: int, version: float, half: bool, **more: Any
+    root: Path,
+    style: str,
+    tensor: int,
+    pipeline: int,
+    chunks: int,
+    version: float,
+    half: bool,
+    **more: Any,
 ) -> tuple[argparse.Namespace, dict[str, Tensors]]:
     """A Megatron folder; the arguments and whole tensors that are in it."""
     a = theirs.arguments(
-        style, num_layers=4, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, **more
+        style,
+        num_layers=4,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        **more,
     )
-    kinds = {kind: whole_model(a, seed) for kind, seed in (("master", 3), ("exp_avg", 4), ("exp_avg_sq", 5))}
+    kinds = {
+        kind: whole_model(a, seed)
+        for kind, seed in (("master", 3), ("exp_avg", 4), ("exp_avg_sq", 5))
+    }
     for t in range(tensor):
         cut = {
-            kind: {n: in_version(n, theirs.shard_of(n, x, a, t, tensor), version) for n, x in whole.items()}
+            kind: {
+                n: in_version(n, theirs.shard_of(n, x, a, t, tensor), version)
+                for n, x in whole.items()
+            }
             for kind, whole in kinds.items()
         }
         each = {kind: stages(parts, a, pipeline, chunks) for kind, parts in cut.items()}
         for p in range(pipeline):
             dtype = torch.float16 if half else torch.float32
-            models = [nested({n: x.to(dtype) for n, x in each["master"][p, c].items()}) for c in range(chunks)]
+            models = [
+                nested({n: x.to(dtype) for n, x in each["master"][p, c].items()})
+                for c in range(chunks)
+            ]
             mine = {
-                kind: {f"{c}{n}": x for c in range(chunks) for n, x in each[kind][p, c].items()} for kind in kinds
+                kind: {f"{c}{n}": x for c in range(chunks) for n, x in each[kind][p, c].items()}
+                for kind in kinds
             }
             content = {
-                "args": a, "checkpoint_version": version, "iteration": 5, "tokens": 60 * theirs.S,
-                **({"model": models[0]} if chunks == 1 else {f"model{c}": m for c, m in enumerate(models)}),
-                "optimizer": optimizer_state(mine, half), "opt_param_scheduler": {"num_steps": 48, "max_lr": 1e-3},
-                "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}],
-            }  # fmt: skip
-            folder = root / "iter_0000005" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else ""))
+                "args": a,
+                "checkpoint_version": version,
+                "iteration": 5,
+                "tokens": 60 * theirs.S,
+                **(
+                    {"model": models[0]}
+                    if chunks == 1
+                    else {f"model{c}": m for c, m in enumerate(models)}
+                ),
+                "optimizer": optimizer_state(mine, half),
+                "opt_param_scheduler": {"num_steps": 48, "max_lr": 1e-3},
+                "rng_state": [
+                    {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
+                ],
+            }
+            folder = (
+                root / "iter_0000005" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else ""))
+            )
             folder.mkdir(parents=True)
             torch.save(content, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("5")
@@ -129,20 +181,32 @@ def write(
 @pytest.mark.parametrize(
     ("style", "tensor", "pipeline", "chunks", "version", "half"),
     [
-        ("gpt", 1, 1, 1, 0, True), ("gpt", 2, 1, 1, 0, False), ("gpt", 2, 2, 1, 1.0, True),
-        ("mixed", 2, 2, 2, 3.0, True), ("llama", 1, 2, 2, 2.0, False),
+        ("gpt", 1, 1, 1, 0, True),
+        ("gpt", 2, 1, 1, 0, False),
+        ("gpt", 2, 2, 1, 1.0, True),
+        ("mixed", 2, 2, 2, 3.0, True),
+        ("llama", 1, 2, 2, 2.0, False),
     ],
-)  # fmt: skip
+)
 def test_all_of_it_is_converted(
     tmp_path: Path, style: str, tensor: int, pipeline: int, chunks: int, version: float, half: bool
 ) -> None:
     a, kinds = write(tmp_path / "old", style, tensor, pipeline, chunks, version, half)
     plan = plan_conversion(read_source(find_source(tmp_path / "old")), {})
-    assert (plan.source.tensor_size, plan.source.pipeline_size, plan.source.optimizer_step) == (tensor, pipeline, 5)
-    assert plan.source.loss_scale == ({"scale": 512.0, "good_steps": 3, "allowance": 2} if half else None)
+    assert (plan.source.tensor_size, plan.source.pipeline_size, plan.source.optimizer_step) == (
+        tensor,
+        pipeline,
+        5,
+    )
+    assert plan.source.loss_scale == (
+        {"scale": 512.0, "good_steps": 3, "allowance": 2} if half else None
+    )
     counters = plan.source.counters
     assert (counters["consumed_samples"], counters["scheduled_samples"]) == (12, 48)
-    assert (counters["consumed_tokens"], counters["scheduled_tokens"]) == (60 * theirs.S, 48 * theirs.S)
+    assert (counters["consumed_tokens"], counters["scheduled_tokens"]) == (
+        60 * theirs.S,
+        48 * theirs.S,
+    )
     convert(plan, tmp_path / "new")
     found = whole_tensors(find_folder(tmp_path / "new"))
     expected = {
@@ -175,9 +239,12 @@ FORGED: dict[str, Any] = {
     "sizes": lambda c: vars(c["args"]).update(tensor_model_parallel_size=10**15),
     "no number": lambda c: vars(c["args"]).update(pipeline_model_parallel_size="two"),
     "layers": lambda c: vars(c["args"]).update(num_layers=10**8),
-    "digits": lambda c: c.update(iteration=10**5000), "negative": lambda c: c.update(iteration=-5),
-    "version": lambda c: c.update(checkpoint_version=10**400), "kind": lambda c: c.update(checkpoint_version=[]),
-    "without an end": itself, "names": lambda c: c["model"].update({3: torch.ones(2)}),
+    "digits": lambda c: c.update(iteration=10**5000),
+    "negative": lambda c: c.update(iteration=-5),
+    "version": lambda c: c.update(checkpoint_version=10**400),
+    "kind": lambda c: c.update(checkpoint_version=[]),
+    "without an end": itself,
+    "names": lambda c: c["model"].update({3: torch.ones(2)}),
     "groups": lambda c: c["optimizer"]["optimizer"].update(param_groups=[3]),
     "infinite": lambda c: vars(c["args"]).update(consumed_train_samples=float("inf")),
     "tensor": lambda c: vars(c["args"]).update(num_experts=torch.ones(2)),
@@ -188,7 +255,10 @@ FORGED: dict[str, Any] = {
 def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
     """It ends in an error, soon, and without a traceback."""
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
-    path, tracker = tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt", tmp_path / "old" / TRACKER
+    path, tracker = (
+        tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt",
+        tmp_path / "old" / TRACKER,
+    )
     if how in FORGED:
         content = torch.load(path, weights_only=False)
         FORGED[how](content)
@@ -205,7 +275,9 @@ def test_errors(tmp_path: Path) -> None:
     source = read_source(find_source(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=r"--vocab-size.* 64"):
         plan_conversion(source, {})
-    assert plan_conversion(source, {"vocab_size": 60}).shapes["embedding.word_embeddings.weight"] == (60, 32)
+    assert plan_conversion(source, {"vocab_size": 60}).shapes[
+        "embedding.word_embeddings.weight"
+    ] == (60, 32)
     last = tmp_path / "old" / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
     last.rename(tmp_path / "hidden")
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt"):
@@ -218,7 +290,8 @@ def test_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"num_experts": [8]}, {"qk_layernorm": True}, {"position_embedding_type": "relative"}]
+    "setting",
+    [{"num_experts": [8]}, {"qk_layernorm": True}, {"position_embedding_type": "relative"}],
 )
 def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any]) -> None:
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)

@@ -1,4 +1,5 @@
 """Nothing in a foreign pickle is executed, and what is not known is refused by name."""
+
 from __future__ import annotations
 
 import argparse
@@ -30,7 +31,11 @@ class Runs:
 @pytest.mark.parametrize("function", [os.system, subprocess.getoutput, eval, exec])
 def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
     trace = tmp_path / "trace"
-    text = f"touch {trace}" if function in (os.system, subprocess.getoutput) else f"open({str(trace)!r}, 'w')"
+    text = (
+        f"touch {trace}"
+        if function in (os.system, subprocess.getoutput)
+        else f"open({str(trace)!r}, 'w')"
+    )
     torch.save({"module": {}, "args": Runs(function, text)}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=rf"file\.pt.*\.{function.__name__}\.") as caught:
         load_file(tmp_path / "file.pt")
@@ -59,7 +64,9 @@ def test_unknown_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
     torch.save({"args": collections.UserDict(a=1)}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=r"collections\.UserDict.*--plain-class"):
         load_file(tmp_path / "file.pt")
-    assert attributes(load_file(tmp_path / "file.pt", ["collections.UserDict"])["args"]) == {"data": {"a": 1}}
+    assert attributes(load_file(tmp_path / "file.pt", ["collections.UserDict"])["args"]) == {
+        "data": {"a": 1}
+    }
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A GPT under Megatron-DeepSpeed's names and shapes, in plain torch, that DeepSpeed's own engine trains and saves."""
+"""A GPT under Megatron-DeepSpeed's names and shapes, in plain torch, that DeepSpeed's own engine
+trains and saves.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -14,42 +17,88 @@ S, HIDDEN, HEADS, LAYERS = 16, 32, 4, 2
 ARGUMENTS: dict[str, dict[str, Any]] = {
     # Learned positions, LayerNorm, GELU, biases, tied head; 50 tokens padded to 64.
     "gpt": dict(
-        ffn_hidden_size=128, num_key_value_heads=4, swiglu=False, add_bias_linear=True, normalization="layernorm",
-        untie_embeddings_and_output_weights=False, use_rotary_position_embeddings=False, add_position_embedding=True,
-        vocab_size=50, padded_vocab_size=64,
+        ffn_hidden_size=128,
+        num_key_value_heads=4,
+        swiglu=False,
+        add_bias_linear=True,
+        normalization="layernorm",
+        untie_embeddings_and_output_weights=False,
+        use_rotary_position_embeddings=False,
+        add_position_embedding=True,
+        vocab_size=50,
+        padded_vocab_size=64,
     ),
-    # Rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own; nothing is padded.
+    # Rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own; nothing is
+    # padded.
     "llama": dict(
-        ffn_hidden_size=48, num_key_value_heads=2, swiglu=True, add_bias_linear=False, normalization="rmsnorm",
-        untie_embeddings_and_output_weights=True, use_rotary_position_embeddings=True, add_position_embedding=False,
-        vocab_size=64, padded_vocab_size=64,
+        ffn_hidden_size=48,
+        num_key_value_heads=2,
+        swiglu=True,
+        add_bias_linear=False,
+        normalization="rmsnorm",
+        untie_embeddings_and_output_weights=True,
+        use_rotary_position_embeddings=True,
+        add_position_embedding=False,
+        vocab_size=64,
+        padded_vocab_size=64,
     ),
-    # What has all of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm, rotary.
+    # What has all of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm,
+    # rotary.
     "mixed": dict(
-        ffn_hidden_size=48, num_key_value_heads=2, swiglu=True, add_bias_linear=True, normalization="layernorm",
-        untie_embeddings_and_output_weights=True, use_rotary_position_embeddings=True, add_position_embedding=False,
-        vocab_size=50, padded_vocab_size=64,
+        ffn_hidden_size=48,
+        num_key_value_heads=2,
+        swiglu=True,
+        add_bias_linear=True,
+        normalization="layernorm",
+        untie_embeddings_and_output_weights=True,
+        use_rotary_position_embeddings=True,
+        add_position_embedding=False,
+        vocab_size=50,
+        padded_vocab_size=64,
     ),
-}  # fmt: skip
+}
 RATES = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
 WEIGHT_DECAY = 0.1
 
 
 def arguments(style: str, **more: Any) -> argparse.Namespace:
-    """What Megatron-DeepSpeed keeps of its command line, as far as a conversion looks at it, and some of the rest."""
+    """What Megatron-DeepSpeed keeps of its command line, as far as a conversion looks at it, and
+    some of the rest.
+    """
     common = dict(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=HIDDEN // HEADS, seq_length=S,
-        max_position_embeddings=S, make_vocab_size_divisible_by=32, layernorm_epsilon=1e-5, bias_gelu_fusion=True,
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, params_dtype=torch.bfloat16, lr=RATES["lr"],
-        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-3, weight_decay=WEIGHT_DECAY, clip_grad=0.0, attention_dropout=0.0,
-        hidden_dropout=0.0, rotary_position_embeddings_theta=10000, rotary_percent=1.0, num_experts=[1],
-        consumed_train_samples=12, consumed_valid_samples=4,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        kv_channels=HIDDEN // HEADS,
+        seq_length=S,
+        max_position_embeddings=S,
+        make_vocab_size_divisible_by=32,
+        layernorm_epsilon=1e-5,
+        bias_gelu_fusion=True,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        params_dtype=torch.bfloat16,
+        lr=RATES["lr"],
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-3,
+        weight_decay=WEIGHT_DECAY,
+        clip_grad=0.0,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        rotary_position_embeddings_theta=10000,
+        rotary_percent=1.0,
+        num_experts=[1],
+        consumed_train_samples=12,
+        consumed_valid_samples=4,
+    )
     return argparse.Namespace(**{**common, **ARGUMENTS[style], **more})
 
 
 TENSOR: Any = None
-"""The group over which layers are cut (Shoeybi et al., arXiv 1909.08053, section 3), where a process sets one."""
+"""The group over which layers are cut (Shoeybi et al., arXiv 1909.08053, section 3), where a
+process sets one.
+"""
 
 
 class _Sum(torch.autograd.Function):
@@ -135,7 +184,9 @@ class Attention(nn.Module):
         super().__init__()
         self.groups, self.rotary = a.num_key_value_heads, a.use_rotary_position_embeddings
         d = HIDDEN // HEADS
-        self.query_key_value = nn.Linear(HIDDEN, (HEADS + 2 * self.groups) * d, bias=a.add_bias_linear)
+        self.query_key_value = nn.Linear(
+            HIDDEN, (HEADS + 2 * self.groups) * d, bias=a.add_bias_linear
+        )
         self.dense = nn.Linear(HIDDEN, HIDDEN, bias=a.add_bias_linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,19 +194,25 @@ class Attention(nn.Module):
         d, share = HIDDEN // HEADS, HEADS // self.groups
         mixed = self.query_key_value(to_all(_Copy, x)).view(b, s, -1, share + 2, d)
         q = mixed[..., :share, :].reshape(b, s, -1, d).transpose(1, 2)
-        k, v = (mixed[..., share + i, :].repeat_interleave(share, 2).transpose(1, 2) for i in (0, 1))
+        k, v = (
+            mixed[..., share + i, :].repeat_interleave(share, 2).transpose(1, 2) for i in (0, 1)
+        )
         if self.rotary:
             q, k = turned(q), turned(k)
         attention = (q @ k.transpose(2, 3)).float() / math.sqrt(d)
         attention = attention.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -math.inf)
-        return row_parallel(self.dense, (attention.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2))
+        return row_parallel(
+            self.dense, (attention.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
     def __init__(self, a: argparse.Namespace) -> None:
         super().__init__()
         self.swiglu = a.swiglu
-        self.dense_h_to_4h = nn.Linear(HIDDEN, a.ffn_hidden_size * (2 if a.swiglu else 1), bias=a.add_bias_linear)
+        self.dense_h_to_4h = nn.Linear(
+            HIDDEN, a.ffn_hidden_size * (2 if a.swiglu else 1), bias=a.add_bias_linear
+        )
         self.dense_4h_to_h = nn.Linear(a.ffn_hidden_size, HIDDEN, bias=a.add_bias_linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +247,11 @@ class Embedding(nn.Module):
         elsewhere = (rows < 0) | (rows >= len(table))
         x = F.embedding(rows.masked_fill(elsewhere, 0), table)
         x = to_all(_Sum, x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-        return x + self.position_embeddings.weight[: tokens.shape[1]] if hasattr(self, "position_embeddings") else x
+        return (
+            x + self.position_embeddings.weight[: tokens.shape[1]]
+            if hasattr(self, "position_embeddings")
+            else x
+        )
 
 
 class Encoder(nn.Module):
@@ -221,23 +282,36 @@ class GPTModel(nn.Module):
         for layer in m.encoder.layers:
             x = layer(x)
         x = m.encoder.final_layernorm(x)
-        return scores(x, m.output_layer.weight if hasattr(m, "output_layer") else m.embedding.word_embeddings.weight)
+        return scores(
+            x,
+            m.output_layer.weight
+            if hasattr(m, "output_layer")
+            else m.embedding.word_embeddings.weight,
+        )
 
 
 def pipeline_layers(a: argparse.Namespace) -> list[Any]:
-    """The same model for DeepSpeed's pipeline, its layers numbered as in Megatron-DeepSpeed's GPTModelPipe."""
+    """The same model for DeepSpeed's pipeline, its layers numbered as in Megatron-DeepSpeed's
+    GPTModelPipe.
+    """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     def head(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
         return scores(x, embedding.word_embeddings.weight)
 
     def tied(**more: Any) -> Any:
-        return TiedLayerSpec("embed", Embedding, a, tied_weight_attr="word_embeddings.weight", **more)
+        return TiedLayerSpec(
+            "embed", Embedding, a, tied_weight_attr="word_embeddings.weight", **more
+        )
 
     return [
-        lambda tokens: tokens, tied(), *(LayerSpec(Layer, a) for _ in range(a.num_layers)),
-        LayerSpec(nn.LayerNorm, HIDDEN), tied(forward_fn=head), lambda logits: logits.float(),
-    ]  # fmt: skip
+        lambda tokens: tokens,
+        tied(),
+        *(LayerSpec(Layer, a) for _ in range(a.num_layers)),
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        tied(forward_fn=head),
+        lambda logits: logits.float(),
+    ]
 
 
 def initialise(model: nn.Module, seed: int = 3) -> None:
@@ -266,8 +340,12 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def shard_of(name: str, whole: torch.Tensor, a: argparse.Namespace, t: int, tp: int) -> torch.Tensor:
-    """What tensor rank t of tp holds in Megatron: its heads, its columns of gate and of value, its tokens."""
+def shard_of(
+    name: str, whole: torch.Tensor, a: argparse.Namespace, t: int, tp: int
+) -> torch.Tensor:
+    """What tensor rank t of tp holds in Megatron: its heads, its columns of gate and of value, its
+    tokens.
+    """
     if "query_key_value" in name:
         return whole.view(a.num_key_value_heads, -1, *whole.shape[1:]).chunk(tp)[t].flatten(0, 1)
     if "dense_h_to_4h" in name and a.swiglu:

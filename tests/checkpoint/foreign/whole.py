@@ -1,4 +1,7 @@
-"""A checkpoint of ours as whole tensors, read with torch's own reader, which knows nothing of this program."""
+"""A checkpoint of ours as whole tensors, read with torch's own reader, which knows nothing of this
+program.
+"""
+
 from __future__ import annotations
 
 import warnings
@@ -17,6 +20,7 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
         if isinstance(t, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # one process without a process group is what is meant
+        # one process without a process group is what is meant
+        warnings.simplefilter("ignore", UserWarning)
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return found

@@ -1,4 +1,6 @@
-"""Inspection of data sets: statistics against numpy on plain lists, and damage that is put there on purpose."""
+"""Inspection of data sets: statistics against numpy on plain lists, and damage that is put there on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ def texts(prefix: str, **options) -> list[str]:
 
 @pytest.mark.slow
 @given(
-    documents=st.lists(st.lists(st.lists(st.just(1), max_size=40), max_size=3), min_size=1, max_size=20),
+    documents=st.lists(
+        st.lists(st.lists(st.just(1), max_size=40), max_size=3), min_size=1, max_size=20
+    ),
     block=st.sampled_from([1, 2, 1 << 20]),
 )
-def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents, block: int) -> None:
+def test_lengths(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, block: int
+) -> None:
     prefix = write(tmp_path_factory.mktemp("lengths") / "a", documents)
     expected = np.array([sum(map(len, document)) for document in documents])
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +58,9 @@ def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
         lengths = count_lengths(map_index(Path(f"{prefix}.idx")))
     assert (lengths.documents, lengths.tokens) == (len(documents), expected.sum())
     summary = lengths.summary()
-    assert summary["empty"] == (expected == 0).sum() and summary["mean"] == pytest.approx(expected.mean())
+    assert summary["empty"] == (expected == 0).sum() and summary["mean"] == pytest.approx(
+        expected.mean()
+    )
     for fraction in (0.0, 0.01, 0.25, 0.5, 0.99, 1.0):
         assert lengths.quantile(fraction) == np.quantile(expected, fraction, method="inverted_cdf")
 
@@ -61,7 +69,17 @@ def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
     plot = tmp_path / "plots" / "a.png"
-    arguments = [prefix, "--validate", "--samples", "3", "--sample-tokens", "4", "--plot", str(plot), *NULL]
+    arguments = [
+        prefix,
+        "--validate",
+        "--samples",
+        "3",
+        "--sample-tokens",
+        "4",
+        "--plot",
+        str(plot),
+        *NULL,
+    ]
     assert inspect_dataset.main(arguments) == 0
     out = capsys.readouterr().out
     for figure in ("uint16", "304", "101.3", "300", "5 6 7 50\n", "8 8 8 8\n"):
@@ -70,15 +88,24 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_id_that_the_tokenizer_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad = write(tmp_path / "good", [[[1, 2]], [[3]]]), write(tmp_path / "bad", [[[1]], [[60]]])
+    good, bad = (
+        write(tmp_path / "good", [[[1, 2]], [[3]]]),
+        write(tmp_path / "bad", [[[1]], [[60]]]),
+    )
     assert inspect_dataset.main([good, bad, "--validate", "--documents", "1", *NULL]) == 2
     first, second = capsys.readouterr().out.split(f"{bad}\n")
-    assert "min 1, median 1, mean 1.5, p99 2, max 2, empty 0" in first and "problem:" not in first and "| 3\n" in first
+    assert (
+        "min 1, median 1, mean 1.5, p99 2, max 2, empty 0" in first
+        and "problem:" not in first
+        and "| 3\n" in first
+    )
     assert f"problem: {bad}.bin: byte 2: id 60" in second and "| <id 60>\n" in second
 
 
 def test_decodes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through a byte-level vocabulary: what was written comes out, and ids that it lacks are shown as such."""
+    """Through a byte-level vocabulary: what was written comes out, and ids that it lacks are shown
+    as such.
+    """
     (tmp_path / "vocab.json").write_text(json.dumps({**byte_letters(), "<|endoftext|>": 256}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
@@ -86,7 +113,12 @@ def test_decodes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ids = tokenizer.encode("Straße\nnumber two")
     prefix = write(tmp_path / "a", [[[*ids, tokenizer.eod]]])
     flags = ["--vocab-file", files["vocab_file"], "--merge-file", files["merge_file"]]
-    assert inspect_dataset.main([prefix, "--samples", "1", "--tokenizer-type", "GPT2BPETokenizer", *flags]) == 0
+    assert (
+        inspect_dataset.main(
+            [prefix, "--samples", "1", "--tokenizer-type", "GPT2BPETokenizer", *flags]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "| Straße\n" in out and "| number two" in out
     assert decode_leniently(tokenizer, [300, *ids[:3], -1]) == "<id 300>Str<id -1>"
@@ -113,14 +145,23 @@ def index_with(at: int, kind: str, value: int) -> Damage:
         (lambda d, i: (d, i[:60]), ["a.idx: 60 .* 94"]),
         (lambda d, i: (d[:-3], i), ["a.bin: .* 9\\b.* 12 .* 2 "]),
         (lambda d, i: (d + b"1234567", i), ["a.bin: .* 12\\b.* 7\\b"]),
-        (index_with(SIZES + 4, "i", -5), ["a.idx: .* 38\\b.* 1 .*-5", "a.idx: .* 62\\b.* 2 .* 8 .*-4"]),
-        (index_with(POINTERS + 8, "q", 5), ["a.idx: .* 54\\b.* 1 .* 5 .* 6$", "a.idx: .* 62\\b.* 2 .* 8 .* 7$"]),
+        (
+            index_with(SIZES + 4, "i", -5),
+            ["a.idx: .* 38\\b.* 1 .*-5", "a.idx: .* 62\\b.* 2 .* 8 .*-4"],
+        ),
+        (
+            index_with(POINTERS + 8, "q", 5),
+            ["a.idx: .* 54\\b.* 1 .* 5 .* 6$", "a.idx: .* 62\\b.* 2 .* 8 .* 7$"],
+        ),
         (index_with(BOUNDARIES + 8, "q", 5), ["a.idx: .* 86\\b.* 2 .* 3\\b.* 5"]),
         (index_with(BOUNDARIES, "q", 1), ["a.idx: .* 70\\b.* 1\\b.* 0"]),
         (index_with(BOUNDARIES + 16, "q", 2), ["a.idx: .* 86\\b.* 2\\b.* 3"]),
-        (index_with(17, "B", 4), ["a.idx: .* 54\\b.* 1 .* 6 .* 12$", "a.idx: .* 62\\b.* 10$", "a.bin: .* 16 "]),
+        (
+            index_with(17, "B", 4),
+            ["a.idx: .* 54\\b.* 1 .* 6 .* 12$", "a.idx: .* 62\\b.* 10$", "a.bin: .* 16 "],
+        ),
     ],
-)  # fmt: skip
+)
 def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
     """Each kind of damage is found, named with its byte, and nothing else is reported."""
     for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
@@ -135,7 +176,9 @@ def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
 
 @pytest.mark.slow
 @given(
-    documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=5),
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=5
+    ),
     place=st.floats(0, 1, exclude_max=True),
     new=st.integers(0, 255),
     cut=st.booleans(),
@@ -143,10 +186,17 @@ def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
     block=st.sampled_from([1, 2, 1 << 20]),
 )
 def test_any_inconsistency_is_found(
-    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, in_bin: bool, block: int
+    tmp_path_factory: pytest.TempPathFactory,
+    documents,
+    place: float,
+    new: int,
+    cut: bool,
+    in_bin: bool,
+    block: int,
 ) -> None:
-    """One byte of either file changed or the rest cut off: found, unless the result is a data set in its own right:
-    another order of ids within the vocabulary, a document that starts elsewhere."""
+    """One byte of either file changed or the rest cut off: found, unless the result is a data set
+    in its own right: another order of ids within the vocabulary, a document that starts
+    elsewhere."""
     data, index = packed(documents, "<u2")
     content = data if in_bin else index
     at = int(place * len(content))
@@ -183,8 +233,11 @@ def test_ids_out_of_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     prefix = write(tmp_path / "a", [[ids[:300].tolist(), []], [ids[300:].tolist()]])
     found = texts(prefix, vocab_size=99, validate=True)
     assert [re.findall(r"\d+", problem.removeprefix(f"{prefix}.bin: ")) for problem in found] == [
-        ["666", "100", "2", "99"], ["1400", "99", "2", "99"], ["1402", "65535", "2", "99"], ["3", "1000"],
-    ]  # fmt: skip
+        ["666", "100", "2", "99"],
+        ["1400", "99", "2", "99"],
+        ["1402", "65535", "2", "99"],
+        ["3", "1000"],
+    ]
     assert not texts(prefix, validate=True) and not texts(prefix, vocab_size=65536, validate=True)
     assert not texts(prefix, vocab_size=99)  # the index alone
 
@@ -212,7 +265,9 @@ def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(library, "_BLOCK_BYTES", 1 << 16)
     with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:
-        writer.add_batch(np.zeros(1_600_000, np.int32), np.full(200_000, 8), np.ones(200_000, np.int64))
+        writer.add_batch(
+            np.zeros(1_600_000, np.int32), np.full(200_000, 8), np.ones(200_000, np.int64)
+        )
     tracemalloc.start()
     try:
         result = inspect(tmp_path / "a", vocab_size=10, validate=True)

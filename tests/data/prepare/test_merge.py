@@ -23,7 +23,9 @@ from tests.data.struct_format import Documents, packed, unpacked
 from tools import merge_datasets
 
 
-def write(prefix: Path, documents: Documents, dtype: str = "<u2", modes: list[int] | None = None) -> str:
+def write(
+    prefix: Path, documents: Documents, dtype: str = "<u2", modes: list[int] | None = None
+) -> str:
     data, index = packed(documents, dtype, modes)
     Path(f"{prefix}.bin").write_bytes(data)
     Path(f"{prefix}.idx").write_bytes(index)
@@ -42,9 +44,13 @@ PARTS = st.tuples(
 
 @pytest.mark.slow
 @given(parts=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
-def test_order_and_documents_are_kept(tmp_path_factory: pytest.TempPathFactory, parts, block: int) -> None:
+def test_order_and_documents_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, parts, block: int
+) -> None:
     folder = tmp_path_factory.mktemp("merge")
-    inputs = [write(folder / f"part{i}", documents, dtype) for i, (dtype, documents) in enumerate(parts)]
+    inputs = [
+        write(folder / f"part{i}", documents, dtype) for i, (dtype, documents) in enumerate(parts)
+    ]
     notices: list[str] = []
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -56,16 +62,23 @@ def test_order_and_documents_are_kept(tmp_path_factory: pytest.TempPathFactory, 
     expected_dtype = np.result_type(*(dtype for dtype, _ in parts))
     assert np.dtype(dtype) == expected_dtype and totals.dtype == expected_dtype
     assert len(notices) == sum(np.dtype(dtype) != expected_dtype for dtype, _ in parts)
-    assert totals.num_documents == len(documents) and totals.num_sequences == sum(map(len, documents))
+    assert totals.num_documents == len(documents) and totals.num_sequences == sum(
+        map(len, documents)
+    )
     assert (done or [0])[-1] == library.total_bytes(inputs)
     assert Path(folder / "all.bin").read_bytes() == packed(documents, dtype)[0]
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "token"), [("<u2", "<i4", 65535), ("<f4", "<f8", 1.5)], ids=["integers", "floats"]
+    ("first", "second", "token"),
+    [("<u2", "<i4", 65535), ("<f4", "<f8", 1.5)],
+    ids=["integers", "floats"],
 )
 def test_widened(tmp_path: Path, first: str, second: str, token: float) -> None:
-    merge([write(tmp_path / "a", [[[token]]], first), write(tmp_path / "b", [[[2]]], second)], tmp_path / "all")
+    merge(
+        [write(tmp_path / "a", [[[token]]], first), write(tmp_path / "b", [[[2]]], second)],
+        tmp_path / "all",
+    )
     assert unpacked(tmp_path / "all") == (second, [[[token]], [[2]]], [])
 
 
@@ -82,10 +95,17 @@ def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write(folder / name, [[[token]]])
     (folder / "notes.txt").touch()
     (folder / "index-cache").mkdir()
-    assert merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "new" / "all")]) == 0
+    assert (
+        merge_datasets.main(
+            ["--input", str(folder), "--output-prefix", str(tmp_path / "new" / "all")]
+        )
+        == 0
+    )
     assert unpacked(tmp_path / "new" / "all")[1] == [[[1]], [[2]], [[3]]]
     write(folder / "all", [[[9]]])
-    assert merge_datasets.main(["--input", str(folder), "--output-prefix", str(folder / "all")]) == 2
+    assert (
+        merge_datasets.main(["--input", str(folder), "--output-prefix", str(folder / "all")]) == 2
+    )
     assert str(folder / "all") in capsys.readouterr().err
     (folder / "d.bin").touch()
     with pytest.raises(DataError, match=r"d\.bin.*d\.idx"):
@@ -132,7 +152,9 @@ def test_damaged_inputs(tmp_path: Path, damage, message: str) -> None:
     assert files(tmp_path) == before and unpacked(tmp_path / "all")[1] == [[[8]]]
 
 
-def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write(tmp_path / "one", [[[1]]])
     real = write(tmp_path / "real", [[[1]]], "<f4")
     before = files(tmp_path)
@@ -158,7 +180,9 @@ def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(indexed_writer, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", 1 << 16)
     with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:
-        writer.add_batch(np.zeros(800_000, np.int32), np.full(100_000, 8), np.ones(100_000, np.int64))
+        writer.add_batch(
+            np.zeros(800_000, np.int32), np.full(100_000, 8), np.ones(100_000, np.int64)
+        )
     tracemalloc.start()
     try:
         merge([tmp_path / "a", tmp_path / "a"], tmp_path / "all")
@@ -175,7 +199,10 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
     inputs = [write(tmp_path / "a", [[[7] * 7]] * 40), write(tmp_path / "b", [[[8] * 8]] * 30)]
     old, new = [[[8] * 8]] * 30, [[[7] * 7]] * 40 + [[[8] * 8]] * 30
     for folder in killed_at_each(
-        tmp_path, lambda here: merge(inputs, here / "all"), every, lambda here: merge(inputs[1:], here / "all")
+        tmp_path,
+        lambda here: merge(inputs, here / "all"),
+        every,
+        lambda here: merge(inputs[1:], here / "all"),
     ):
         try:
             IndexedDataset(folder / "all")
@@ -184,4 +211,6 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
         else:
             assert unpacked(folder / "all")[1] in (old, new), folder
         merge(inputs, folder / "all")
-        assert files(folder) == ["all.bin", "all.idx"] and unpacked(folder / "all")[1] == new, folder
+        assert files(folder) == ["all.bin", "all.idx"] and unpacked(folder / "all")[1] == new, (
+            folder
+        )

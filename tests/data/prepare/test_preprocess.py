@@ -1,4 +1,5 @@
 """The data tools, from the command line to the samples."""
+
 from __future__ import annotations
 
 import gzip
@@ -22,9 +23,16 @@ from tools import preprocess_data, train_tokenizer
 from tools.build_corpus import build_corpus
 
 
-def run(folder: Path, *arguments: object, inputs: object = "", name: str = "o", workers: int = 1) -> int:
+def run(
+    folder: Path, *arguments: object, inputs: object = "", name: str = "o", workers: int = 1
+) -> int:
     """tools/preprocess_data.py, with the tokenizer whose tokens are numbers if none is named."""
-    words = ["--input", *str(inputs or folder / "c.jsonl").split(), "--output-prefix", str(folder / name)]
+    words = [
+        "--input",
+        *str(inputs or folder / "c.jsonl").split(),
+        "--output-prefix",
+        str(folder / name),
+    ]
     words += ["--workers", str(workers), *map(str, arguments)]
     return preprocess_data.main([*words, *([] if "--tokenizer-type" in words else NULL_FLAGS)])
 
@@ -38,12 +46,15 @@ def read_corpus(path: Path) -> dict[str, str]:
 def test_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_input(tmp_path / name, ["1 2 3", "", "4"])
     assert run(tmp_path, "--append-eod", "--partitions", 4, "--lang", "german", inputs=source) == 0
-    assert documents(tmp_path / "o_text_document") == [[1, 2, 3, 100], [4, 100]]  # the eod of NullTokenizer is its size
+    # the eod of NullTokenizer is its size
+    assert documents(tmp_path / "o_text_document") == [[1, 2, 3, 100], [4, 100]]
     assert IndexedDataset(tmp_path / "o_text_document").dtype == np.uint16
     out, err = capsys.readouterr()
     assert {"2", "6", "3.0", "1"} <= set(re.findall(r"[0-9.]+", out.replace(str(tmp_path), "")))
     assert "--lang" in err and "--partitions" in err  # flags without effect
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "o_text_document.bin", "o_text_document.idx"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [name, "o_text_document.bin", "o_text_document.idx"]
+    )
 
 
 def test_several_files_and_keys(tmp_path: Path) -> None:
@@ -56,48 +67,76 @@ def test_several_files_and_keys(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("model")
-    lines = write_input(folder / "train.jsonl", [Path(m.__file__).read_text() for m in (progress, sources, json)])
+    lines = write_input(
+        folder / "train.jsonl", [Path(m.__file__).read_text() for m in (progress, sources, json)]
+    )
     file = str(folder / "spm.model")
-    assert train_tokenizer.main(["--input", str(lines), "--output", file, "--vocab-size", "500"]) == 0
+    assert (
+        train_tokenizer.main(["--input", str(lines), "--output", file, "--vocab-size", "500"]) == 0
+    )
     return ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", file]
 
 
 def test_sentences(tmp_path: Path, model: list[str]) -> None:
     write_input(tmp_path / "c.jsonl", ["A b. C?\nd"])
     tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
-    for flags, expected in (([], ["A b.", "C?", "d"]), (["--keep-newlines"], ["A b. ", "C?\n", "d"])):
+    for flags, expected in (
+        ([], ["A b.", "C?", "d"]),
+        (["--keep-newlines"], ["A b. ", "C?\n", "d"]),
+    ):
         assert run(tmp_path, "--split-sentences", *flags, *model, "--append-eod") == 0
         indexed = IndexedDataset(tmp_path / "o_text_sentence")
-        assert [tokenizer.decode(indexed[i].tolist()) for i in range(3)] == expected  # eod decodes to nothing
+        # eod decodes to nothing
+        assert [tokenizer.decode(indexed[i].tolist()) for i in range(3)] == expected
         assert [indexed[i][-1] == tokenizer.eod for i in range(3)] == [False, False, True]
         assert indexed.document_indices.tolist() == [0, 3]
 
 
 @pytest.mark.slow
-def test_corpus_vocabulary_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: list[str]) -> None:
-    """The three tools in a row; tokens decode to the texts, and the number of workers changes no byte."""
+def test_corpus_vocabulary_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: list[str]
+) -> None:
+    """The three tools in a row; tokens decode to the texts, and the number of workers changes no
+    byte.
+    """
     texts_file = tmp_path / "corpus.jsonl"
-    assert corpus_tool.main(["--output", str(texts_file), "--max-megabytes", "0.3", "--seed", "3"]) == 0
+    assert (
+        corpus_tool.main(["--output", str(texts_file), "--max-megabytes", "0.3", "--seed", "3"])
+        == 0
+    )
     monkeypatch.setattr(sources, "BLOCK_BYTES", 30_000)  # several blocks for each worker
     for workers in (1, 2):
         assert run(tmp_path, *model, inputs=texts_file, name=f"o{workers}", workers=workers) == 0
     assert pair_bytes(tmp_path / "o1_text_document") == pair_bytes(tmp_path / "o2_text_document")
     texts = list(read_corpus(texts_file).values())
     tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
-    assert [tokenizer.decode(ids) for ids in documents(tmp_path / "o1_text_document")] == texts and len(texts) > 6
+    assert [
+        tokenizer.decode(ids) for ids in documents(tmp_path / "o1_text_document")
+    ] == texts and len(texts) > 6
 
 
 BAD_LINES = [
-    b"{no", b'["a"]', b'{"body": "1"}', b'{"text": 5}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"text": "x"}',
-    b'{"text": "101"}', b"[" * 100_000,
-]  # fmt: skip
+    b"{no",
+    b'["a"]',
+    b'{"body": "1"}',
+    b'{"text": 5}',
+    b'{"text": "\xff"}',
+    b'{"text": "\\ud800"}',
+    b'{"text": "x"}',
+    b'{"text": "101"}',
+    b"[" * 100_000,
+]
 
 
 @pytest.mark.parametrize(
     ("workers", "block_bytes"), [pytest.param(2, 20, marks=pytest.mark.slow), (1, 20), (1, 1 << 19)]
 )
 def test_bad_lines_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int, block_bytes: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    block_bytes: int,
 ) -> None:
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(progress, "SHOWN_BAD", 2)
@@ -109,7 +148,9 @@ def test_bad_lines_are_left_out(
     out, err = capsys.readouterr()
     assert re.search(rf"\b{count}\b", out) and str(tmp_path / "o_bad_input.txt") in out
     named = (tmp_path / "o_bad_input.txt").read_text().splitlines()
-    assert [line.split(": ")[0] for line in named] == [f"{path}:{2 * i}" for i in range(1, 1 + count)]
+    assert [line.split(": ")[0] for line in named] == [
+        f"{path}:{2 * i}" for i in range(1, 1 + count)
+    ]
     assert [line in err for line in named] == [True] * 2 + [False] * (count - 2)
     # Good input under the same name takes the file away: it would speak of data that is gone.
     write_input(path, ["1"])
@@ -130,9 +171,13 @@ def test_a_failed_run_goes_on_with_skip(
 
 def test_a_bad_document_is_left_out_of_all_keys(tmp_path: Path) -> None:
     """Or document i of one key would not belong to document i of the other."""
-    (tmp_path / "c.jsonl").write_text('{"a": "1", "b": "2"}\n{"a": "3", "b": "x"}\n{"a": "4"}\n{"a": "5", "b": "6"}\n')
+    (tmp_path / "c.jsonl").write_text(
+        '{"a": "1", "b": "2"}\n{"a": "3", "b": "x"}\n{"a": "4"}\n{"a": "5", "b": "6"}\n'
+    )
     assert run(tmp_path, "--json-keys", "a", "b", "--on-bad-input", "skip") == 0
-    assert documents(tmp_path / "o_a_document") == [[1], [5]] and documents(tmp_path / "o_b_document") == [[2], [6]]
+    assert documents(tmp_path / "o_a_document") == [[1], [5]] and documents(
+        tmp_path / "o_b_document"
+    ) == [[2], [6]]
 
 
 def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,24 +192,43 @@ def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("--json-keys", lambda: run(tmp_path, "--json-keys", "a/b")),  # a part of a file name
         ("GPT2BPETokenizer", lambda: run(tmp_path, "--tokenizer-type", "Nope")),
         ("/dev/null", lambda: run(Path("/dev/null"), inputs=tmp_path / "c.jsonl")),
-        ("none", lambda: train_tokenizer.main(["--input", "none", "--output", str(tmp_path / "m")])),
-        ("empty", lambda: corpus_tool.main(["--output", str(tmp_path / "c"), "--stdlib", str(tmp_path / "empty")])),
+        (
+            "none",
+            lambda: train_tokenizer.main(["--input", "none", "--output", str(tmp_path / "m")]),
+        ),
+        (
+            "empty",
+            lambda: corpus_tool.main(
+                ["--output", str(tmp_path / "c"), "--stdlib", str(tmp_path / "empty")]
+            ),
+        ),
     ):
         assert code() == 2 and said in capsys.readouterr().err, said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl", "d.jsonl.gz"]
 
 
 @pytest.mark.parametrize("log_interval", [1000, None])
-def test_rates_and_time_left_are_of_this_run(capsys: pytest.CaptureFixture[str], log_interval: int | None) -> None:
-    """10 s for 20 MB of text, which are 30 of the 60 MB on disk that were left; half of it is to come. Without an
-    interval there is a line every ten seconds."""
+def test_rates_and_time_left_are_of_this_run(
+    capsys: pytest.CaptureFixture[str], log_interval: int | None
+) -> None:
+    """10 s for 20 MB of text, which are 30 of the 60 MB on disk that were left; half of it is to
+    come. Without an interval there is a line every ten seconds."""
     clock = VirtualClock(100.0)
     shown = progress.Progress(log_interval, clock=clock)
     totals = Totals(
-        documents=5500, tokens=11_000, input_bytes=120_000_000, file_bytes=70_000_000, total_file_bytes=100_000_000,
-        earlier_documents=5000, earlier_bytes=100_000_000, earlier_file_bytes=40_000_000, bad_documents=3,
-        empty_documents=7, outputs=["p"], bad_input="p_bad_input.txt",
-    )  # fmt: skip
+        documents=5500,
+        tokens=11_000,
+        input_bytes=120_000_000,
+        file_bytes=70_000_000,
+        total_file_bytes=100_000_000,
+        earlier_documents=5000,
+        earlier_bytes=100_000_000,
+        earlier_file_bytes=40_000_000,
+        bad_documents=3,
+        empty_documents=7,
+        outputs=["p"],
+        bad_input="p_bad_input.txt",
+    )
     shown.update(totals)
     clock.now, totals.documents = 109.9, 5999
     shown.update(totals)
@@ -175,15 +239,29 @@ def test_rates_and_time_left_are_of_this_run(capsys: pytest.CaptureFixture[str],
     figures = re.findall(r"[0-9.]+", capsys.readouterr().err)
     assert figures == ["6001", "11000", "120.0", "3", "2.00", "70", "100", "70", "3.0", "10"]
     summary = " ".join(shown.summary(totals))
-    for figure in ("6001", "11000", "120.0", "3", "2.00", "1.8", "10.0", "5000", "7", "p_bad_input.txt", "p.bin"):
+    for figure in (
+        "6001",
+        "11000",
+        "120.0",
+        "3",
+        "2.00",
+        "1.8",
+        "10.0",
+        "5000",
+        "7",
+        "p_bad_input.txt",
+        "p.bin",
+    ):
         assert figure in summary
 
 
 def test_corpus(tmp_path: Path) -> None:
     library_folder = tmp_path / "lib"
     for name, text in {
-        "alpha.py": '"""First words of the module alpha, long enough to be kept as text."""\n' + "x = 1\n" * 20,
-        "pkg/__init__.py": '"""Package words."""\n\ndef f():\n    """What f does, in a sentence of some length."""\n',
+        "alpha.py": '"""First words of the module alpha, long enough to be kept as text."""\n'
+        + "x = 1\n" * 20,
+        "pkg/__init__.py": '"""Package words."""\n\ndef f():\n    """What f does, in a sentence of '
+        'some length."""\n',
         "pkg/deep.py": "# -*- coding: latin-1 -*-\n# " + "\u00e9" * 80 + "\n",
         "test/big.py": "y = 2\n" * 100,
         "site-packages/other.py": "z = 3\n" * 100,
@@ -210,7 +288,11 @@ def test_corpus(tmp_path: Path) -> None:
     assert build_corpus(output, stdlib=library_folder, max_bytes=400)[1] <= 400
     build_corpus(output, stdlib=library_folder, docstrings_only=True)
     prose = read_corpus(output)
-    assert prose["pkg"].startswith("pkg\n\n") and "\n\npkg.f\n\n" in prose["pkg"] and "def" not in prose["pkg"]
+    assert (
+        prose["pkg"].startswith("pkg\n\n")
+        and "\n\npkg.f\n\n" in prose["pkg"]
+        and "def" not in prose["pkg"]
+    )
     assert "x = 1" not in prose["alpha"] and "pkg.deep" not in prose
     there = sorted(tmp_path.iterdir())
     with pytest.raises(DataError):
@@ -220,7 +302,9 @@ def test_corpus(tmp_path: Path) -> None:
 
 def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The json package stands for the library: parsing all of it takes seconds.
-    monkeypatch.setattr(corpus_tool.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent))
+    monkeypatch.setattr(
+        corpus_tool.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent)
+    )
     build_corpus(tmp_path / "c.jsonl", docstrings_only=True)
     found = read_corpus(tmp_path / "c.jsonl")
     assert abs.__doc__ is not None and abs.__doc__ in found["builtins"]

@@ -1,4 +1,6 @@
-"""The same documents give the same bytes, from any format, in blocks of any size, by any number of workers."""
+"""The same documents give the same bytes, from any format, in blocks of any size, by any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ def tokenizer(tokenizer_arguments: dict[str, Any]) -> Tokenizer:
     return build_tokenizer(**tokenizer_arguments, num_threads=1)
 
 
-def encode(blocks: list[Block], tokenizer: Tokenizer, append_eod: bool) -> tuple[list[list[int]], list[BadInput]]:
-    """Tokens of each document of the blocks, which are written out by hand: no writer, no workers."""
+def encode(
+    blocks: list[Block], tokenizer: Tokenizer, append_eod: bool
+) -> tuple[list[list[int]], list[BadInput]]:
+    """Tokens of each document of the blocks, which are written out by hand: no writer, no
+    workers.
+    """
     options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
     found: list[list[int]] = []
     bad: list[BadInput] = []
@@ -67,34 +73,56 @@ def encode(blocks: list[Block], tokenizer: Tokenizer, append_eod: bool) -> tuple
 @pytest.mark.slow
 @examples(10)
 @given(
-    texts=TEXTS, block_bytes=BLOCKS, append_eod=st.booleans(), members=st.integers(1, 3), name=st.sampled_from(NAMES)
+    texts=TEXTS,
+    block_bytes=BLOCKS,
+    append_eod=st.booleans(),
+    members=st.integers(1, 3),
+    name=st.sampled_from(NAMES),
 )
 def test_every_block_boundary_is_a_place_to_go_on(
-    tokenizer: Tokenizer, texts: list[str], block_bytes: int, append_eod: bool, members: int, name: str
+    tokenizer: Tokenizer,
+    texts: list[str],
+    block_bytes: int,
+    append_eod: bool,
+    members: int,
+    name: str,
 ) -> None:
-    """The bytes of each text are its tokens, and reading that starts after any block gives what is left."""
+    """The bytes of each text are its tokens, and reading that starts after any block gives what is
+    left.
+    """
     expected = [[*text.encode(), *[EOD] * append_eod] for text in texts if text]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sources, "BLOCK_BYTES", block_bytes):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(sources, "BLOCK_BYTES", block_bytes),
+    ):
         path = write_input(Path(folder, name), texts, members=members)
         blocks = list(read_blocks([path]))
         assert encode(blocks, tokenizer, append_eod) == (expected, [])
         assert blocks[-1].file_bytes == path.stat().st_size
         for block in blocks[:: max(1, len(blocks) // 3)]:
             rest = list(read_sources(find_sources([path]), ("text",), block.after))
-            after, before = encode(rest, tokenizer, append_eod)[0], blocks[: blocks.index(block) + 1]
+            after, before = (
+                encode(rest, tokenizer, append_eod)[0],
+                blocks[: blocks.index(block) + 1],
+            )
             assert encode(before, tokenizer, append_eod)[0] + after == expected
             assert not rest or rest[0].first == block.after.documents + 1
 
 
 @given(
-    lines=st.lists(st.sampled_from(LINES), max_size=12), block_bytes=BLOCKS, newline=st.sampled_from([b"\n", b"\r\n"]),
+    lines=st.lists(st.sampled_from(LINES), max_size=12),
+    block_bytes=BLOCKS,
+    newline=st.sampled_from([b"\n", b"\r\n"]),
     at_end=st.booleans(),
 )
 def test_bad_lines_are_numbered_as_editors_do(
     tokenizer: Tokenizer, lines: list[bytes], block_bytes: int, newline: bytes, at_end: bool
 ) -> None:
     expected = [i for i, line in enumerate(lines, 1) if line.strip() and line != LINES[0]]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sources, "BLOCK_BYTES", block_bytes):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(sources, "BLOCK_BYTES", block_bytes),
+    ):
         path = Path(folder, "c.jsonl")
         path.write_bytes(newline.join(lines) + newline * at_end)
         good, bad = encode(list(read_blocks([path])), tokenizer, False)
@@ -109,7 +137,9 @@ def test_formats_workers_and_escapes_give_the_same_files(
     texts = [f"{i} \u00e4\u4e2d\U0001f600\u2028 " * (i % 7) for i in range(60)]
     inputs = [write_input(tmp_path / name, texts, members=3) for name in NAMES]
     (tmp_path / "escaped.jsonl").write_bytes(json_lines(texts, ensure_ascii=True))
-    options = PreprocessOptions(tokenizer=tokenizer_arguments, json_keys=("text", "title"), append_eod=True)
+    options = PreprocessOptions(
+        tokenizer=tokenizer_arguments, json_keys=("text", "title"), append_eod=True
+    )
     written = set()
     for number, (path, workers, size) in enumerate(
         [(path, 1, 100 + 17 * i) for i, path in enumerate(inputs)]
@@ -121,16 +151,24 @@ def test_formats_workers_and_escapes_give_the_same_files(
         assert (totals.documents, totals.empty_documents) == (60 + 51, 9)
         assert totals.file_bytes == totals.total_file_bytes == path.stat().st_size
     assert len(written) == 1
-    assert documents(tmp_path / "o0_text_document") == [[*text.encode(), EOD] for text in texts if text]
+    assert documents(tmp_path / "o0_text_document") == [
+        [*text.encode(), EOD] for text in texts if text
+    ]
 
 
 def test_patterns(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "[x].jsonl"):
         (tmp_path / name).write_text("{}\n")
-    found = [Path(s.path).name for s in find_sources([tmp_path / "b.jsonl", tmp_path / "[ab].jsonl"])]
-    assert found == ["b.jsonl", "a.jsonl", "b.jsonl"] and len(find_sources([tmp_path / "**/*.jsonl"])) == 4
-    assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"  # a file of this name comes first
+    found = [
+        Path(s.path).name for s in find_sources([tmp_path / "b.jsonl", tmp_path / "[ab].jsonl"])
+    ]
+    assert (
+        found == ["b.jsonl", "a.jsonl", "b.jsonl"]
+        and len(find_sources([tmp_path / "**/*.jsonl"])) == 4
+    )
+    # a file of this name comes first
+    assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"
     for wrong in ("*.txt", "deep", "none", "a.jsonl.bz2", "a.parquet.gz"):
         if wrong.startswith("a."):
             (tmp_path / wrong).touch()
@@ -146,7 +184,11 @@ def test_damaged_files_are_named_with_the_place(
     monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
     path = write_input(tmp_path / name, [str(i) * 50 for i in range(300)], members=2)
     content = path.read_bytes()
-    path.write_bytes(content[:-30] if damage == "cut" else content[: len(content) // 2] + b"#" * (len(content) // 2))
+    path.write_bytes(
+        content[:-30]
+        if damage == "cut"
+        else content[: len(content) // 2] + b"#" * (len(content) // 2)
+    )
     with pytest.raises(DataError, match=rf"{name}.* (line|row) \d+"):
         encode(list(read_blocks([path])), tokenizer, False)
 
@@ -162,11 +204,21 @@ def parquet_file(path: Path, column: pyarrow.Array, name: str = "text", **settin
 
 
 @pytest.mark.parametrize(
-    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str
+    "kind",
+    [
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("block_bytes", [3, 1 << 19])
 def test_parquet_strings(
-    tmp_path: Path, tokenizer: Tokenizer, kind: Any, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    kind: Any,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nulls are empty documents; row groups and batches leave no seam."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
@@ -183,7 +235,9 @@ def test_parquet_strings(
 def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Arrow's strings are not checked when they are read."""
     offsets, data = np.array([0, 1, 3, 4], np.int32), b"a\xffbc"
-    column = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data))
+    column = pyarrow.StringArray.from_buffers(
+        3, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)
+    )
     path = parquet_file(tmp_path / "c.parquet", column)
     good, (bad,) = encode(list(read_blocks([path])), tokenizer, False)
     assert good == [[97], [99]]
@@ -216,9 +270,15 @@ def test_text_files(tmp_path: Path, tokenizer: Tokenizer, suffix: str) -> None:
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
 @pytest.mark.parametrize("block_bytes", [4, 16, 64])
 def test_documents_that_are_too_long_are_bad_input(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    name: str,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are not kept while they are read, wherever blocks begin; what comes after them keeps its number."""
+    """They are not kept while they are read, wherever blocks begin; what comes after them keeps its
+    number.
+    """
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 64)
     path, texts = tmp_path / name, ["a", "b" * 200, "c", "d" * 130, "d" * 200, "e" * 38]
@@ -227,7 +287,8 @@ def test_documents_that_are_too_long_are_bad_input(
         expected, numbers = [], [str(path)]
     else:
         write_input(path, texts, titles=[""] * 6)
-        assert name == "c.parquet" or len(json_lines(texts[-1:], [""])) == 64  # as long as a line may be
+        # as long as a line may be
+        assert name == "c.parquet" or len(json_lines(texts[-1:], [""])) == 64
         expected = [[*b"a"], [*b"c"], [*b"e" * 38]]
         numbers = [f"{path}: row {i}" if name == "c.parquet" else f"{path}:{i}" for i in (2, 4, 5)]
     good, bad = encode(list(read_blocks([path])), tokenizer, False)
@@ -236,7 +297,9 @@ def test_documents_that_are_too_long_are_bad_input(
 
 
 def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) -> None:
-    """A block is bounded by its bytes: twice BLOCK_BYTES for lines, that and one row for parquet."""
+    """A block is bounded by its bytes: twice BLOCK_BYTES for lines, that and one row for
+    parquet.
+    """
     with mock.patch.object(sources, "BLOCK_BYTES", 20_000):
         for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
             blocks = list(read_blocks([write_input(tmp_path / name, ["x" * 100] * 1000)]))

@@ -1,4 +1,7 @@
-"""Runs that are killed, stopped, refused or out of disk go on, and leave no data set that reads wrong."""
+"""Runs that are killed, stopped, refused or out of disk go on, and leave no data set that reads
+wrong.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -60,26 +63,45 @@ class Job:
     expected: dict[str, bytes]
 
     def run(
-        self, listeners: Listeners = NOBODY, *, workers: int = 1, restart: bool = False, often: bool = False
+        self,
+        listeners: Listeners = NOBODY,
+        *,
+        workers: int = 1,
+        restart: bool = False,
+        often: bool = False,
     ) -> Totals:
         """`often`: with a journal after each block."""
         return preprocess(
-            self.inputs, self.folder / "o", null_options(*KEYS, append_eod=True), workers=workers, restart=restart,
-            on_bad_input="skip", journal_interval_s=0.0 if often else 1e9, listeners=listeners,
-        )  # fmt: skip
+            self.inputs,
+            self.folder / "o",
+            null_options(*KEYS, append_eod=True),
+            workers=workers,
+            restart=restart,
+            on_bad_input="skip",
+            journal_interval_s=0.0 if often else 1e9,
+            listeners=listeners,
+        )
 
     def stop(self, blocks: int) -> None:
         with pytest.raises(PreprocessStopped):
             self.run(stop_after(blocks))
 
     def written(self) -> dict[str, bytes]:
-        files = (path for path in self.folder.glob("o_*") if path.is_file() and path.suffix != ".lock")
+        files = (
+            path for path in self.folder.glob("o_*") if path.is_file() and path.suffix != ".lock"
+        )
         return {path.name: path.read_bytes() for path in files}
 
     def finish(self) -> Totals:
         totals = self.run()
-        assert self.written() == self.expected and (totals.documents, totals.bad_documents) == (240, 2)
-        assert not (self.folder / "o_partial").exists() and not (self.folder / "o_partial.lock").exists()
+        assert self.written() == self.expected and (totals.documents, totals.bad_documents) == (
+            240,
+            2,
+        )
+        assert (
+            not (self.folder / "o_partial").exists()
+            and not (self.folder / "o_partial.lock").exists()
+        )
         return totals
 
     def at(self, folder: Path) -> Job:
@@ -111,7 +133,9 @@ def job(whole: Job, tmp_path: Path) -> Job:
 def stop_after(blocks: int) -> Listeners:
     """Listeners that ask for the end after so many blocks."""
     seen: list[int] = []
-    return Listeners(on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= blocks)
+    return Listeners(
+        on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= blocks
+    )
 
 
 def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
@@ -119,7 +143,10 @@ def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
     for name in (f"o_{key}_document" for key in KEYS):
         with contextlib.suppress(DataError):
             IndexedDataset(job.folder / name)
-            pairs = [(files.get(f"{name}.bin"), files.get(f"{name}.idx")) for files in (old, job.expected)]
+            pairs = [
+                (files.get(f"{name}.bin"), files.get(f"{name}.idx"))
+                for files in (old, job.expected)
+            ]
             assert pair_bytes(job.folder / name) in pairs
 
 
@@ -129,12 +156,18 @@ def test_killed_runs_go_on(job: Job, every: bool) -> None:
     """In the campaign with a journal after each block."""
     old = job.at(job.folder / "old")
     old.folder.mkdir()
-    preprocess([write_input(job.folder / "old.jsonl", ["5 5 5"], ["6"])], old.folder / "o", null_options(*KEYS))
+    preprocess(
+        [write_input(job.folder / "old.jsonl", ["5 5 5"], ["6"])],
+        old.folder / "o",
+        null_options(*KEYS),
+    )
 
     def prepare(here: Path) -> None:
         shutil.copytree(old.folder, here, dirs_exist_ok=True)
 
-    for folder in killed_at_each(job.folder, lambda here: job.at(here).run(often=every), every, prepare):
+    for folder in killed_at_each(
+        job.folder, lambda here: job.at(here).run(often=every), every, prepare
+    ):
         check_what_is_there(job.at(folder), old.written())
         job.at(folder).finish()
 
@@ -167,7 +200,9 @@ def power_cut(folder: Path, sizes: dict[int, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "syncs", [[1, 10, 31, 76], pytest.param(range(1, 125), marks=pytest.mark.campaign("kills"))], ids=["some", "all"]
+    "syncs",
+    [[1, 10, 31, 76], pytest.param(range(1, 125), marks=pytest.mark.campaign("kills"))],
+    ids=["some", "all"],
 )
 def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs: list[int]) -> None:
     """Killed after so many syncs."""
@@ -191,7 +226,9 @@ def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs:
             here.run(often=True)  # noqa: B023
 
         assert wait_for(forked(child)) == -signal.SIGKILL
-        power_cut(here.folder, {int(a): int(b) for a, b in map(str.split, noted.read_text().splitlines())})
+        power_cut(
+            here.folder, {int(a): int(b) for a, b in map(str.split, noted.read_text().splitlines())}
+        )
         here.finish()
 
 
@@ -200,10 +237,15 @@ def test_no_worker_outlives_a_tool_that_is_killed(job: Job) -> None:
     noted = job.folder / "workers"
 
     def kill(_: Totals) -> None:
-        noted.write_text(" ".join(str(process.pid) for process in multiprocessing.active_children()))
+        noted.write_text(
+            " ".join(str(process.pid) for process in multiprocessing.active_children())
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert wait_for(forked(lambda: job.run(Listeners(on_progress=kill), workers=2, often=True))) == -signal.SIGKILL
+    assert (
+        wait_for(forked(lambda: job.run(Listeners(on_progress=kill), workers=2, often=True)))
+        == -signal.SIGKILL
+    )
     workers = [int(pid) for pid in noted.read_text().split()]
     assert len(workers) == 2
     for pid in workers:
@@ -224,8 +266,15 @@ def test_stopped_runs_go_on_with_other_workers(job: Job, workers: int) -> None:
     assert job.written() == {}
     totals = job.run(Listeners(on_note=notes.append), workers=3 - workers)
     assert job.written() == job.expected and (totals.documents, totals.bad_documents) == (240, 2)
-    assert len(notes) == 1 and str(totals.earlier_documents) in notes[0] and str(job.inputs[0]) in notes[0]
-    assert 0 < totals.earlier_documents < totals.documents and 0 < totals.earlier_bytes < totals.input_bytes
+    assert (
+        len(notes) == 1
+        and str(totals.earlier_documents) in notes[0]
+        and str(job.inputs[0]) in notes[0]
+    )
+    assert (
+        0 < totals.earlier_documents < totals.documents
+        and 0 < totals.earlier_bytes < totals.input_bytes
+    )
 
 
 @pytest.mark.slow
@@ -244,7 +293,9 @@ def test_workers_that_are_killed(job: Job) -> None:
 
 @pytest.mark.slow
 def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
-    """Bad lines are named by the same numbers after a run that went on: they are in the files that are compared."""
+    """Bad lines are named by the same numbers after a run that went on: they are in the files that
+    are compared.
+    """
     for blocks in (1, 12, 19):
         here = job.at(tmp_path / str(blocks))
         here.folder.mkdir()
@@ -267,7 +318,10 @@ def test_another_command_is_refused_and_told_what_differs(whole: Job, tmp_path: 
     options = null_options(*KEYS, append_eod=True)
     refused("--append-eod", lambda: preprocess(inputs, prefix, null_options(*KEYS)))
     refused("--json-keys", lambda: preprocess(inputs, prefix, null_options(append_eod=True)))
-    refused("--vocab-size .*100.*200", lambda: preprocess(inputs, prefix, PreprocessOptions(bigger, KEYS, True)))
+    refused(
+        "--vocab-size .*100.*200",
+        lambda: preprocess(inputs, prefix, PreprocessOptions(bigger, KEYS, True)),
+    )
     refused("--input .*c.parquet", lambda: preprocess(inputs[:2], prefix, options))
     refused("--input", lambda: preprocess(inputs[::-1], prefix, options))
     times = os.stat(inputs[2])
@@ -298,15 +352,26 @@ def test_a_tokenizer_file_that_changed_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_damage_in_the_partial_folder(job: Job) -> None:
     for name, content in (
-        ("o_text_document.bin.part", b""), ("bad_input.txt", None), ("journal.json", b"{"), ("job.json", b"{"),
-        ("job.json", b'{"format": 1, "options": 3}'), *(("journal.json", lambda text, new=new: re.sub(
-            rb'"source": \d', b'"source": ' + new, text)) for new in (b"3", b"-1", b'"x"', b"true")),
-    ):  # fmt: skip
+        ("o_text_document.bin.part", b""),
+        ("bad_input.txt", None),
+        ("journal.json", b"{"),
+        ("job.json", b"{"),
+        ("job.json", b'{"format": 1, "options": 3}'),
+        *(
+            (
+                "journal.json",
+                lambda text, new=new: re.sub(rb'"source": \d', b'"source": ' + new, text),
+            )
+            for new in (b"3", b"-1", b'"x"', b"true")
+        ),
+    ):
         job.stop(20)
         path = job.folder / "o_partial" / name
         content = content(path.read_bytes()) if callable(content) else content
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(DataError, match=f"{path if name != 'job.json' else path.parent}.*--restart"):
+        with pytest.raises(
+            DataError, match=f"{path if name != 'job.json' else path.parent}.*--restart"
+        ):
             job.run()
         totals = job.run(restart=True)
         assert totals.earlier_documents == 0 and job.written() == job.expected
@@ -348,13 +413,22 @@ def test_signals_stop_the_tool_and_it_goes_on(
     path = write_input(tmp_path / "c.jsonl", TEXTS)
 
     def run(name: str) -> tuple[int, str, str]:
-        arguments = ["--input", str(path), "--output-prefix", str(tmp_path / name), *NULL_FLAGS, "--workers", "1"]
+        arguments = [
+            "--input",
+            str(path),
+            "--output-prefix",
+            str(tmp_path / name),
+            *NULL_FLAGS,
+            "--workers",
+            "1",
+        ]
         code = preprocess_data.main(arguments)
         return (code, *capsys.readouterr())
 
     handlers = [signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS]
     assert run("whole")[0] == 0
-    for number, times in ((signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)):  # twice: at once
+    # twice: at once
+    for number, times in ((signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)):
 
         def kill(*_: object) -> None:
             for _ in range(times):  # noqa: B023
@@ -363,20 +437,35 @@ def test_signals_stop_the_tool_and_it_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(preprocess_data.Progress, "update", kill)
             code, _, said = run(f"o{number}{times}")
-        assert code == 128 + number and handlers == [signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS]
+        assert code == 128 + number and handlers == [
+            signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
+        ]
         assert times == 2 or (number.name in said and f"o{number}1_partial" in said)
         code, _, said = run(f"o{number}{times}")
         assert code == 0 and ("resuming" in said) == (times == 1)
-        assert pair_bytes(tmp_path / f"o{number}{times}_text_document") == pair_bytes(tmp_path / "whole_text_document")
+        assert pair_bytes(tmp_path / f"o{number}{times}_text_document") == pair_bytes(
+            tmp_path / "whole_text_document"
+        )
 
 
-def test_a_signal_that_was_ignored_before_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_was_ignored_before_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under nohup the end of the terminal does not end the tool."""
     write_input(tmp_path / "c.jsonl", TEXTS)
-    monkeypatch.setattr(preprocess_data.Progress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr(
+        preprocess_data.Progress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP)
+    )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
+        words = [
+            "--input",
+            str(tmp_path / "c.jsonl"),
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--workers",
+            "1",
+        ]
         assert preprocess_data.main([*words, *NULL_FLAGS]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -17,7 +17,11 @@ from megatron.errors import ConfigError, DataError
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spm")
     corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": Path(p).read_text()}) + "\n" for p in (io.__file__, json.__file__)))
+    corpus.write_text(
+        "".join(
+            json.dumps({"text": Path(p).read_text()}) + "\n" for p in (io.__file__, json.__file__)
+        )
+    )
     train_vocabulary([corpus], folder / "spm.model", vocab_size=600)
     return folder / "spm.model"
 

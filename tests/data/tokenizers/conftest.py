@@ -29,16 +29,27 @@ def gpt2(gpt2_files: dict[str, str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model of 600 pieces that loses nothing, with <s> 1 and </s> 2, without padding."""
+    """A SentencePiece model of 600 pieces that loses nothing, with <s> 1 and </s> 2, without
+    padding.
+    """
     path = tmp_path_factory.mktemp("spm") / "spm.model"
-    train_model(path, iter(Path(io.__file__).read_text().splitlines()), vocab_size=600, byte_fallback=True,
-                normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-                user_defined_symbols=["\n", "\t"])  # fmt: skip
+    train_model(
+        path,
+        iter(Path(io.__file__).read_text().splitlines()),
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        user_defined_symbols=["\n", "\t"],
+    )
     return path
 
 
 def train_model(path: Path, lines: Iterator[str], **settings: Any) -> None:
-    """Train a byte-pair model with these settings; else SentencePiece's: <unk> 0, <s> 1, </s> 2, no padding."""
+    """Train a byte-pair model with these settings; else SentencePiece's: <unk> 0, <s> 1, </s> 2, no
+    padding.
+    """
     import sentencepiece
 
     data = io.BytesIO()

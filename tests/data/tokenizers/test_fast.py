@@ -13,8 +13,11 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
 from megatron.errors import DataError
 
-# What the pattern of GPT-2 treats apart: spaces of several kinds, letters, numbers, marks, contractions.
-TEXTS = st.text(max_size=60) | st.text(" \t\n\r\u00a0\u3000aZ\u00e9\u4e2d19'stlvermd.,_\u0301", max_size=40)
+# What the pattern of GPT-2 treats apart: spaces of several kinds, letters, numbers, marks,
+# contractions.
+TEXTS = st.text(max_size=60) | st.text(
+    " \t\n\r\u00a0\u3000aZ\u00e9\u4e2d19'stlvermd.,_\u0301", max_size=40
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,9 @@ def test_gpt2_facts(gpt2: Tokenizer) -> None:
 
 
 def assert_same_for_code_points(gpt2: Tokenizer, reference, points: Iterable[int]) -> None:
-    assert isinstance(gpt2, GPT2Tokenizer) and gpt2._ranks is not None, "GPT-2's vocabulary runs in tiktoken"
+    assert isinstance(gpt2, GPT2Tokenizer) and gpt2._ranks is not None, (
+        "GPT-2's vocabulary runs in tiktoken"
+    )
     characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     for start in range(0, len(characters), 4096):
         texts = [f"a{c}b {c}1{c} {c}{c} !{c}\n{c}" for c in characters[start : start + 4096]]
@@ -66,7 +71,9 @@ def write_byte_level(folder: Path, merges: list[tuple[str, str]]) -> tuple[Path,
 
 
 def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
-    """Byte-pair encoding as it is defined: the earliest merge that applies, at its leftmost place, until none does."""
+    """Byte-pair encoding as it is defined: the earliest merge that applies, at its leftmost place,
+    until none does.
+    """
     parts = list(text)
     while True:
         found = [(merges.index(p), i) for i, p in enumerate(pairwise(parts)) if p in merges]
@@ -87,17 +94,26 @@ def merge_lists(draw: st.DrawFn) -> list[tuple[str, str]]:
     return merges
 
 
-@given(merges=merge_lists(), texts=st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=4))
-def test_any_merges_against_the_definition(tmp_path_factory, merges: list[tuple[str, str]], texts: list[str]) -> None:
+@given(
+    merges=merge_lists(),
+    texts=st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=4),
+)
+def test_any_merges_against_the_definition(
+    tmp_path_factory, merges: list[tuple[str, str]], texts: list[str]
+) -> None:
     vocab, merge_file = write_byte_level(tmp_path_factory.mktemp("merges"), merges)
     vocabulary = json.loads(vocab.read_text())
     tokenizer = gpt2(vocab, merge_file)
-    assert tokenizer.encode_batch(texts) == [[vocabulary[t] for t in merged(text, merges)] for text in texts]
+    assert tokenizer.encode_batch(texts) == [
+        [vocabulary[t] for t in merged(text, merges)] for text in texts
+    ]
 
 
 def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
     vocab, merges = write_byte_level(tmp_path, [])
-    vocab.write_text(json.dumps({k: v for k, v in json.loads(vocab.read_text()).items() if k != "q"}))
+    vocab.write_text(
+        json.dumps({k: v for k, v in json.loads(vocab.read_text()).items() if k != "q"})
+    )
     with pytest.raises(DataError, match=r"vocab.json: .* 0x71\b"):
         gpt2(vocab, merges)
 
@@ -125,7 +141,9 @@ def word_level(folder: Path) -> Path:
     fast = Fast(WordLevel({"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}, unk_token="[UNK]"))
     fast.pre_tokenizer = Whitespace()
     fast.add_special_tokens([AddedToken("<end>", special=True)])
-    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 2)]
+    )
     fast.enable_truncation(4)
     fast.enable_padding(length=3)
     fast.save(str(folder / "tokenizer.json"))
@@ -153,13 +171,18 @@ def test_hugging_face(tmp_path: Path) -> None:
         for path in (file, tmp_path):
             tokenizer = build_tokenizer("huggingfacetokenizer", tokenizer_model=str(path))
             assert (tokenizer.vocab_size, tokenizer.eod) == (5, 4)
-            assert tokenizer.encode("b a") == [2, 1, 0] and tokenizer.encode_batch(["a", "b"]) == [[2, 0], [2, 1]]
+            assert tokenizer.encode("b a") == [2, 1, 0] and tokenizer.encode_batch(["a", "b"]) == [
+                [2, 0],
+                [2, 1],
+            ]
             assert len(tokenizer.encode("a b a b a b")) == 7, "a file's limit on length is not ours"
             assert tokenizer.decode([1, 0, 4]) == "b a <end>"
         (tmp_path / name).unlink()
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
-    assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, "the configuration has the last word"
+    assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, (
+        "the configuration has the last word"
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "c"}')
     with pytest.raises(DataError, match=r"\bc\b.*tokenizer_config.json"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

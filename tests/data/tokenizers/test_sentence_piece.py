@@ -16,7 +16,10 @@ TEXT = "def f(x):\n\tif x:\r\n        return  '\u00e9\u4e2d'  # <s> </s>\n\n\n"
 
 
 def train(path: Path, **settings) -> str:
-    lines = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 5
+    lines = [
+        "the quick brown fox jumps over the lazy dog",
+        "pack my box with five dozen liquor jugs",
+    ] * 5
     train_model(path, iter(lines), vocab_size=60, hard_vocab_limit=False, **settings)
     return str(path)
 
@@ -26,10 +29,14 @@ def test_sentencepiece_types(model: Path) -> None:
     assert (gpt.vocab_size, gpt.eod) == (600, 2)
     assert gpt.decode(gpt.encode(TEXT)) == TEXT and gpt.eod not in gpt.encode(TEXT)
     plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model), vocab_extra_ids=2)
-    # appended: <CLS> 600, <SEP> 601, <EOD> 602, <MASK> 603, <PAD> 604 (the model has none), two extra ids
+    # appended: <CLS> 600, <SEP> 601, <EOD> 602, <MASK> 603, <PAD> 604 (the model has none), two
+    # extra ids
     assert (plain.vocab_size, plain.eod) == (607, 602)
     ids = plain.encode(TEXT)
-    assert ids == gpt.encode(TEXT) and plain.decode([*ids, 602, *ids, 606]) == f"{TEXT}<EOD>{TEXT}<extra_id_1>"
+    assert (
+        ids == gpt.encode(TEXT)
+        and plain.decode([*ids, 602, *ids, 606]) == f"{TEXT}<EOD>{TEXT}<extra_id_1>"
+    )
     llama = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(model))
     assert (llama.vocab_size, llama.eod) == (600, 2)
     assert llama.encode(TEXT) == [1, *ids] and llama.encode_batch(["", TEXT]) == [[1], [1, *ids]]

@@ -19,18 +19,32 @@ from tests.helpers.examples import examples
 BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b" world"]
 # What the patterns treat apart; the long s is an s where case does not count.
-APART = [*"aZ\u01c5\u02b0\u4e2d\u0301'19\u00b2./ \t\n\r\u3000\U0001f600", "'s", "'LL", "'\u017f", "'d", "./", "/\n"]
+APART = [
+    *"aZ\u01c5\u02b0\u4e2d\u0301'19\u00b2./ \t\n\r\u3000\U0001f600",
+    "'s",
+    "'LL",
+    "'\u017f",
+    "'d",
+    "./",
+    "/\n",
+]
 TEXTS = st.text(max_size=40) | st.lists(st.sampled_from(APART), max_size=30).map("".join)
 
 
 def write_ranks(path: Path, ranks: dict[bytes, int]) -> str:
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    path.write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+    )
     return str(path)
 
 
 def write_json(path: Path, tokens: list[bytes]) -> str:
     entries = [
-        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        {
+            "rank": i,
+            "token_bytes": base64.b64encode(token).decode(),
+            "token_str": token.decode(errors="replace"),
+        }
         for i, token in enumerate(tokens)
     ]
     path.write_text(json.dumps(entries))
@@ -43,12 +57,16 @@ def build(path: str, **flags: Any) -> Tokenizer:
 
 @pytest.fixture
 def small(tmp_path: Path) -> str:
-    return write_ranks(tmp_path / "small.tiktoken", {token: i for i, token in enumerate([*BYTES, *WORDS])})
+    return write_ranks(
+        tmp_path / "small.tiktoken", {token: i for i, token in enumerate([*BYTES, *WORDS])}
+    )
 
 
 @pytest.fixture(scope="module")
 def published(monkeypatch_module) -> dict[str, dict[str, Any]]:
-    """What tiktoken itself says about the files it knows, without the files: `hash` is that of the rank file."""
+    """What tiktoken itself says about the files it knows, without the files: `hash` is that of the
+    rank file.
+    """
     from tiktoken_ext import openai_public
 
     hashes: list[str] = []
@@ -59,7 +77,11 @@ def published(monkeypatch_module) -> dict[str, dict[str, Any]]:
 
     monkeypatch_module.setattr(openai_public, "load_tiktoken_bpe", note)
     names = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
-    return {name: getattr(openai_public, name)() | {"hash": hashes[-1]} for name in names if not hashes.append("")}
+    return {
+        name: getattr(openai_public, name)() | {"hash": hashes[-1]}
+        for name in names
+        if not hashes.append("")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +106,10 @@ def test_patterns_of_megatron_and_llama() -> None:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    assert PATTERNS["v1"] == r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    assert (
+        PATTERNS["v1"]
+        == r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    )
     assert PATTERNS["v2"] == (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -95,9 +120,13 @@ def test_patterns_of_megatron_and_llama() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "vocab_size"),
-    [("r50k_base", 50256, 50257), ("p50k_base", 50280, 50281), ("cl100k_base", 100256, 100277),
-     ("o200k_base", 199998, 200019)],
-)  # fmt: skip
+    [
+        ("r50k_base", 50256, 50257),
+        ("p50k_base", 50280, 50281),
+        ("cl100k_base", 100256, 100277),
+        ("o200k_base", 199998, 200019),
+    ],
+)
 def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab_size: int) -> None:
     """A file of the published length gets the ids that tiktoken gives its special tokens."""
     special = published[name]["special_tokens"]
@@ -115,8 +144,11 @@ def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab
 @pytest.mark.slow
 def test_llama_3(tmp_path: Path) -> None:
     tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(128000 - 256))]
-    tokenizer = build(write_ranks(tmp_path / "tokenizer.model", {token: i for i, token in enumerate(tokens)}))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (128256, 128001)  # as in the model's published configuration
+    tokenizer = build(
+        write_ranks(tmp_path / "tokenizer.model", {token: i for i, token in enumerate(tokens)})
+    )
+    # as in the model's published configuration
+    assert (tokenizer.vocab_size, tokenizer.eod) == (128256, 128001)
     assert tokenizer.decode([128000, 65, 128001, 128200]) == "<|begin_of_text|>A<|end_of_text|>"
 
 
@@ -126,7 +158,9 @@ def gpt2_ranks(gpt2_files: dict[str, str], tmp_path_factory: pytest.TempPathFact
     vocabulary = json.loads(Path(gpt2_files["vocab_file"]).read_text())
     del vocabulary["<|endoftext|>"]
     path = tmp_path_factory.mktemp("ranks") / "gpt2.tiktoken"
-    write_ranks(path, {bytes(letters[letter] for letter in name): i for name, i in vocabulary.items()})
+    write_ranks(
+        path, {bytes(letters[letter] for letter in name): i for name, i in vocabulary.items()}
+    )
     return path
 
 
@@ -175,9 +209,14 @@ def test_rank_file(small: str) -> None:
 def test_special_tokens_of_a_rank_file(small: str) -> None:
     names = ["<s>", "</s>", "<|end_of_text|>"]
     tokenizer = build(small, tiktoken_pattern="cl100k", tiktoken_special_tokens=names)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (267, 266), "<|end_of_text|> is meant where there are two"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (267, 266), (
+        "<|end_of_text|> is meant where there are two"
+    )
     tokenizer = build(
-        small, tiktoken_pattern="v1", tiktoken_special_tokens=["<s>", "</s>"], tiktoken_num_special_tokens=100
+        small,
+        tiktoken_pattern="v1",
+        tiktoken_special_tokens=["<s>", "</s>"],
+        tiktoken_num_special_tokens=100,
     )
     assert (tokenizer.vocab_size, tokenizer.eod) == (364, 265)
     assert tokenizer.decode([264, 265, 266, 363]) == "<s></s><SPECIAL_2><SPECIAL_99>"
@@ -188,16 +227,20 @@ def test_special_tokens_of_a_rank_file(small: str) -> None:
 @examples(10)
 @given(text=TEXTS)
 def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text: str) -> None:
-    """Rank r has id N + r, below N are special tokens; tiktoken itself with these ids gives the reference."""
+    """Rank r has id N + r, below N are special tokens; tiktoken itself with these ids gives the
+    reference.
+    """
     import tiktoken
 
     path = write_json(tmp_path_factory.mktemp("json") / "vocab.json", [*BYTES, *WORDS])
     tokenizer = build(path)
     assert (tokenizer.vocab_size, tokenizer.eod) == (1264, 2)
     reference = tiktoken.Encoding(
-        "reference", pat_str=PATTERNS["v2"], special_tokens={},
+        "reference",
+        pat_str=PATTERNS["v2"],
+        special_tokens={},
         mergeable_ranks={token: 1000 + i for i, token in enumerate([*BYTES, *WORDS])},
-    )  # fmt: skip
+    )
     ids = tokenizer.encode(text)
     assert ids == reference.encode_ordinary(text) and tokenizer.decode(ids) == text
     names = "<unk><s></s><mask><pad><cls><sep><SPECIAL_7>"
@@ -206,9 +249,16 @@ def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text:
 
 def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
     path = write_json(tmp_path / "vocab.json", [*BYTES, *WORDS])
-    tokenizer = build(path, vocab_size=10 + 256 + 3, tiktoken_num_special_tokens=10, tiktoken_pattern="v1")
-    assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]  # hell o
-    for name, value in (("vocab_size", 2000), ("vocab_size", 1100), ("tiktoken_num_special_tokens", 5)):
+    tokenizer = build(
+        path, vocab_size=10 + 256 + 3, tiktoken_num_special_tokens=10, tiktoken_pattern="v1"
+    )
+    # hell o
+    assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]
+    for name, value in (
+        ("vocab_size", 2000),
+        ("vocab_size", 1100),
+        ("tiktoken_num_special_tokens", 5),
+    ):
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}\\b"):
             build(path, **{name: value})
     own = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
@@ -219,11 +269,18 @@ def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern.*gpt9"),
-        ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "--tiktoken-special-tokens"),  # none ends a document
-        ({"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1}, "--tiktoken-num-special"),
-        ({"tiktoken_special_tokens": ["<SPECIAL_2>", "</s>"], "tiktoken_num_special_tokens": 3}, "<SPECIAL_2>"),
+        # none ends a document
+        ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "--tiktoken-special-tokens"),
+        (
+            {"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1},
+            "--tiktoken-num-special",
+        ),
+        (
+            {"tiktoken_special_tokens": ["<SPECIAL_2>", "</s>"], "tiktoken_num_special_tokens": 3},
+            "<SPECIAL_2>",
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_that_do_not_fit(small: str, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(small, **{"tiktoken_pattern": "gpt2", **flags})
@@ -256,11 +313,14 @@ ALL = [line(token, i) for i, token in enumerate(BYTES)]
         (f'[{{"rank": {"9" * 5000}, "token_bytes": "AA=="}}]', "file .*5000"),
         ("[1]", "file: .* 0\\b"),
         ('[{"rank": 1, "token_bytes": "AA=="}]', "file: .* 0\\b.* 1\\b"),
-        ('[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]', "file: .* 1\\b"),
+        (
+            '[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]',
+            "file: .* 1\\b",
+        ),
         ('[{"rank": 0, "token_bytes": "AA=="}]', "file: .* 255 .* 0x01"),
-        ('\u4e2d\u6587 1', "file:1: b'.*'"),
+        ("\u4e2d\u6587 1", "file:1: b'.*'"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "file").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
@@ -282,4 +342,7 @@ def test_more_white_space_than_the_pattern_can_go_back_over(pattern: str) -> Non
     spaces = 1_000_002
     ids = encoder.encode(f"a{' ' * spaces}b")
     # the last space goes with the letter, and the others, an odd number, in pairs
-    assert len(ids) == 1 + spaces // 2 - 1 + 1 + 2 and encoder.decode(ids.tolist()) == f"a{' ' * spaces}b"
+    assert (
+        len(ids) == 1 + spaces // 2 - 1 + 1 + 2
+        and encoder.decode(ids.tolist()) == f"a{' ' * spaces}b"
+    )

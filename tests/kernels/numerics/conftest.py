@@ -1,4 +1,5 @@
 """Every test in this folder computes with a compiled library."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,7 +9,9 @@ from megatron.kernels import library
 
 @pytest.fixture(autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> None:
-    """Skips without a library; on a GPU, one that is missing or stale is a failure, not torch's own operators."""
+    """Skips without a library; on a GPU, one that is missing or stale is a failure, not torch's own
+    operators.
+    """
     if request.node.get_closest_marker("gpu"):
         found = library.find("cuda")
         assert found.handle is not None, found.reason

@@ -1,8 +1,11 @@
-"""What the numerical tests of kernels share: inputs, devices, and how far a result may be from float64.
+"""What the numerical tests of kernels share: inputs, devices, and how far a result may be from
+float64.
 
-A result computed in fp32 from inputs of type T and rounded to T once is within half a unit in the last place of T, plus
-the fp32 error of its arithmetic. The bound is stated per operator as a multiple of both.
+A result computed in fp32 from inputs of type T and rounded to T once is within half a unit in the
+last place of T, plus the fp32 error of its arithmetic. The bound is stated per operator as a
+multiple of both.
 """
+
 from __future__ import annotations
 
 import os
@@ -30,27 +33,38 @@ SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 SIMULATED = "simulator" in os.environ.get("MEGATRON_KERNELS_LIBRARY", "")
 """True where a simulator of GPU lanes stands in for the host library: small sizes, few examples."""
 
-without_simulator = pytest.mark.skipif(SIMULATED, reason="computes nothing that a simulator would do in another way")
+without_simulator = pytest.mark.skipif(
+    SIMULATED, reason="computes nothing that a simulator would do in another way"
+)
 """For tests of torch's own operators and of host code: they run on the host library."""
 
 EXAMPLES = examples(8 if SIMULATED else 15)
 
 # Around one pack, one wave, and each width at which the launcher changes its layout.
 WIDTHS = st.one_of(
-    st.integers(1, 40), st.sampled_from([64, 96, 128, 136, 255, 256, 257, 512, 520, 1000, 1024, 1032, 2048, 2056]),
+    st.integers(1, 40),
+    st.sampled_from([64, 96, 128, 136, 255, 256, 257, 512, 520, 1000, 1024, 1032, 2048, 2056]),
     st.sampled_from([4096, 4104, 8192, 8200, 16384] if not SIMULATED else [4096, 4104]),
 )
-ROWS = st.one_of(st.just(0), st.integers(1, 9), st.sampled_from([31, 64, 65] if not SIMULATED else [17]))
+ROWS = st.one_of(
+    st.just(0), st.integers(1, 9), st.sampled_from([31, 64, 65] if not SIMULATED else [17])
+)
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0) -> torch.Tensor:
+def random(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0
+) -> torch.Tensor:
     """Normal numbers, rounded to the type."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
+    return (
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
+    )
 
 
 def zeros(count: int, device: str) -> torch.Tensor:
-    """In bf16. On a CPU they take no memory: all are the system's one page of zeros until somebody writes."""
+    """In bf16. On a CPU they take no memory: all are the system's one page of zeros until somebody
+    writes.
+    """
     if device == "cpu":  # torch.zeros would write
         return torch.from_numpy(np.zeros(count, np.int16)).view(torch.bfloat16)
     return torch.zeros(count, dtype=torch.bfloat16, device=device)
@@ -77,18 +91,28 @@ def refused(call: Callable[[], object], *figures: object) -> None:
 
 
 def assert_close(
-    found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, arithmetic: torch.Tensor | float,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    arithmetic: torch.Tensor | float,
     roundings: float = 1,
 ) -> None:
-    """|found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic, element by element.
+    """|found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic, element by
+    element.
 
-    `arithmetic` is the error that fp32 arithmetic may leave, absolute: a number or a tensor that broadcasts.
+    `arithmetic` is the error that fp32 arithmetic may leave, absolute: a number or a tensor that
+    broadcasts.
     """
     assert found.dtype == dtype and tuple(found.shape) == tuple(expected.shape)
     expected = expected.detach()
     error = (found.detach().double().cpu() - expected).abs()
-    bound = roundings * ROUNDING[dtype] * expected.abs() + SMALLEST[dtype] + torch.as_tensor(arithmetic).double()
+    bound = (
+        roundings * ROUNDING[dtype] * expected.abs()
+        + SMALLEST[dtype]
+        + torch.as_tensor(arithmetic).double()
+    )
     worst = (error - bound).max() if error.numel() else torch.tensor(0.0)
     assert not error.isnan().any() and worst <= 0, (
-        f"off by {float(error.max()):.3e}, {float(worst):.3e} more than allowed, at {int((error - bound).argmax())}"
+        f"off by {float(error.max()):.3e}, {float(worst):.3e} more than allowed, at "
+        f"{int((error - bound).argmax())}"
     )

@@ -1,4 +1,5 @@
 """Activations with bias, values and gradients, against float64."""
+
 from __future__ import annotations
 
 import math
@@ -27,12 +28,15 @@ KINDS = ["gelu", "swiglu", "squared_relu"]
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
 
-# Below, sigmoid(z) has underflowed in fp32; what is left out is less than this times any factor that occurs.
+# Below, sigmoid(z) has underflowed in fp32; what is left out is less than this times any factor
+# that occurs.
 FLOOR = 1e-30
 
 
 class Slope(NamedTuple):
-    """An activation at some points in float64: y, its derivatives, and the errors that fp32 arithmetic may leave."""
+    """An activation at some points in float64: y, its derivatives, and the errors that fp32
+    arithmetic may leave.
+    """
 
     y: torch.Tensor
     derivatives: list[torch.Tensor]  # one for each input
@@ -41,8 +45,9 @@ class Slope(NamedTuple):
 
 
 def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
-    """Relative, of sigmoid(z): z is off by up to 2^-21 of itself (seven roundings, two of them of constants), which
-    counts as far as the sigmoid still moves; exp by 2^-21 of itself; sum and quotient by 2^-22."""
+    """Relative, of sigmoid(z): z is off by up to 2^-21 of itself (seven roundings, two of them of
+    constants), which counts as far as the sigmoid still moves; exp by 2^-21 of itself; sum and
+    quotient by 2^-22."""
     return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
 
 
@@ -95,11 +100,22 @@ def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) ->
 @types
 @EXAMPLES
 @given(
-    rows=ROWS, columns=WIDTHS, kind=st.sampled_from(KINDS), biased=st.booleans(), moved=st.booleans(),
+    rows=ROWS,
+    columns=WIDTHS,
+    kind=st.sampled_from(KINDS),
+    biased=st.booleans(),
+    moved=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_against_float64(
-    device: str, dtype: torch.dtype, rows: int, columns: int, kind: str, biased: bool, moved: bool, seed: int
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    kind: str,
+    biased: bool,
+    moved: bool,
+    seed: int,
 ) -> None:
     width = 2 * columns if kind == "swiglu" else columns
     x = random((rows, width), dtype, device, seed, scale=2.0)
@@ -108,9 +124,13 @@ def test_against_float64(
 
 
 @devices
-@pytest.mark.parametrize(("rows", "columns", "kind"), [(1000, 13, "gelu"), (1000, 26, "swiglu"), (4100, 8, "gelu")])
+@pytest.mark.parametrize(
+    ("rows", "columns", "kind"), [(1000, 13, "gelu"), (1000, 26, "swiglu"), (4100, 8, "gelu")]
+)
 def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: str) -> None:
-    """In several parts, the last of which is not full; the first split gives parts of unequal length too."""
+    """In several parts, the last of which is not full; the first split gives parts of unequal
+    length too.
+    """
     x = random((rows, columns), torch.float32, device, 0)
     compare(x, random((columns,), torch.float32, device, 1).requires_grad_(), kind, 2)
 
@@ -118,7 +138,9 @@ def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: 
 @devices
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_small_and_far_negative(device: str, kind: str) -> None:
-    """Relative accuracy where 1 + tanh loses all of it: the bound of `slope` is relative in both."""
+    """Relative accuracy where 1 + tanh loses all of it: the bound of `slope` is relative in
+    both.
+    """
     small = torch.logspace(-30, 0, 301)
     far = torch.linspace(-5.0, -0.5, 300) if kind == "gelu" else torch.linspace(-80.0, -0.5, 300)
     a = torch.cat([small, -small, far]).to(device)
@@ -134,7 +156,9 @@ def test_small_and_far_negative(device: str, kind: str) -> None:
 def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
     """As large as the type has them: the limits, no NaN out of what is finite."""
     top = torch.finfo(dtype).max
-    a = torch.tensor([1e4, -1e4, top, -top, top / 2, -top / 2, 0.0, -0.0], dtype=dtype, device=device)
+    a = torch.tensor(
+        [1e4, -1e4, top, -top, top / 2, -top / 2, 0.0, -0.0], dtype=dtype, device=device
+    )
     x = (torch.cat([a, torch.ones_like(a)]) if kind == "swiglu" else a).requires_grad_()
     y = bias_activation(x, None, kind)
     y.sum().backward()
@@ -144,14 +168,18 @@ def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
         assert torch.equal(slopes, (2 * positive.float()).to(dtype))
     else:
         assert torch.equal(y, positive)
-        assert torch.equal(slopes, torch.tensor([1, 0, 1, 0, 1, 0, 0.5, 0.5], dtype=dtype, device=device))
+        assert torch.equal(
+            slopes, torch.tensor([1, 0, 1, 0, 1, 0, 0.5, 0.5], dtype=dtype, device=device)
+        )
 
 
 @devices
 @types
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) -> None:
-    """A NaN gives NaN, in its own place, and in the sum of its column; infinity no finite number but its limit."""
+    """A NaN gives NaN, in its own place, and in the sum of its column; infinity no finite number
+    but its limit.
+    """
     n = 32
     for value in (float("nan"), float("inf")):
         x = torch.ones(3, 2 * n if kind == "swiglu" else n, dtype=dtype, device=device)

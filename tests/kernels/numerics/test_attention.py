@@ -1,4 +1,5 @@
 """Weights of a block of attention scores, and the scores' gradients, against float64."""
+
 from __future__ import annotations
 
 import math
@@ -24,10 +25,12 @@ from tests.kernels.numerics.reference import (
 )
 from tests.kernels.numerics.test_dropout import words
 
-# The logarithm of a sum is good to 2^-20 and below 128 in size, so that its rounding is 2^-18; exp is good to 2^-21,
-# its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than 2^-16 of a weight.
+# The logarithm of a sum is good to 2^-20 and below 128 in size, so that its rounding is 2^-18; exp
+# is good to 2^-21, its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than
+# 2^-16 of a weight.
 RELATIVE = 2.0**-16
-# A weight below e^-87.3 is 0: 2^-125 of an absolute error, times what it is multiplied by, all below 2^5.
+# A weight below e^-87.3 is 0: 2^-125 of an absolute error, times what it is multiplied by, all
+# below 2^5.
 LOST = 2.0**-120
 SCALE = 0.37
 POSITIONS = 80
@@ -37,22 +40,36 @@ class Case:
     """Scores of all queries and keys of a small whole, of which the kernel gets blocks."""
 
     def __init__(
-        self, device: str, dtype: torch.dtype, samples: int, groups: int, share: int, length: int, alibi: bool,
+        self,
+        device: str,
+        dtype: torch.dtype,
+        samples: int,
+        groups: int,
+        share: int,
+        length: int,
+        alibi: bool,
         seed: int,
     ) -> None:
         self.device, self.dtype, self.share, self.length = device, dtype, share, length
         self.samples = samples * groups
         # Each of a sample of its own, from somewhere in it on; this rank's heads are not the first.
-        self.origins = torch.tensor([1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)], device=device)
+        self.origins = torch.tensor(
+            [1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)], device=device
+        )
         rows = length * share
         self.scores = random((self.samples, rows, length), dtype, device, seed, scale=3.0)
         self.gradients = random((self.samples, rows, length), dtype, device, seed + 1)
-        self.slopes = torch.rand(groups * share, generator=torch.Generator().manual_seed(seed)) if alibi else None
+        self.slopes = (
+            torch.rand(groups * share, generator=torch.Generator().manual_seed(seed))
+            if alibi
+            else None
+        )
         position = torch.arange(rows) // share
         distance = torch.arange(length) - position.unsqueeze(1)
         logits = exact(self.scores).detach() * SCALE
         if self.slopes is not None:
-            head = self.slopes.double().view(groups, share).repeat(samples, length)  # [samples groups, rows]
+            # [samples groups, rows]
+            head = self.slopes.double().view(groups, share).repeat(samples, length)
             logits = logits + head.unsqueeze(-1) * distance
         self.hidden = (distance > 0).expand_as(logits)
         logits = logits.masked_fill(self.hidden, float("-inf"))
@@ -61,20 +78,34 @@ class Case:
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
 
-    def cut(self, x: torch.Tensor, part: slice, queries: slice, keys: slice, moved: bool = False) -> torch.Tensor:
+    def cut(
+        self, x: torch.Tensor, part: slice, queries: slice, keys: slice, moved: bool = False
+    ) -> torch.Tensor:
         x = x[part, queries.start * self.share : queries.stop * self.share, keys]
         return moved_on(x) if moved else x.clone(memory_format=torch.contiguous_format)
 
-    def weigh(self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False) -> tuple:
-        """(weights of the block as the kernel gives them, all logarithms, NaN where it has not been)."""
+    def weigh(
+        self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False
+    ) -> tuple:
+        """(weights of the block as the kernel gives them, all logarithms, NaN where it has not
+        been).
+        """
         scores = self.cut(self.scores, part, queries, slice(0, queries.stop), moved)
-        logarithms = torch.full((self.samples, self.length * self.share), float("nan"), device=self.device)
+        logarithms = torch.full(
+            (self.samples, self.length * self.share), float("nan"), device=self.device
+        )
         law = (self.share, SCALE, p, seed, self.origins, POSITIONS)
         attention_weights_(scores, logarithms, self.slopes, part.start, queries.start, *law)
         return scores, logarithms
 
     def differentiate(
-        self, part: slice, queries: slice, keys: slice, p: float = 0.0, seed: int = 0, moved: bool = False
+        self,
+        part: slice,
+        queries: slice,
+        keys: slice,
+        p: float = 0.0,
+        seed: int = 0,
+        moved: bool = False,
     ) -> tuple:
         """(weights, gradients of the scores) of a block."""
         scores = self.cut(self.scores, part, queries, keys, moved)
@@ -82,7 +113,17 @@ class Case:
         logarithms = self.logarithms.float().to(self.device)
         place = (part.start, queries.start, keys.start)
         attention_gradient_(
-            scores, gradients, logarithms, self.dots, self.slopes, *place, self.share, SCALE, p, seed, self.origins,
+            scores,
+            gradients,
+            logarithms,
+            self.dots,
+            self.slopes,
+            *place,
+            self.share,
+            SCALE,
+            p,
+            seed,
+            self.origins,
             POSITIONS,
         )
         return scores, gradients
@@ -95,14 +136,30 @@ LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
 @types
 @EXAMPLES
 @given(
-    samples=st.integers(1, 2), groups=st.integers(1, 3), share=st.integers(1, 3), length=LENGTHS, alibi=st.booleans(),
-    cut=st.integers(0, 9), moved=st.booleans(), seed=st.integers(0, 99),
+    samples=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    length=LENGTHS,
+    alibi=st.booleans(),
+    cut=st.integers(0, 9),
+    moved=st.booleans(),
+    seed=st.integers(0, 99),
 )
 def test_blocks(
-    device: str, dtype: torch.dtype, samples: int, groups: int, share: int, length: int, alibi: bool, cut: int,
-    moved: bool, seed: int,
+    device: str,
+    dtype: torch.dtype,
+    samples: int,
+    groups: int,
+    share: int,
+    length: int,
+    alibi: bool,
+    cut: int,
+    moved: bool,
+    seed: int,
 ) -> None:
-    """A block of queries with all keys, then a block of keys with queries from anywhere, some of which see nothing."""
+    """A block of queries with all keys, then a block of keys with queries from anywhere, some of
+    which see nothing.
+    """
     case = Case(device, dtype, samples, groups, share, length, alibi, seed)
     tiles = -(-length // TILE)
     queries = slice(cut % tiles * TILE, min(cut % tiles * TILE + (cut % 3 + 1) * TILE, length))
@@ -146,15 +203,17 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 @devices
 @pytest.mark.parametrize("length", [37, 64])
 def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
-    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's origin on; the
-    gradient has the same mask."""
+    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's
+    origin on; the gradient has the same mask."""
     p, seed, share = 0.4, 2**40 + 5, 2
     case = Case(device, torch.float32, 2, 2, share, length, False, 3)
     width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))
     rows = [
         int(case.origins[sample // 2]) + (sample % 2 * share + head) * POSITIONS + position
-        for sample in range(4) for position in range(length) for head in range(share)
-    ]  # fmt: skip
+        for sample in range(4)
+        for position in range(length)
+        for head in range(share)
+    ]
     kept = np.stack([words(seed, row * width, length) < bound for row in rows])
     mask = torch.from_numpy(kept).view(4, length * share, length) / (1 - p)
     for part in (slice(0, 4), slice(1, 3)):
@@ -169,23 +228,45 @@ def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None
                 w, m = case.cut(case.weights, *cut), case.cut(mask, *cut)
                 assert_close(weights, w * m, torch.float32, RELATIVE * w * m)
                 rows = slice(queries.start * share, length * share)
-                g, dots = case.cut(case.gradients, *cut).double().cpu(), case.dots[part, rows].double().cpu()
+                g, dots = (
+                    case.cut(case.gradients, *cut).double().cpu(),
+                    case.dots[part, rows].double().cpu(),
+                )
                 want = SCALE * w * (m * g - dots.unsqueeze(-1))
-                assert_close(gradients, want, torch.float32, RELATIVE * w * (2 * g.abs() + dots.unsqueeze(-1).abs()))
+                assert_close(
+                    gradients,
+                    want,
+                    torch.float32,
+                    RELATIVE * w * (2 * g.abs() + dots.unsqueeze(-1).abs()),
+                )
 
 
 @devices
 def test_scores_without_bound(device: str) -> None:
-    """Large scores do not overflow; a row of -infinity is zero; an infinite or undefined score is a NaN that shows."""
-    scores = torch.tensor([[[3e38, 0, 0, 0], [-3e38, 3e38, 0, 0], [-math.inf] * 4, [1, 2, math.inf, 0]]], device=device)
+    """Large scores do not overflow; a row of -infinity is zero; an infinite or undefined score is a
+    NaN that shows.
+    """
+    scores = torch.tensor(
+        [[[3e38, 0, 0, 0], [-3e38, 3e38, 0, 0], [-math.inf] * 4, [1, 2, math.inf, 0]]],
+        device=device,
+    )
     undefined = torch.full((1, 4, 4), math.nan, device=device)
     logarithms = torch.empty(1, 4, device=device)
-    again, gradients, dots = scores.clone(), torch.ones(1, 4, 4, device=device), torch.zeros(1, 4, device=device)
+    again, gradients, dots = (
+        scores.clone(),
+        torch.ones(1, 4, 4, device=device),
+        torch.zeros(1, 4, device=device),
+    )
     attention_weights_(scores, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
-    assert scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4] and scores[0, 3].isnan().any()
+    assert (
+        scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]
+        and scores[0, 3].isnan().any()
+    )
     assert logarithms[0, 2] == math.inf
     attention_gradient_(again, gradients, logarithms, dots, None, 0, 0, 0, 1, 1.0, 0.0, 0)
-    assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(gradients[0, 2], torch.zeros(4, device=device))
+    assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(
+        gradients[0, 2], torch.zeros(4, device=device)
+    )
     attention_weights_(undefined, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
     assert undefined.isnan()[0].diagonal().all()
 
@@ -194,7 +275,9 @@ def test_scores_without_bound(device: str) -> None:
 @types
 @EXAMPLES
 @given(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans(), seed=st.integers(0, 99))
-def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: bool, seed: int) -> None:
+def test_row_dots(
+    device: str, dtype: torch.dtype, rows: int, n: int, moved: bool, seed: int
+) -> None:
     a, b = (random((rows, n), dtype, device, seed + i) for i in range(2))
     found = row_dots(moved_on(a), moved_on(b)) if moved else row_dots(a, b)
     x, y = exact(a).detach(), exact(b).detach()
@@ -203,7 +286,9 @@ def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: boo
 
 @devices
 def test_dropout_far_into_a_large_whole(device: str) -> None:
-    """Elements past 2^34, where a mask's counter needs its upper word: 2^15 samples of 8,192 by 8,192 scores."""
+    """Elements past 2^34, where a mask's counter needs its upper word: 2^15 samples of 8,192 by
+    8,192 scores.
+    """
     sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
     weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
     origins = torch.tensor([sample * total], device=device)
@@ -219,8 +304,14 @@ def test_long_rows(device: str) -> None:
     """More exponentials than the host keeps."""
     n, queries = 4608, 32
     scores = random((1, queries, n), torch.float32, device, 4)
-    logits = exact(scores).detach().masked_fill(torch.ones(queries, n).triu(n - queries + 1).bool(), float("-inf"))
-    attention_weights_(scores, torch.empty(1, n, device=device), None, 0, n - queries, 1, 1.0, 0.0, 0)
+    logits = (
+        exact(scores)
+        .detach()
+        .masked_fill(torch.ones(queries, n).triu(n - queries + 1).bool(), float("-inf"))
+    )
+    attention_weights_(
+        scores, torch.empty(1, n, device=device), None, 0, n - queries, 1, 1.0, 0.0, 0
+    )
     assert_close(scores, logits.softmax(-1), torch.float32, RELATIVE * logits.softmax(-1))
 
 
@@ -228,7 +319,15 @@ def test_what_is_refused() -> None:
     scores, rows = torch.zeros(2, 6, 35), torch.zeros(2, 70)
 
     def weights(
-        scores=scores, rows=rows, slopes=None, sample=0, first=32, share=2, p=0.0, seed=1, origins=None
+        scores=scores,
+        rows=rows,
+        slopes=None,
+        sample=0,
+        first=32,
+        share=2,
+        p=0.0,
+        seed=1,
+        origins=None,
     ) -> None:
         attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed, origins, 70)
 
@@ -248,5 +347,9 @@ def test_what_is_refused() -> None:
     ):
         refused(lambda values=values: weights(**values), *figures)
     law = (None, 0, 32, 0, 2, 1.0, 0.0, 1)
-    refused(lambda: attention_gradient_(scores, scores[..., 1:], rows, rows, *law), "gradients", [2, 6, 34])
+    refused(
+        lambda: attention_gradient_(scores, scores[..., 1:], rows, rows, *law),
+        "gradients",
+        [2, 6, 34],
+    )
     refused(lambda: row_dots(torch.zeros(2), torch.zeros(3)), [3], [2])

@@ -1,4 +1,7 @@
-"""Cross entropy over a vocabulary, whole and cut: values and gradients against float64, and what is done in place."""
+"""Cross entropy over a vocabulary, whole and cut: values and gradients against float64, and what is
+done in place.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -25,8 +28,9 @@ from tests.kernels.numerics.reference import (
     types,
 )
 
-# exp is good to 2^-21 of itself, the argument's rounding costs 2^-24 of its size (below 100, or the term is nothing),
-# and each lane's sum, added up strip by strip, less than 2^-18: together below 2^-16.
+# exp is good to 2^-21 of itself, the argument's rounding costs 2^-24 of its size (below 100, or the
+# term is nothing), and each lane's sum, added up strip by strip, less than 2^-18: together below
+# 2^-16.
 RELATIVE = 2.0**-16
 # exp is 0 in fp32 below -87.3, where the exact one is this at most.
 VANISHED = 2.0**-125
@@ -41,14 +45,18 @@ def drawn_labels(tokens: int, low: int, high: int, seed: int) -> torch.Tensor:
 
 
 def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as a contiguous view, `shift` elements behind what is aligned, into a larger array of sevens."""
+    """x as a contiguous view, `shift` elements behind what is aligned, into a larger array of
+    sevens.
+    """
     buffer = torch.full((x.numel() + 64,), 7.0, dtype=x.dtype, device=x.device)
     view = buffer[32 + shift : 32 + shift + x.numel()].view(x.shape)
     view.copy_(x)
     return view, buffer
 
 
-def expected_pass(x: torch.Tensor, labels: torch.Tensor, first: int, real: int) -> tuple[torch.Tensor, ...]:
+def expected_pass(
+    x: torch.Tensor, labels: torch.Tensor, first: int, real: int
+) -> tuple[torch.Tensor, ...]:
     """The three numbers, by their definition, in float64."""
     wide = exact(x).detach()[:, :real]
     if real == 0:
@@ -64,8 +72,13 @@ def expected_pass(x: torch.Tensor, labels: torch.Tensor, first: int, real: int) 
 
 
 def expected_gradient(
-    x: torch.Tensor, labels: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor,
-    first: int, real: int,
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    maximum: torch.Tensor,
+    total: torch.Tensor,
+    upstream: torch.Tensor,
+    first: int,
+    real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient in float64, and the fp32 error that its terms may have before they cancel."""
     p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
@@ -90,13 +103,28 @@ def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
 @types
 @EXAMPLES
 @given(
-    tokens=ROWS, width=WIDTHS, padding=st.integers(0, 40), first=st.sampled_from([0, 1, 77, 2**33]),
-    shift=st.sampled_from([0, 0, 1, 8]), far=st.sampled_from(FAR), seed=st.integers(0, 99),
+    tokens=ROWS,
+    width=WIDTHS,
+    padding=st.integers(0, 40),
+    first=st.sampled_from([0, 1, 77, 2**33]),
+    shift=st.sampled_from([0, 0, 1, 8]),
+    far=st.sampled_from(FAR),
+    seed=st.integers(0, 99),
 )
 def test_local_pass_and_gradient(
-    device: str, dtype: torch.dtype, tokens: int, width: int, padding: int, first: int, shift: int, far: int, seed: int
+    device: str,
+    dtype: torch.dtype,
+    tokens: int,
+    width: int,
+    padding: int,
+    first: int,
+    shift: int,
+    far: int,
+    seed: int,
 ) -> None:
-    """One rank's part: padding columns hold NaN and take no part; labels are here, elsewhere, and nowhere."""
+    """One rank's part: padding columns hold NaN and take no part; labels are here, elsewhere, and
+    nowhere.
+    """
     real = max(0, width - padding)
     x = random((tokens, width), dtype, device, seed, scale=3.0)
     x[:, real:] = float("nan")
@@ -109,7 +137,8 @@ def test_local_pass_and_gradient(
     assert torch.equal(logits.nan_to_num(1e4), x.nan_to_num(1e4))
 
     if real == 0:
-        want = (torch.zeros(tokens).double(), torch.ones(tokens).double(), want[2])  # of the other ranks
+        # of the other ranks
+        want = (torch.zeros(tokens).double(), torch.ones(tokens).double(), want[2])
     upstream = random((tokens,), torch.float32, device, seed + 1)
     maximum, total = (t.float().to(device) for t in want[:2])
     gradient_(logits, labels.to(device), maximum, total, upstream, first, real)
@@ -125,13 +154,28 @@ def test_local_pass_and_gradient(
 @types
 @EXAMPLES
 @given(
-    s=st.integers(0, 5), b=st.integers(1, 3), width=WIDTHS, padding=st.integers(0, 9), first=st.sampled_from([0, 500]),
-    scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]), seed=st.integers(0, 99),
+    s=st.integers(0, 5),
+    b=st.integers(1, 3),
+    width=WIDTHS,
+    padding=st.integers(0, 9),
+    first=st.sampled_from([0, 500]),
+    scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
+    seed=st.integers(0, 99),
 )
 def test_cross_entropy(
-    device: str, dtype: torch.dtype, s: int, b: int, width: int, padding: int, first: int, scale: float, seed: int
+    device: str,
+    dtype: torch.dtype,
+    s: int,
+    b: int,
+    width: int,
+    padding: int,
+    first: int,
+    scale: float,
+    seed: int,
 ) -> None:
-    """Losses and gradients of [s, b, v], also where all logits are equal and where one has all the weight."""
+    """Losses and gradients of [s, b, v], also where all logits are equal and where one has all the
+    weight.
+    """
     real = max(1, width - padding)
     x = random((s, b, width), dtype, device, seed, scale).requires_grad_()
     labels = drawn_labels(s * b, first, first + real, seed).view(s, b)
@@ -146,10 +190,13 @@ def test_cross_entropy(
     upstream = random((s, b), torch.float32, device, seed + 1)
     found.backward(upstream)
     want.backward(exact(upstream).detach())
-    # The gradient starts from the fp32 total; 2^-16 of p as in the local pass, once more for the total's own error.
+    # The gradient starts from the fp32 total; 2^-16 of p as in the local pass, once more for the
+    # total's own error.
     p = wide.detach().masked_fill(torch.arange(width) >= real, -INFINITY).softmax(-1)
     g = upstream.double().cpu().abs().unsqueeze(-1)
-    assert_close(x.grad, wide.grad, dtype, g * (2 * RELATIVE * p + 2.0**-22 * (wide.grad != 0) + VANISHED))
+    assert_close(
+        x.grad, wide.grad, dtype, g * (2 * RELATIVE * p + 2.0**-22 * (wide.grad != 0) + VANISHED)
+    )
 
 
 @pytest.mark.slow
@@ -157,9 +204,15 @@ def test_cross_entropy(
 @types
 @EXAMPLES
 @given(data=st.data(), tokens=st.integers(1, 9), seed=st.integers(0, 99))
-def test_a_cut_vocabulary(device: str, dtype: torch.dtype, data: st.DataObject, tokens: int, seed: int) -> None:
-    """The parts of 2 to 4 ranks, combined as megatron/layers/vocabulary_loss.py combines them, are the whole."""
-    parts = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=2, max_size=4))
+def test_a_cut_vocabulary(
+    device: str, dtype: torch.dtype, data: st.DataObject, tokens: int, seed: int
+) -> None:
+    """The parts of 2 to 4 ranks, combined as megatron/layers/vocabulary_loss.py combines them, are
+    the whole.
+    """
+    parts = data.draw(
+        st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=2, max_size=4)
+    )
     x = random((tokens, sum(real for real, _ in parts)), dtype, device, seed, scale=3.0)
     x[0] = -INFINITY  # of all but the last rank
     x[0, -parts[-1][0] :] = 1.0
@@ -170,7 +223,9 @@ def test_a_cut_vocabulary(device: str, dtype: torch.dtype, data: st.DataObject, 
         torch.nn.functional.pad(x[:, start : start + real], (0, padding), value=9.0)
         for start, (real, padding) in zip(starts, parts, strict=True)
     ]
-    ranks = [(piece, start, real) for piece, start, (real, _) in zip(pieces, starts, parts, strict=True)]
+    ranks = [
+        (piece, start, real) for piece, start, (real, _) in zip(pieces, starts, parts, strict=True)
+    ]
     found = [local_pass(piece, labels.to(device), start, real) for piece, start, real in ranks]
     maximum = torch.stack([one[0] for one in found]).amax(0)
     total = torch.stack([one[1] * (one[0] - maximum).exp() for one in found]).sum(0)
@@ -192,7 +247,9 @@ def test_a_cut_vocabulary(device: str, dtype: torch.dtype, data: st.DataObject, 
 @types
 @pytest.mark.parametrize("strip", [512, 1024, 2048, 4096, 8192, 16_384])
 def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int) -> None:
-    """Rows that end with a strip of the kernel, or one column before or after it, wide accesses or not."""
+    """Rows that end with a strip of the kernel, or one column before or after it, wide accesses or
+    not.
+    """
     for width, more in itertools.product((strip + 8, strip + 1), (-1, 0, 1)):
         x = random((2, width), dtype, device, 1)
         real = strip + more
@@ -212,10 +269,13 @@ def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "width", "order"),
     [
-        (torch.float32, 65_544, "ascending"), (torch.float16, 100_003, "descending"),
+        (torch.float32, 65_544, "ascending"),
+        (torch.float16, 100_003, "descending"),
         (torch.bfloat16, 65_536, "random"),
-        *(pytest.param(torch.bfloat16, 262_144, order, marks=pytest.mark.campaign("large"))
-          for order in ("ascending", "descending", "random")),
+        *(
+            pytest.param(torch.bfloat16, 262_144, order, marks=pytest.mark.campaign("large"))
+            for order in ("ascending", "descending", "random")
+        ),
     ],
 )
 def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: str) -> None:
@@ -226,7 +286,9 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
     labels = torch.tensor([0, width // 2, width - 1], device=device)
     want = expected_pass(x, labels.cpu(), 0, width)
     maximum, total, target = local_pass(x, labels, 0, width)
-    assert torch.equal(maximum.double().cpu(), want[0]) and torch.equal(target.double().cpu(), want[2])
+    assert torch.equal(maximum.double().cpu(), want[0]) and torch.equal(
+        target.double().cpu(), want[2]
+    )
     # Up to 64 strips, of which each may cost the sum so far two units in the last place.
     assert_close(total, want[1], torch.float32, (RELATIVE + 64 * 2.0**-22) * want[1])
     upstream = torch.tensor([1.0, -2.0, 0.5], device=device)
@@ -239,7 +301,9 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
 @devices
 @pytest.mark.parametrize("width", [24, 5000, 9000])
 def test_what_is_not_finite_shows(device: str, width: int) -> None:
-    """-inf has no weight; NaN, +inf, nothing but -inf, and a gradient of NaN are NaN in that token's results."""
+    """-inf has no weight; NaN, +inf, nothing but -inf, and a gradient of NaN are NaN in that
+    token's results.
+    """
     x = random((6, width), torch.float32, device, 0)
     labels = torch.full((6,), width - 1, device=device)
     x[0, : width - 5] = -INFINITY
@@ -253,7 +317,9 @@ def test_what_is_not_finite_shows(device: str, width: int) -> None:
     assert total.isnan().tolist() == [False, True, True, False, False, False]
     leaf = x.clone().requires_grad_()
     found = cross_entropy(leaf, labels)
-    assert found.isnan().tolist() == want.isnan().tolist() == [False, True, True, True, False, False]
+    assert (
+        found.isnan().tolist() == want.isnan().tolist() == [False, True, True, True, False, False]
+    )
     assert_close(found[[0, 4, 5]], want[[0, 4, 5]], torch.float32, RELATIVE + 2.0**-20)
     upstream = torch.ones(6, device=device)
     upstream[4] = float("nan")
@@ -266,7 +332,9 @@ def test_what_is_not_finite_shows(device: str, width: int) -> None:
 
 @devices
 def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
-    """Maximum -inf and sum 0, which another rank's numbers absorb; also where a rank has nothing but padding."""
+    """Maximum -inf and sum 0, which another rank's numbers absorb; also where a rank has nothing
+    but padding.
+    """
     x = torch.full((2, 40), -INFINITY, device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     for logits, real in ((x, 40), (x, 0), (x[:, :0].contiguous(), 0)):
@@ -281,15 +349,22 @@ def linear_losses(
     return logits, cross_entropy(logits, labels)
 
 
-def problem(device: str, tokens: int = 6, width: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    device: str, tokens: int = 6, width: int = 40
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     labels = drawn_labels(tokens, 0, width, 5).to(device)
-    x, weight = random((tokens, 4), torch.float32, device, 3), random((4, width), torch.float32, device, 4)
+    x, weight = (
+        random((tokens, 4), torch.float32, device, 3),
+        random((4, width), torch.float32, device, 4),
+    )
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
 @devices
 def test_who_reads_the_logits_later_is_told(device: str) -> None:
-    """Rather than be wrong: they have become their gradient, for a second backward pass and for others."""
+    """Rather than be wrong: they have become their gradient, for a second backward pass and for
+    others.
+    """
     x, weight, labels = problem(device)
     logits, losses = linear_losses(x, weight, labels)
     squares = logits.square()
@@ -312,14 +387,20 @@ class NoSecondArray(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.seen += 1
                 where, here = tensor.untyped_storage(), self.logits.untyped_storage()
-                assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, func
+                assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, (
+                    func
+                )
         return out
 
 
 @devices
 @pytest.mark.parametrize("kernel", [True, False])
-def test_no_second_array_of_the_logits_size(device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither around the operators nor within them (which a dispatch mode does not see of itself)."""
+def test_no_second_array_of_the_logits_size(
+    device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither around the operators nor within them (which a dispatch mode does not see of
+    itself).
+    """
     if not kernel:
         monkeypatch.setattr(operators, "available", lambda device: False)
         monkeypatch.setattr(module, "_AT_A_TIME", 1024)
@@ -335,8 +416,10 @@ def test_no_second_array_of_the_logits_size(device: str, kernel: bool, monkeypat
     assert_close(gradient, want.grad, torch.float32, RELATIVE)
     inner = random((64, 512), torch.float32, device, 0)
     with NoSecondArray(inner) as watch:
-        local, differentiate = (module._local, module._gradient) if kernel else (
-            module.local_reference, module.gradient_reference
+        local, differentiate = (
+            (module._local, module._gradient)
+            if kernel
+            else (module.local_reference, module.gradient_reference)
         )
         maximum, total, _ = local(inner, labels, 0, 512)
         differentiate(inner, labels, maximum, total, upstream, 0, 512)

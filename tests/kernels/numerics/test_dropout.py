@@ -1,4 +1,7 @@
-"""Bias, dropout and residual: the mask against Philox computed here, values and gradients against float64."""
+"""Bias, dropout and residual: the mask against Philox computed here, values and gradients against
+float64.
+"""
+
 from __future__ import annotations
 
 import numpy as np
@@ -26,15 +29,17 @@ from tests.kernels.numerics.reference import (
 SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
 PROBABILITIES = st.sampled_from([0.1, 0.5, 0.9, 2.0**-20])
 
-# counter, key, words: the vectors that the authors publish with their code (Random123, tests/kat_vectors).
+# counter, key, words: the vectors that the authors publish with their code (Random123,
+# tests/kat_vectors).
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
     (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
-]  # fmt: skip
+]
 
 
 def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
@@ -42,7 +47,12 @@ def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
     half, low, (c0, c1, c2, c3), (k0, k1) = np.uint64(32), np.uint64(0xFFFFFFFF), counter, key
     for _ in range(10):
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> half) ^ c1 ^ np.uint64(k0), b & low, (a >> half) ^ c3 ^ np.uint64(k1), a & low
+        c0, c1, c2, c3 = (
+            (b >> half) ^ c1 ^ np.uint64(k0),
+            b & low,
+            (a >> half) ^ c3 ^ np.uint64(k1),
+            a & low,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return [c0, c1, c2, c3]
 
@@ -51,13 +61,18 @@ def words(seed: int, first: int, count: int) -> np.ndarray:
     """The random words of elements first ... first + count - 1; first is a multiple of 4."""
     block = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     zero = np.zeros_like(block)
-    four = philox([block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), zero, zero], [seed & 0xFFFFFFFF, seed >> 32])
+    four = philox(
+        [block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), zero, zero],
+        [seed & 0xFFFFFFFF, seed >> 32],
+    )
     return np.stack(four, axis=1).reshape(-1)[:count]
 
 
 def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
     bound = np.uint64(int((1 - probability) * 2**32))
-    return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(shape)
+    return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(
+        shape
+    )
 
 
 @without_simulator
@@ -72,12 +87,24 @@ def test_known_words() -> None:
 @types
 @EXAMPLES
 @given(
-    rows=ROWS, columns=WIDTHS, probability=st.one_of(st.just(0.0), PROBABILITIES), moved=st.booleans(),
-    biased=st.booleans(), added=st.booleans(), seed=SEEDS,
+    rows=ROWS,
+    columns=WIDTHS,
+    probability=st.one_of(st.just(0.0), PROBABILITIES),
+    moved=st.booleans(),
+    biased=st.booleans(),
+    added=st.booleans(),
+    seed=SEEDS,
 )
 def test_against_float64(
-    device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, biased: bool,
-    added: bool, seed: int,
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    probability: float,
+    moved: bool,
+    biased: bool,
+    added: bool,
+    seed: int,
 ) -> None:
     case, shape = seed % 1000, (rows, columns)
     x, residual, dy = (random(shape, dtype, device, case + i) for i in range(3))
@@ -125,22 +152,27 @@ def test_seed_and_place_alone_count(device: str) -> None:
     assert not torch.equal(bias_dropout_add(x, None, None, 0.5, 8), y)
     strided = random((10, 6, 4), torch.float32, device, 0).transpose(0, 2)
     packed = strided.contiguous()
-    assert torch.equal(bias_dropout_add(strided, None, strided, 0.5, 7), bias_dropout_add(packed, None, packed, 0.5, 7))
+    assert torch.equal(
+        bias_dropout_add(strided, None, strided, 0.5, 7),
+        bias_dropout_add(packed, None, packed, 0.5, 7),
+    )
 
 
 @devices
 @types
 @pytest.mark.parametrize("columns", [24, 13])
 def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, columns: int) -> None:
-    """Tokens [positions, samples] of a part of the sequence, and attention weights [samples, heads, positions] of some
-    of the heads, in the forward and the backward pass; also past 2^63 elements."""
+    """Tokens [positions, samples] of a part of the sequence, and attention weights [samples, heads,
+    positions] of some of the heads, in the forward and the backward pass; also past 2^63
+    elements."""
     p, seed, whole = 0.4, 2**40 + 5, (3, 4, 5)  # samples, heads, positions
     for sample in (0, 2**59 // columns):
         first = sample * 20
         skipped = first * columns % 4
         mask = words(seed, (first * columns - skipped) % 2**64, 60 * columns + skipped)[skipped:]
         mask = torch.from_numpy(mask < np.uint64(int((1 - p) * 2**32))).view(*whole, columns)
-        tokens = mask.view(3, 20, columns)[1:, 5:11].transpose(0, 1)  # six of twenty tokens of two samples
+        # six of twenty tokens of two samples
+        tokens = mask.view(3, 20, columns)[1:, 5:11].transpose(0, 1)
         heads = mask[1:, 2:]
         key = DropoutKey(0, sample + 1)
         places = (Place(key.sample * 20 + 5, 2, 1, 20, 20), key.weights(5, 2, 1, 2))
@@ -158,12 +190,17 @@ def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch
     x = torch.zeros(4000, 8, dtype=dtype, device=device)
     bias = torch.zeros(8, device=device, requires_grad=True)
     bias_dropout_add(x, bias, x, 0.0, 1).backward(torch.full_like(x, 257 * 2.0**7))
-    assert bias.grad.tolist() == [4000 * 257 * 2.0**7 if dtype == torch.float16 else 4000 * 256 * 2.0**7] * 8
+    assert (
+        bias.grad.tolist()
+        == [4000 * 257 * 2.0**7 if dtype == torch.float16 else 4000 * 256 * 2.0**7] * 8
+    )
 
 
 @devices
 def test_what_is_not_finite_shows(device: str) -> None:
-    """Also where it is dropped: in a run that has gone wrong, it shall not depend on luck whether that is seen."""
+    """Also where it is dropped: in a run that has gone wrong, it shall not depend on luck whether
+    that is seen.
+    """
     for value in (float("nan"), float("inf")):
         x = torch.ones(4, 32, device=device)
         x[1] = value
@@ -174,18 +211,29 @@ def test_what_is_not_finite_shows(device: str) -> None:
 def test_what_is_refused() -> None:
     x = torch.zeros(3, 8)
     for probability in (1.0, -0.1, float("nan")):
-        refused(lambda p=probability: bias_dropout_add(x, None, None, p, 0), "probability", probability)
+        refused(
+            lambda p=probability: bias_dropout_add(x, None, None, p, 0), "probability", probability
+        )
     refused(lambda: bias_dropout_add(x, None, None, 0.1, -1), "seed", -1)
     refused(lambda: bias_dropout_add(x.double(), None, None, 0.1, 0), "x", "float64")
-    refused(lambda: bias_dropout_add(x, None, x.bfloat16(), 0.1, 0), "residual", "bfloat16", "float32")
-    refused(lambda: bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0), "residual", [8, 3], [3, 8])
+    refused(
+        lambda: bias_dropout_add(x, None, x.bfloat16(), 0.1, 0), "residual", "bfloat16", "float32"
+    )
+    refused(
+        lambda: bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0), "residual", [8, 3], [3, 8]
+    )
     refused(lambda: bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0), "x")
 
 
 @devices
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
 def test_ties_go_to_even(device: str, dtype: torch.dtype, unit: float) -> None:
-    """A sum in the middle between two numbers of the type is rounded to the one whose last bit is 0."""
+    """A sum in the middle between two numbers of the type is rounded to the one whose last bit is
+    0.
+    """
     x = torch.tensor([1.0, 1.0 + unit, -1.0, -1.0 - unit] * 2, dtype=dtype, device=device)
     half = torch.full_like(x, unit / 2) * x.sign()
-    assert bias_dropout_add(x, None, half, 0.0, 0).tolist() == [1.0, 1.0 + 2 * unit, -1.0, -1.0 - 2 * unit] * 2
+    assert (
+        bias_dropout_add(x, None, half, 0.0, 0).tolist()
+        == [1.0, 1.0 + 2 * unit, -1.0, -1.0 - 2 * unit] * 2
+    )

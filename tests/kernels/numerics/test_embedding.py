@@ -1,4 +1,7 @@
-"""Gradients of a table's rows: sums against float64, runs of any length, and the same bits every time."""
+"""Gradients of a table's rows: sums against float64, runs of any length, and the same bits every
+time.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -21,9 +24,11 @@ from tests.kernels.numerics.reference import (
 
 tables = pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
 
-# Within a chunk of values, up to its end, over its end, over several, and over more than one block adds up at a time.
+# Within a chunk of values, up to its end, over its end, over several, and over more than one block
+# adds up at a time.
 RUNS = st.lists(
-    st.sampled_from([1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7, 18 * CHUNK]), max_size=8
+    st.sampled_from([1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7, 18 * CHUNK]),
+    max_size=8,
 )
 # One column a lane, packs, and each layout of the launcher.
 WIDTHS = st.sampled_from([1, 7, 8, 20, 64, 65, 72, 128, 264, *([] if SIMULATED else [768, 1032])])
@@ -41,14 +46,31 @@ def rows_of(runs: list[int], height: int, seed: int) -> torch.Tensor:
 @types
 @tables
 @EXAMPLES
-@given(runs=RUNS, width=WIDTHS, height=st.sampled_from([9, 40]), moved=st.booleans(), seed=st.integers(0, 99))
+@given(
+    runs=RUNS,
+    width=WIDTHS,
+    height=st.sampled_from([9, 40]),
+    moved=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_sums(
-    device: str, dtype: torch.dtype, table_dtype: torch.dtype, runs: list[int], width: int, height: int, moved: bool,
+    device: str,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    runs: list[int],
+    width: int,
+    height: int,
+    moved: bool,
     seed: int,
 ) -> None:
-    """n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes (Higham, 2002, section 3.1)."""
+    """n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes (Higham, 2002,
+    section 3.1).
+    """
     rows = rows_of(runs, height, seed)
-    values, table = random((len(rows), width), dtype, device, seed), random((height, width), table_dtype, device, 3)
+    values, table = (
+        random((len(rows), width), dtype, device, seed),
+        random((height, width), table_dtype, device, 3),
+    )
     values, table = (moved_on(values), moved_on(table)) if moved else (values, table)
     wide, terms = table.double().cpu(), values.double().cpu()
     size = wide.abs().index_add_(0, rows, terms.abs())
@@ -62,7 +84,9 @@ def test_sums(
 @devices
 @tables
 def test_rows_are_rounded_once(device: str, table_dtype: torch.dtype) -> None:
-    """256 ones are 256; added one by one in bf16, of 8 bits, those behind the first 256 would all be lost."""
+    """256 ones are 256; added one by one in bf16, of 8 bits, those behind the first 256 would all
+    be lost.
+    """
     rows = torch.tensor([4, 1] * 512 + [3], device=device)
     for add in (add_rows_, reference_):
         table = torch.zeros(5, 8, dtype=table_dtype, device=device)
@@ -90,7 +114,10 @@ def test_the_same_bits_every_time(device: str) -> None:
 def test_a_cpu_has_the_bits_of_torch(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
     """With a library and without one a run on a CPU is the same."""
     for width in (5, 8, 96):
-        rows, tables = rows_of([300, 40, 40, 1], 6, width), [random((6, width), table_dtype, "cpu", 1) for _ in "ab"]
+        rows, tables = (
+            rows_of([300, 40, 40, 1], 6, width),
+            [random((6, width), table_dtype, "cpu", 1) for _ in "ab"],
+        )
         values = random((len(rows), width), dtype, "cpu", 2)
         add_rows_(tables[0], rows, values)
         reference_(tables[1], rows, values)

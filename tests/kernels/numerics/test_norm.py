@@ -1,4 +1,5 @@
 """LayerNorm and RMSNorm, with and without a residual, values and gradients, against float64."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ EPS = 1e-5
 def relative(n: int) -> float:
     """The error of what fp32 arithmetic makes of rows of n, relative to the terms.
 
-    Every addition rounds by 2^-24 of a partial sum, all in one direction at worst: no chain of additions in a row is
-    longer than n / 32. The sums over rows have chains of up to 33 rows and 64 parts; the lanes' tree, rstd and a few
-    products take the rest of the 128.
+    Every addition rounds by 2^-24 of a partial sum, all in one direction at worst: no chain of
+    additions in a row is longer than n / 32. The sums over rows have chains of up to 33 rows and 64
+    parts; the lanes' tree, rstd and a few products take the rest of the 128.
     """
     return (n / 32 + 128) * 2.0**-24
 
@@ -50,13 +51,20 @@ class Case:
 
 
 CASES = st.builds(
-    Case, rms=st.booleans(), added=st.booleans(), biased=st.booleans(), one_plus=st.booleans(),
-    scale=st.sampled_from([1.0, 1.0, 1e-3, 50.0]), shift=st.sampled_from([0.0, 0.0, 3.0, 1000.0]),
+    Case,
+    rms=st.booleans(),
+    added=st.booleans(),
+    biased=st.booleans(),
+    one_plus=st.booleans(),
+    scale=st.sampled_from([1.0, 1.0, 1e-3, 50.0]),
+    shift=st.sampled_from([0.0, 0.0, 3.0, 1000.0]),
     misaligned=st.booleans(),
 )
 
 
-def make(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, case: Case) -> torch.Tensor:
+def make(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, case: Case
+) -> torch.Tensor:
     """Normal numbers; `misaligned` ones begin one element past the start of their storage."""
     x = random(shape, torch.float64, "cpu", seed, case.scale) + case.shift
     if case.misaligned:
@@ -65,7 +73,11 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, cas
 
 
 def apply(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, case: Case
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    case: Case,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, what was normalised)."""
     if residual is None:
@@ -81,9 +93,17 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
     """One case, values and gradients."""
     plain = Case(misaligned=case.misaligned)
     x = make((rows, n), dtype, device, seed, case).requires_grad_()
-    residual = make((rows, n), dtype, device, seed + 1, Case(scale=case.scale)).requires_grad_() if case.added else None
+    residual = (
+        make((rows, n), dtype, device, seed + 1, Case(scale=case.scale)).requires_grad_()
+        if case.added
+        else None
+    )
     weight = make((n,), dtype, device, seed + 2, plain).requires_grad_()
-    bias = make((n,), dtype, device, seed + 3, plain).requires_grad_() if case.biased and not case.rms else None
+    bias = (
+        make((n,), dtype, device, seed + 3, plain).requires_grad_()
+        if case.biased and not case.rms
+        else None
+    )
     y, total = apply(x, residual, weight, bias, case)
     if residual is not None:
         assert torch.equal(total, x + residual)
@@ -107,14 +127,21 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
 
     with torch.no_grad():
         arithmetic = relative(n)
-        # The mean is stored in fp32, so that h is off by half a unit in its last place, and as much by the difference's
-        # rounding; the mean's own error after the correction is `arithmetic` of a deviation.
+        # The mean is stored in fp32, so that h is off by half a unit in its last place, and as much
+        # by the difference's rounding; the mean's own error after the correction is `arithmetic` of
+        # a deviation.
         h_error = arithmetic * (h.abs() + (0 if case.rms else 1)) + 2.0**-23 * mean.abs() * rstd
         assert_close(y, want, dtype, h_error * gain.abs() + 2.0**-23 * (want.abs() + b.abs()))
         u = (g * gain).abs()
         m2 = (g * gain * h).mean(1, keepdim=True).abs()
-        sizes = u + (0 if case.rms else u.mean(1, keepdim=True)) + h.abs() * (u * h.abs()).mean(1, keepdim=True)
-        dx_error = rstd * (arithmetic * sizes + h_error * m2 + h.abs() * (u * h_error).mean(1, keepdim=True))
+        sizes = (
+            u
+            + (0 if case.rms else u.mean(1, keepdim=True))
+            + h.abs() * (u * h.abs()).mean(1, keepdim=True)
+        )
+        dx_error = rstd * (
+            arithmetic * sizes + h_error * m2 + h.abs() * (u * h_error).mean(1, keepdim=True)
+        )
         assert_close(found[0], dt + d, dtype, dx_error + 2.0**-23 * d.abs())
         assert_close(found[1], dw, dtype, (g.abs() * (h_error + arithmetic * h.abs())).sum(0))
         if bias is not None:
@@ -126,7 +153,9 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
 @types
 @EXAMPLES
 @given(rows=ROWS, n=WIDTHS, case=CASES, seed=st.integers(0, 99))
-def test_against_float64(device: str, dtype: torch.dtype, rows: int, n: int, case: Case, seed: int) -> None:
+def test_against_float64(
+    device: str, dtype: torch.dtype, rows: int, n: int, case: Case, seed: int
+) -> None:
     compare(rows, n, dtype, device, case, seed)
 
 
@@ -135,17 +164,26 @@ PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
 
 
 @pytest.mark.slow
-# Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of their own.
+# Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of
+# their own.
 @devices
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("packs", [
-    1025, 8193,
-    *(p if SIMULATED else pytest.param(p, marks=pytest.mark.campaign("large"))
-      for p in (1024, 2048, 2049, 4096, 4097, 8192)),
-])
+@pytest.mark.parametrize(
+    "packs",
+    [
+        1025,
+        8193,
+        *(
+            p if SIMULATED else pytest.param(p, marks=pytest.mark.campaign("large"))
+            for p in (1024, 2048, 2049, 4096, 4097, 8192)
+        ),
+    ],
+)
 def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
-    compare(3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs)
+    compare(
+        3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs
+    )
 
 
 @pytest.mark.slow
@@ -155,29 +193,46 @@ def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> No
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
 def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
-    compare(70 if SIMULATED else 2100 if device == "cuda" else 300, n, dtype, device, Case(rms=rms), n)
+    compare(
+        70 if SIMULATED else 2100 if device == "cuda" else 300, n, dtype, device, Case(rms=rms), n
+    )
 
 
 @devices
 @types
 @pytest.mark.parametrize("n", [1, 64, 333, 4099])
 def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
-    """Nothing but rounding could differ from the mean or make a variance, and eps is small enough to show it."""
-    x = torch.tensor([[0.1], [1000.1], [-3e4]], device=device).to(dtype).repeat(1, n).requires_grad_()
-    weight, bias, dy = random((n,), dtype, device, 1), random((n,), dtype, device, 2), random((3, n), dtype, device, 3)
+    """Nothing but rounding could differ from the mean or make a variance, and eps is small enough
+    to show it.
+    """
+    x = (
+        torch.tensor([[0.1], [1000.1], [-3e4]], device=device)
+        .to(dtype)
+        .repeat(1, n)
+        .requires_grad_()
+    )
+    weight, bias, dy = (
+        random((n,), dtype, device, 1),
+        random((n,), dtype, device, 2),
+        random((3, n), dtype, device, 3),
+    )
     y = layer_norm(x, weight, bias, EPS)
     assert torch.equal(y, bias.expand(3, n))
     y.backward(dy)
     g = exact(dy).detach() * exact(weight).detach()
     size = g.abs() + g.abs().mean(1, keepdim=True)
-    assert_close(x.grad, (g - g.mean(1, keepdim=True)) / EPS**0.5, dtype, relative(n) * size / EPS**0.5)
+    assert_close(
+        x.grad, (g - g.mean(1, keepdim=True)) / EPS**0.5, dtype, relative(n) * size / EPS**0.5
+    )
 
 
 @devices
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [5, 64, 1024])
 def test_not_finite(device: str, rms: bool, n: int) -> None:
-    """A NaN takes its row, and through its gradient the weight's; an infinity ends as a NaN where it stood."""
+    """A NaN takes its row, and through its gradient the weight's; an infinity ends as a NaN where
+    it stood.
+    """
     x = random((3, n), torch.float32, device, 3).requires_grad_()
     with torch.no_grad():
         x[1, 2], x[2, 3] = float("nan"), float("inf")
@@ -204,7 +259,12 @@ def test_one_output_used(device: str, rms: bool) -> None:
     dy = random((5, 24), torch.float32, device, 5)
     total = apply(x, residual, weight, bias, case)[1]
     total.backward(dy)
-    assert torch.equal(x.grad, dy) and torch.equal(residual.grad, dy) and weight.grad is None and bias.grad is None
+    assert (
+        torch.equal(x.grad, dy)
+        and torch.equal(residual.grad, dy)
+        and weight.grad is None
+        and bias.grad is None
+    )
 
     y = apply(x, residual, weight, bias, case)[0]
     alone = total.detach().requires_grad_()
@@ -212,17 +272,25 @@ def test_one_output_used(device: str, rms: bool) -> None:
     assert torch.equal(y, without)
     dx, dresidual, dweight = torch.autograd.grad(y, (x, residual, weight), dy)
     expected = torch.autograd.grad(without, (alone, weight), dy)
-    assert torch.equal(dx, expected[0]) and torch.equal(dresidual, dx) and torch.equal(dweight, expected[1])
+    assert (
+        torch.equal(dx, expected[0])
+        and torch.equal(dresidual, dx)
+        and torch.equal(dweight, expected[1])
+    )
 
 
 @devices
 @pytest.mark.parametrize("n", [64, 77, 4096])
 def test_same_bits_every_time(device: str, n: int) -> None:
     rows = 20 if SIMULATED else 200
-    x, weight, bias = (random(shape, torch.bfloat16, device, 6).requires_grad_() for shape in ((rows, n), (n,), (n,)))
+    x, weight, bias = (
+        random(shape, torch.bfloat16, device, 6).requires_grad_()
+        for shape in ((rows, n), (n,), (n,))
+    )
     dy = random((rows, n), torch.bfloat16, device, 7)
     first, second = (
-        torch.autograd.grad(layer_norm(x, weight, bias, EPS), (x, weight, bias), dy) for _ in range(2)
+        torch.autograd.grad(layer_norm(x, weight, bias, EPS), (x, weight, bias), dy)
+        for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -230,6 +298,8 @@ def test_same_bits_every_time(device: str, n: int) -> None:
 def test_what_is_refused() -> None:
     x, weight = torch.zeros(2, 3, 8), torch.ones(8)
     refused(lambda: layer_norm(x.double(), weight, None, EPS), "layer_norm", "x", "float64")
-    refused(lambda: rms_norm(x, weight.bfloat16(), EPS), "rms_norm", "weight", "bfloat16", "float32")
+    refused(
+        lambda: rms_norm(x, weight.bfloat16(), EPS), "rms_norm", "weight", "bfloat16", "float32"
+    )
     refused(lambda: add_rms_norm(x, x[0], weight, EPS), "residual", [3, 8], [2, 3, 8])
     refused(lambda: rms_norm(x, torch.ones(16)[::2], EPS), "weight", "(2,)")

@@ -1,4 +1,5 @@
 """AdamW and the norm over many tensors, against float64."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.optim does at its first use; here it is done before processes are forked
+
+# torch.optim does at its first use; here it is done before processes are forked
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,9 +35,13 @@ OFFSETS = st.sampled_from([0, 0, 1, 2, 3, 4, 6])
 
 
 class Placed:
-    """Tensors of given sizes inside larger ones, `offset` elements after an aligned address, with guards around."""
+    """Tensors of given sizes inside larger ones, `offset` elements after an aligned address, with
+    guards around.
+    """
 
-    def __init__(self, sizes: list[int], offset: int, dtype: torch.dtype, device: str, seed: int | None) -> None:
+    def __init__(
+        self, sizes: list[int], offset: int, dtype: torch.dtype, device: str, seed: int | None
+    ) -> None:
         self.offset, self.views, self.whole = offset, [], []
         for i, n in enumerate(sizes):
             whole = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
@@ -45,33 +52,51 @@ class Placed:
 
     def guarded(self) -> bool:
         return all(
-            bool((w[: self.offset] == GUARD).all() and (w[self.offset + v.numel() :] == GUARD).all())
+            bool(
+                (w[: self.offset] == GUARD).all() and (w[self.offset + v.numel() :] == GUARD).all()
+            )
             for w, v in zip(self.whole, self.views, strict=True)
         )
 
 
 @dataclass
 class Bound:
-    """Running error of AdamW in fp32 with correctly rounded operations, beside its values in float64."""
+    """Running error of AdamW in fp32 with correctly rounded operations, beside its values in
+    float64.
+    """
 
     m: float | torch.Tensor = 0.0
     v: float | torch.Tensor = 0.0
     w: float | torch.Tensor = 0.0
 
     def step(
-        self, old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], g: torch.Tensor, step: int, decay: float
+        self,
+        old: tuple[torch.Tensor, ...],
+        new: tuple[torch.Tensor, ...],
+        g: torch.Tensor,
+        step: int,
+        decay: float,
     ) -> None:
-        """old, new: weights and moments in float64 before and after; g: the gradient, scale included."""
+        """old, new: weights and moments in float64 before and after; g: the gradient, scale
+        included.
+        """
         b1, b2 = SETTINGS["beta1"], SETTINGS["beta2"]
         (w0, m0, v0), (w1, m1, v1) = old, new
-        # The result's rounding, and five of the difference: gradient and scale, difference, 1 - beta, product.
+        # The result's rounding, and five of the difference: gradient and scale, difference, 1 -
+        # beta, product.
         self.m = b1 * self.m + U * (m1.abs() + 5 * (1 - b1) * (g.abs() + m0.abs()))
         # The same with two more in the square.
         self.v = b2 * self.v + U * (v1 + 7 * (1 - b2) * (g.square() + v0))
         rate, scale = SETTINGS["lr"] / (1 - b1**step), (1 - b2**step) ** -0.5
         denominator = v1.sqrt() * scale + SETTINGS["eps"]
-        # Half the relative error of v goes through the root, and no more than the root of an error where v is 0.
-        root = torch.minimum(0.5 * self.v / v1.sqrt().clamp(min=1e-300), torch.as_tensor(self.v).sqrt()) * 1.01
+        # Half the relative error of v goes through the root, and no more than the root of an error
+        # where v is 0.
+        root = (
+            torch.minimum(
+                0.5 * self.v / v1.sqrt().clamp(min=1e-300), torch.as_tensor(self.v).sqrt()
+            )
+            * 1.01
+        )
         quotient = (m1 / denominator).abs()
         # Root, scale, product, eps, sum, quotient, rate, product.
         error = self.m / denominator + quotient * (root * scale / denominator + 8 * U)
@@ -79,17 +104,27 @@ class Bound:
 
 
 def check_adamw(
-    sizes: list[int], dtype: torch.dtype, copy: torch.dtype | None, offsets: list[int], device: str, seed: int,
-    decay: float = 0.1, scale: float = 0.75,
+    sizes: list[int],
+    dtype: torch.dtype,
+    copy: torch.dtype | None,
+    offsets: list[int],
+    device: str,
+    seed: int,
+    decay: float = 0.1,
+    scale: float = 0.75,
 ) -> None:
-    """STEPS steps from zero moments; values within the running bound, copies exact, nothing written around them."""
+    """STEPS steps from zero moments; values within the running bound, copies exact, nothing written
+    around them.
+    """
     w = Placed(sizes, offsets[0], torch.float32, device, seed)
     m, v = (Placed(sizes, offset, torch.float32, device, None) for offset in offsets[1:3])
     c = None if copy is None else Placed(sizes, offsets[3], copy, device, seed)
     exact = [torch.nn.Parameter(view.double().cpu()) for view in w.views]
     settings = SETTINGS.copy()
     betas = (settings.pop("beta1"), settings.pop("beta2"))
-    reference = torch.optim.AdamW(exact, betas=betas, weight_decay=decay, **settings, foreach=False, fused=False)
+    reference = torch.optim.AdamW(
+        exact, betas=betas, weight_decay=decay, **settings, foreach=False, fused=False
+    )
     bounds = [Bound() for _ in sizes]
 
     def values() -> list[tuple[torch.Tensor, ...]]:
@@ -112,16 +147,34 @@ def check_adamw(
         reference.step()
         new = values()
         adamw_(
-            w.views, g.views, m.views, v.views, None if c is None else c.views, **SETTINGS, weight_decay=decay,
-            step=step, gradient_scale=scale,
-        )  # fmt: skip
+            w.views,
+            g.views,
+            m.views,
+            v.views,
+            None if c is None else c.views,
+            **SETTINGS,
+            weight_decay=decay,
+            step=step,
+            gradient_scale=scale,
+        )
         for i, bound in enumerate(bounds):
-            bound.step(old[i], new[i], before[i].double().cpu() * scale, step, SETTINGS["lr"] * decay)
+            bound.step(
+                old[i], new[i], before[i].double().cpu() * scale, step, SETTINGS["lr"] * decay
+            )
             for what, got, want, room in zip(
-                "wmv", (w.views[i], m.views[i], v.views[i]), new[i], (bound.w, bound.m, bound.v), strict=True
+                "wmv",
+                (w.views[i], m.views[i], v.views[i]),
+                new[i],
+                (bound.w, bound.m, bound.v),
+                strict=True,
             ):
                 error = (got.double().cpu() - want).abs() - room
-                assert not error.isnan().any() and (error <= 1e-40).all(), (what, step, i, error.max())
+                assert not error.isnan().any() and (error <= 1e-40).all(), (
+                    what,
+                    step,
+                    i,
+                    error.max(),
+                )
             assert torch.equal(g.views[i], before[i])
             if c is not None:
                 assert torch.equal(c.views[i], w.views[i].to(copy))
@@ -133,20 +186,34 @@ def check_adamw(
 @types
 @EXAMPLES
 @given(
-    sizes=SIZES, copy=st.sampled_from([None, torch.float16, torch.bfloat16]), offset=OFFSETS,
-    others=st.lists(OFFSETS, min_size=5, max_size=5), alike=st.booleans(), seed=st.integers(0, 99),
+    sizes=SIZES,
+    copy=st.sampled_from([None, torch.float16, torch.bfloat16]),
+    offset=OFFSETS,
+    others=st.lists(OFFSETS, min_size=5, max_size=5),
+    alike=st.booleans(),
+    seed=st.integers(0, 99),
 )
 def test_adamw(
-    device: str, dtype: torch.dtype, sizes: list[int], copy: torch.dtype | None, offset: int, others: list[int],
-    alike: bool, seed: int,
+    device: str,
+    dtype: torch.dtype,
+    sizes: list[int],
+    copy: torch.dtype | None,
+    offset: int,
+    others: list[int],
+    alike: bool,
+    seed: int,
 ) -> None:
     check_adamw(sizes, dtype, copy, [offset] * 5 if alike else others, device, seed)
 
 
 @devices
-@pytest.mark.parametrize("offsets", [*([2 * (i == j) for j in range(5)] for i in range(5)), [0, 0, 0, 2, 2]])
+@pytest.mark.parametrize(
+    "offsets", [*([2 * (i == j) for j in range(5)] for i in range(5)), [0, 0, 0, 2, 2]]
+)
 def test_adamw_where_one_array_is_not_aligned(device: str, offsets: list[int]) -> None:
-    """Every pointer counts; the last case is a data-parallel rank's part of the weights and gradients."""
+    """Every pointer counts; the last case is a data-parallel rank's part of the weights and
+    gradients.
+    """
     check_adamw([1030, 64], torch.bfloat16, torch.bfloat16, offsets, device, 4)
 
 
@@ -164,16 +231,45 @@ def test_adamw_settings(scale: float, decay: float) -> None:
 
 @devices
 def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
-    """With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, a decay 1 - 1e-6 by 5%."""
-    g, m, v = torch.full((64,), 2.0, device=device), torch.zeros(64, device=device), torch.zeros(64, device=device)
+    """With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, a decay 1 - 1e-6 by
+    5%.
+    """
+    g, m, v = (
+        torch.full((64,), 2.0, device=device),
+        torch.zeros(64, device=device),
+        torch.zeros(64, device=device),
+    )
     w = torch.full((64,), 0.0, device=device)
     for step in range(1, 101):
-        adamw_([w], [g], [m], [v], lr=1e-3, beta1=0.9, beta2=0.9999, eps=0.0, weight_decay=0.0, step=step)
-    # 100 steps of a constant gradient: v = 4 (1 - beta2^100) up to 100 roundings, and every step is lr.
+        adamw_(
+            [w],
+            [g],
+            [m],
+            [v],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.9999,
+            eps=0.0,
+            weight_decay=0.0,
+            step=step,
+        )
+    # 100 steps of a constant gradient: v = 4 (1 - beta2^100) up to 100 roundings, and every step is
+    # lr.
     assert v.double().cpu().numpy() == pytest.approx(4 * (1 - 0.9999**100), rel=100 * U)
     assert w.double().cpu().numpy() == pytest.approx(-0.1, rel=200 * U)
     w = torch.full((64,), 2.0**-20, device=device)
-    adamw_([w], [g * 0], [m * 0], [v * 0], lr=1e-3, beta1=0.9, beta2=0.99, eps=1.0, weight_decay=1e-3, step=1)
+    adamw_(
+        [w],
+        [g * 0],
+        [m * 0],
+        [v * 0],
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.99,
+        eps=1.0,
+        weight_decay=1e-3,
+        step=1,
+    )
     assert w.double().cpu().numpy() == pytest.approx(2.0**-20 * (1 - 1e-6), rel=U)
 
 
@@ -200,13 +296,15 @@ def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) ->
     assert all((x == 2.0).all() for x in (w, g, m, v)) and not c.any()
 
 
-# -- scaling and norm --------------------------------------------------------------------------------------------------
+# -- scaling and norm ------------------------------------------------------------------------------
 
 
 def check_norm(
     sizes: list[int], dtype: torch.dtype, offset: int, factor: float, device: str, seed: int
 ) -> None:
-    """Stored values to the bit; the sum within the rounding to fp32 (2^-24) of theirs: fp64 leaves nothing else."""
+    """Stored values to the bit; the sum within the rounding to fp32 (2^-24) of theirs: fp64 leaves
+    nothing else.
+    """
     x = Placed(sizes, offset, dtype, device, seed)
     before = [view.clone() for view in x.views]
     total = scale_and_norm_(x.views, factor)
@@ -223,8 +321,12 @@ def check_norm(
 @devices
 @types
 @EXAMPLES
-@given(sizes=SIZES, offset=OFFSETS, factor=st.sampled_from([1.0, 0.3, -2.5]), seed=st.integers(0, 99))
-def test_norm(device: str, dtype: torch.dtype, sizes: list[int], offset: int, factor: float, seed: int) -> None:
+@given(
+    sizes=SIZES, offset=OFFSETS, factor=st.sampled_from([1.0, 0.3, -2.5]), seed=st.integers(0, 99)
+)
+def test_norm(
+    device: str, dtype: torch.dtype, sizes: list[int], offset: int, factor: float, seed: int
+) -> None:
     check_norm(sizes, dtype, offset, factor, device, seed)
 
 
@@ -237,7 +339,9 @@ def test_norm_of_more_tensors_than_a_launch_holds(device: str) -> None:
 @pytest.mark.skipif(SIMULATED, reason="minutes in the simulator")
 @devices
 def test_norm_of_many_elements(device: str) -> None:
-    """3e7 equal terms: a running sum in fp32 would stop growing, here each of 7,500 or fewer sums is exact to 2^-45."""
+    """3e7 equal terms: a running sum in fp32 would stop growing, here each of 7,500 or fewer sums
+    is exact to 2^-45.
+    """
     x = torch.full((30_000_001,), 1.1, device=device)
     expected = float(x[0].double() ** 2) * x.numel()
     assert float(scale_and_norm_([x])) == pytest.approx(expected, rel=1.001 * U)
@@ -257,7 +361,10 @@ def test_a_bad_element_shows_in_the_norm(device: str, bad: float) -> None:
 
 
 def test_norm_does_not_depend_on_the_number_of_threads() -> None:
-    x, before = [random((50_003,), torch.float32, "cpu", s) for s in range(3)], torch.get_num_threads()
+    x, before = (
+        [random((50_003,), torch.float32, "cpu", s) for s in range(3)],
+        torch.get_num_threads(),
+    )
     found = set()
     try:
         for threads in (1, 2):
@@ -268,7 +375,7 @@ def test_norm_does_not_depend_on_the_number_of_threads() -> None:
     assert len(found) == 1
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 def test_empty_lists() -> None:
@@ -278,7 +385,9 @@ def test_empty_lists() -> None:
 
 
 def test_what_is_refused() -> None:
-    def run(p: object = None, g: object = None, m: object = None, c: object = None, **more: object) -> None:
+    def run(
+        p: object = None, g: object = None, m: object = None, c: object = None, **more: object
+    ) -> None:
         one = [torch.zeros(4)]
         settings = {**SETTINGS, "weight_decay": 0.1, "step": 1, **more}
         adamw_(p or one, g or one, m or one, [torch.zeros(4)], c, **settings)  # type: ignore[arg-type]
@@ -294,15 +403,32 @@ def test_what_is_refused() -> None:
         (dict(gradient_scale=torch.ones(2)), ("gradient_scale", [2])),
     ):
         refused(lambda values=values: run(**values), *figures)
-    refused(lambda: scale_and_norm_([torch.zeros(4), torch.zeros(4).half()]), "tensors[1]", "float16", "float32")
+    refused(
+        lambda: scale_and_norm_([torch.zeros(4), torch.zeros(4).half()]),
+        "tensors[1]",
+        "float16",
+        "float32",
+    )
 
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_copy_keeps_any_nan(device: str, dtype: torch.dtype) -> None:
-    """Also the one whose bits are all set: rounded by an addition alone it would be 0. CUDA makes such NaNs."""
+    """Also the one whose bits are all set: rounded by an addition alone it would be 0. CUDA makes
+    such NaNs.
+    """
     weight = torch.full((8,), -1, dtype=torch.int32, device=device).view(torch.float32)
     others = [torch.ones(8, device=device) for _ in range(3)]
     copy = torch.zeros(8, dtype=dtype, device=device)
-    adamw_([weight], *([x] for x in others), [copy], lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
+    adamw_(
+        [weight],
+        *([x] for x in others),
+        [copy],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        eps=1e-8,
+        weight_decay=0.0,
+        step=1,
+    )
     assert weight.isnan().all() and copy.isnan().all()

@@ -1,4 +1,7 @@
-"""Rotary embedding: values and gradients against float64, for slices of a fused projection and tables of any kind."""
+"""Rotary embedding: values and gradients against float64, for slices of a fused projection and
+tables of any kind.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -21,11 +24,17 @@ from tests.kernels.numerics.reference import (
 # Two products and a sum, each rounded to fp32: 2^-24 of the products twice over, and of the sum.
 ARITHMETIC = 2.0**-22
 
-# Heads of usual sizes, and around each pack and each layout of the launcher: 16 bytes, and 4, 8, 16 or more packs.
-HEADS = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 512, 520, 1040]))
+# Heads of usual sizes, and around each pack and each layout of the launcher: 16 bytes, and 4, 8, 16
+# or more packs.
+HEADS = st.one_of(
+    st.integers(1, 40),
+    st.sampled_from([48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 512, 520, 1040]),
+)
 
 
-def tables(s: int, b: int, half: int, own: bool, device: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(
+    s: int, b: int, half: int, own: bool, device: str, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [s, 1 or b, 1, half] of random angles."""
     angles = 7 * random((s, b if own else 1, 1, half), torch.float32, "cpu", seed).double()
     return angles.cos().float().to(device), angles.sin().float().to(device)
@@ -50,15 +59,30 @@ def size(x: torch.Tensor, half: int) -> torch.Tensor:
 @types
 @EXAMPLES
 @given(
-    s=st.integers(0, 9), b=st.integers(1, 3), heads=st.integers(0, 5), d=HEADS,
-    rest=st.sampled_from([0, 0, 1, 8, 32, 96]), own=st.booleans(),
+    s=st.integers(0, 9),
+    b=st.integers(1, 3),
+    heads=st.integers(0, 5),
+    d=HEADS,
+    rest=st.sampled_from([0, 0, 1, 8, 32, 96]),
+    own=st.booleans(),
     layout=st.sampled_from(["alone", "interleaved", "side by side", "shifted", "transposed"]),
     seed=st.integers(0, 99),
 )
 def test_rotary(
-    device: str, dtype: torch.dtype, s: int, b: int, heads: int, d: int, rest: int, own: bool, layout: str, seed: int
+    device: str,
+    dtype: torch.dtype,
+    s: int,
+    b: int,
+    heads: int,
+    d: int,
+    rest: int,
+    own: bool,
+    layout: str,
+    seed: int,
 ) -> None:
-    """x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; one element off what is aligned; [b, s, ..]."""
+    """x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; one element off what is
+    aligned; [b, s, ..].
+    """
     half = max(0, d - rest) // 2
     if layout == "transposed":
         whole = random((b, s, heads, d), dtype, device, seed)
@@ -91,7 +115,9 @@ def test_rotary(
 
 @devices
 def test_other_strides(device: str) -> None:
-    """Heads that share memory (stride 0) are read as they are; a last dimension that is not contiguous is copied."""
+    """Heads that share memory (stride 0) are read as they are; a last dimension that is not
+    contiguous is copied.
+    """
     x = random((4, 2, 3, 16), torch.float32, device, 0)
     cos, sin = tables(4, 2, 8, False, device, 1)
     one = x[:, :, :1].expand(4, 2, 3, 16)
@@ -99,7 +125,9 @@ def test_other_strides(device: str) -> None:
     backwards = x.transpose(0, 3).contiguous().transpose(0, 3)
     assert backwards.stride(-1) != 1
     assert torch.equal(rotate(backwards, cos, sin), rotate(x, cos, sin))
-    assert torch.equal(rotate(x, cos.expand(4, 2, 1, 8), sin.expand(4, 2, 1, 8)), rotate(x, cos, sin))
+    assert torch.equal(
+        rotate(x, cos.expand(4, 2, 1, 8), sin.expand(4, 2, 1, 8)), rotate(x, cos, sin)
+    )
 
 
 @devices

@@ -1,4 +1,5 @@
 """Softmax of scores, values and gradients, against float64."""
+
 from __future__ import annotations
 
 import torch
@@ -18,8 +19,8 @@ from tests.kernels.numerics.reference import (
     types,
 )
 
-# exp is good to 2^-21 of itself, sums of up to 16,384 terms of one sign to 2^-20, the argument's rounding to 2^-24 of
-# its size (below 100): together less than 2^-16 of the result.
+# exp is good to 2^-21 of itself, sums of up to 16,384 terms of one sign to 2^-20, the argument's
+# rounding to 2^-24 of its size (below 100): together less than 2^-16 of the result.
 RELATIVE = 2.0**-16
 
 
@@ -28,9 +29,16 @@ def expected_softmax(x: torch.Tensor, hidden: torch.Tensor, scale: float) -> tor
 
 
 def compare(
-    y: torch.Tensor, x: torch.Tensor, hidden: torch.Tensor, scale: float, dtype: torch.dtype, seed: int
+    y: torch.Tensor,
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    """Values against float64; the gradient, which starts from the rounded probabilities, against those in float64."""
+    """Values against float64; the gradient, which starts from the rounded probabilities, against
+    those in float64.
+    """
     wide = exact(x)
     want = expected_softmax(wide, hidden, scale)
     assert_close(y, want, dtype, RELATIVE * want.detach())
@@ -46,8 +54,16 @@ def compare(
 @devices
 @types
 @EXAMPLES
-@given(batch=st.integers(0, 3), queries=ROWS, more=st.integers(0, 40), keys=WIDTHS, seed=st.integers(0, 99))
-def test_causal(device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int) -> None:
+@given(
+    batch=st.integers(0, 3),
+    queries=ROWS,
+    more=st.integers(0, 40),
+    keys=WIDTHS,
+    seed=st.integers(0, 99),
+)
+def test_causal(
+    device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int
+) -> None:
     """Also with more keys than queries, as in generation."""
     keys = max(keys, queries) if more else max(queries, 1)
     scale = 0.3 + seed / 50
@@ -60,11 +76,23 @@ def test_causal(device: str, dtype: torch.dtype, batch: int, queries: int, more:
 @types
 @EXAMPLES
 @given(
-    batch=st.integers(1, 3), heads=st.integers(1, 3), queries=st.integers(1, 5), keys=WIDTHS, shared=st.booleans(),
-    share=st.sampled_from([0.0, 0.3, 0.95, 1.0]), seed=st.integers(0, 99),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    queries=st.integers(1, 5),
+    keys=WIDTHS,
+    shared=st.booleans(),
+    share=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+    seed=st.integers(0, 99),
 )
 def test_masked(
-    device: str, dtype: torch.dtype, batch: int, heads: int, queries: int, keys: int, shared: bool, share: float,
+    device: str,
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    shared: bool,
+    share: float,
     seed: int,
 ) -> None:
     """Also where a row sees nothing: zeros and no gradient."""

@@ -1,4 +1,5 @@
 """What is measured and how it becomes figures, without waiting for any clock."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,8 +22,14 @@ from tests.helpers.clock import VirtualClock
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = dict(
-    num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=500, global_batch_size=2,
-    attention_dropout=0.0, hidden_dropout=0.0,
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=64,
+    vocab_size=500,
+    global_batch_size=2,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
 )
 
 
@@ -31,10 +38,16 @@ def test_a_point_is_a_rate_or_seconds() -> None:
     assert Task("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
 
 
-def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that says how many calls it was asked for, times a factor: one for the warm-up, then three rounds."""
+def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that says how many calls it was asked for, times a factor: one for the warm-up, then
+    three rounds.
+    """
     factors = iter([9.0, 2.0, 3.0, 4.0, 9.0, 1.0, 5.0, 6.0, 9.0, 1.0, 1.0, 7.0])
-    monkeypatch.setattr(tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3)
+    monkeypatch.setattr(
+        tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3
+    )
     found = measure([Task("a", (), lambda: lambda: None, calls=4)], CPU, 10.0, clock=VirtualClock())
     assert found == pytest.approx([3e-3 / 4])
 
@@ -49,24 +62,37 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
         return calls * sum(costs[name] for name in done)
 
     monkeypatch.setattr(tasks, "_elapsed", elapsed)
-    task = Task("a", (), lambda: lambda: done.append("message"), calls=2, before=lambda: lambda: done.append("before"))
+    task = Task(
+        "a",
+        (),
+        lambda: lambda: done.append("message"),
+        calls=2,
+        before=lambda: lambda: done.append("before"),
+    )
     assert measure([task], CPU, 1.0, clock=VirtualClock()) == pytest.approx([1e-3])
 
 
-def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits by this process's clock or a partner's: one pass over all, then no more than the next task's memory."""
+def test_measuring_ends_by_the_clock_once_all_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Limits by this process's clock or a partner's: one pass over all, then no more than the next
+    task's memory.
+    """
 
     def measured(largest: tasks.Largest | None, step_s: float) -> list[int]:
         made, clock = list[int](), VirtualClock()
 
         def task(i: int) -> Task:
-            return Task("a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None))
+            return Task(
+                "a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None)
+            )
 
         assert measure([task(0), task(1)], CPU, 2.0, largest, clock=clock) == [1.0, 1.0]
         return made
 
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    assert measured(lambda value: 100.0, 0.0) == measured(None, 1.0) == [0, 1, 0]  # another process is late; this one
+    # another process is late; this one
+    assert measured(lambda value: 100.0, 0.0) == measured(None, 1.0) == [0, 1, 0]
     assert measured(None, 0.1) == [0, 1] * tasks.PASSES
 
 
@@ -74,23 +100,34 @@ def test_groups_of_ranks() -> None:
     assert kinds_of_groups(1, 1) == []
     assert kinds_of_groups(4, 4) == [Kind(1, 2, 1), Kind(2, 2, 1), Kind(1, 4, 1)]
     assert kinds_of_groups(8, 4) == [
-        Kind(1, 2, 1), Kind(2, 2, 1), Kind(4, 2, 2), Kind(1, 4, 1), Kind(1, 8, 2)
-    ]  # fmt: skip
+        Kind(1, 2, 1),
+        Kind(2, 2, 1),
+        Kind(4, 2, 2),
+        Kind(1, 4, 1),
+        Kind(1, 8, 2),
+    ]
     assert kinds_of_groups(6, 2) == [Kind(1, 2, 1)], "what does not divide the world is left out"
     for kind in kinds_of_groups(16, 4):
         groups = {tuple(members(kind, rank)) for rank in range(16)}
-        assert sorted(r for group in groups for r in group) == list(range(16)), "each rank is in one group"
+        assert sorted(r for group in groups for r in group) == list(range(16)), (
+            "each rank is in one group"
+        )
         assert all(rank in members(kind, rank) for rank in range(16))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [
-    {}, {"bf16": True}, {"swiglu": True, "normalization": "rmsnorm", "add_bias_linear": False},
-    {"attention_backend": "unfused"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bf16": True},
+        {"swiglu": True, "normalization": "rmsnorm", "add_bias_linear": False},
+        {"attention_backend": "unfused"},
+    ],
+)
 def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each does its work once, on a small model; figures are those that the model of time asks for, and products those
-    that a trace lists."""
+    """Each does its work once, on a small model; figures are those that the model of time asks for,
+    and products those that a trace lists."""
     from megatron.planner.calibration import compute
 
     monkeypatch.setattr(compute, "MICRO_BATCHES", (1,))
@@ -104,12 +141,22 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     listed = {
         (work.m, work.n, work.k)
         for t in (1, 2)
-        for traced in [trace(Config.create(**MODEL, **changes, tensor_model_parallel_size=t, world_size=t), "cpu")]
-        for part in (traced.layer, traced.head) for half in (part.forward, part.backward)
-        for work in half.computations() if isinstance(work, Product) and work.batch == 1
-    }  # fmt: skip
+        for traced in [
+            trace(
+                Config.create(**MODEL, **changes, tensor_model_parallel_size=t, world_size=t), "cpu"
+            )
+        ]
+        for part in (traced.layer, traced.head)
+        for half in (part.forward, part.backward)
+        for work in half.computations()
+        if isinstance(work, Product) and work.batch == 1
+    }
     assert {task.place for task in found if task.figure == f"products.{dtype}"} == listed
-    wanted = {f"products.{dtype}", "update_gb_per_s", *(f"memory.{w}" for w in ("copy", "norm", "activation", "loss"))}
+    wanted = {
+        f"products.{dtype}",
+        "update_gb_per_s",
+        *(f"memory.{w}" for w in ("copy", "norm", "activation", "loss")),
+    }
     if "attention_backend" not in changes:
         wanted |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
     assert wanted <= {task.figure for task in found}
@@ -118,38 +165,66 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tiny_model_is_of_the_same_kind() -> None:
-    small = tiny(Config.create(**{**MODEL, "swiglu": True, "normalization": "rmsnorm", "num_layers": 2}), 3).model
-    assert (small.num_layers, small.swiglu, small.normalization, small.hidden_size) == (3, True, "rmsnorm", 32)
+    small = tiny(
+        Config.create(**{**MODEL, "swiglu": True, "normalization": "rmsnorm", "num_layers": 2}), 3
+    ).model
+    assert (small.num_layers, small.swiglu, small.normalization, small.hidden_size) == (
+        3,
+        True,
+        "rmsnorm",
+        32,
+    )
 
 
 def found_of(points: dict[str, list[list[float]]], **changes: Any) -> Found:
     values: dict[str, Any] = dict(
-        points=points, host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3), device="a CPU", device_type="cpu", nodes=1, per_node=4,
-        threads=1, cores=2, memory_gib=32.0,
-    )  # fmt: skip
+        points=points,
+        host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3),
+        device="a CPU",
+        device_type="cpu",
+        nodes=1,
+        per_node=4,
+        threads=1,
+        cores=2,
+        memory_gib=32.0,
+    )
     return Found(**{**values, **changes})
 
 
 POINTS: dict[str, list[list[float]]] = {
-    "products.float32": [[64, 256, 64, 0.05], [128, 64, 256, 0.08]], "update_gb_per_s": [[20.0]],
-    "attention.float32.forward": [[64, 16, 0.02]], "attention.float32.backward": [[64, 16, 0.03]],
-    "memory.copy": [[4096, 10.0]], "messages": [[1, 1024, 1e-5], [1, 1048576, 1e-3]],
+    "products.float32": [[64, 256, 64, 0.05], [128, 64, 256, 0.08]],
+    "update_gb_per_s": [[20.0]],
+    "attention.float32.forward": [[64, 16, 0.02]],
+    "attention.float32.backward": [[64, 16, 0.03]],
+    "memory.copy": [[4096, 10.0]],
+    "messages": [[1, 1024, 1e-5], [1, 1048576, 1e-3]],
     "collectives.all_reduce": [[1, 2, 1, 1024, 1e-4], [1, 2, 1, 65536, 2e-4]],
-}  # fmt: skip
+}
 
 
 def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
     cluster = machine(found_of(POINTS), "here", ["--num-layers", "2"])
     write_cluster(cluster, tmp_path / "here.toml")
     again = read_cluster(tmp_path / "here.toml")
-    assert again.compute == cluster.compute and again.shared_cores == 2 and again.device_type == "cpu"
-    assert again.memory_gib == 8.0 and again.devices_per_node == 4 and again.peak_tflops == {"float32": 0.08}
+    assert (
+        again.compute == cluster.compute and again.shared_cores == 2 and again.device_type == "cpu"
+    )
+    assert (
+        again.memory_gib == 8.0
+        and again.devices_per_node == 4
+        and again.peak_tflops == {"float32": 0.08}
+    )
     rates = Rates(again, "float32")
-    assert rates.product_s(64, 256, 64) == pytest.approx(2 * 64 * 256 * 64 / 0.05e12), "measured shapes as measured"
+    assert rates.product_s(64, 256, 64) == pytest.approx(2 * 64 * 256 * 64 / 0.05e12), (
+        "measured shapes as measured"
+    )
     between = rates.product_s(96, 128, 128)
     assert 2 * 96 * 128 * 128 / 0.081e12 < between < 2 * 96 * 128 * 128 / 0.049e12
     assert (rates.layer_forward_overhead_s, rates.layer_backward_overhead_s) == (3e-4, 4e-4)
-    found = estimate(Config.create(**MODEL, tensor_model_parallel_size=2, world_size=4, micro_batch_size=1), again)
+    found = estimate(
+        Config.create(**MODEL, tensor_model_parallel_size=2, world_size=4, micro_batch_size=1),
+        again,
+    )
     assert found.seconds > 0 and found.confidence.by_basis["measured"]
     assert "tools/calibrate.py" in again.compute.figures["memory.copy"].source
 
@@ -158,6 +233,10 @@ def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
     points = {name.replace("float32", "bfloat16"): rows for name, rows in POINTS.items()}
     changes = dict(device="NVIDIA H100 80GB HBM3", device_type="cuda", per_node=2, memory_gib=79.6)
     cluster = machine(found_of(points, **changes), "gpus", [])
-    assert cluster.shared_cores is None and cluster.memory_gib == 79.6 and cluster.peak_tflops["bfloat16"] > 900
+    assert (
+        cluster.shared_cores is None
+        and cluster.memory_gib == 79.6
+        and cluster.peak_tflops["bfloat16"] > 900
+    )
     assert "layer_overhead_s" not in cluster.compute.figures
     assert cluster.links == {(0, 1): pytest.approx(1048576 / 1e-3 / 1e9, rel=1e-3)}

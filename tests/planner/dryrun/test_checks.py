@@ -1,4 +1,5 @@
 """What is compared between ranks, on messages that were changed by hand."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,5 @@
 """`pretrain_gpt.py --dry-run`: what it prints and how it ends."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,14 +12,21 @@ from megatron.planner.dryrun.rehearsal import dry_run
 from megatron.planner.memory import CATEGORIES
 from tests.helpers.launching import launch
 
-SMALL = ("--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 250 --bf16 "
-         "--pipeline-model-parallel-size 4").split()  # fmt: skip
+SMALL = (
+    "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--vocab-size 250 --bf16 "
+    "--pipeline-model-parallel-size 4"
+).split()
 
 
 @pytest.mark.slow
 def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
-    """Without launcher, data or length; and under a launcher, where only the first process speaks."""
-    (done,) = launch(1, [*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--cluster", "frontier"])
+    """Without launcher, data or length; and under a launcher, where only the first process
+    speaks.
+    """
+    (done,) = launch(
+        1, [*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--cluster", "frontier"]
+    )
     assert done is not None and done.code == 0, done
     for words in (*CATEGORIES, "pp rank 3", "3072", "384", "frontier"):
         assert words in done.output
@@ -54,11 +62,12 @@ def test_a_job_that_fits_but_cannot_run_ends_with_3(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--world-size", "6"], "6"), (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
+        (["--world-size", "6"], "6"),
+        (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
         (["--world-size", "12", "--cluster", "frontier"], "12"),
         (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_an_error_of_the_user(arguments: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         dry_run([*SMALL, *arguments])

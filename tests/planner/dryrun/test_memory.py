@@ -1,4 +1,5 @@
 """The count of memory against allocations that can be added up by hand."""
+
 from __future__ import annotations
 
 import pytest
@@ -48,7 +49,12 @@ def test_a_tensor_that_changes_its_category_is_held_once() -> None:
         a = zeros(8)
         follower.move([a, a.view(-1)], "weights")
     rows = changes(follower.steps, GPU_BLOCK, {})
-    assert rows.sum(axis=0)[CATEGORIES.index("weights")] == total(follower) == fullest(rows)[0].sum() == 8 * KIB
+    assert (
+        rows.sum(axis=0)[CATEGORIES.index("weights")]
+        == total(follower)
+        == fullest(rows)[0].sum()
+        == 8 * KIB
+    )
     del a
     assert total(follower) == 0
 
@@ -101,11 +107,16 @@ def test_numbers_are_read_without_values() -> None:
 
 
 def test_attention_of_a_gpu_keeps_no_scores() -> None:
-    """Of queries, keys and values [b, n, s, d] in bf16 it keeps them, the result and n s fp32 numbers."""
+    """Of queries, keys and values [b, n, s, d] in bf16 it keeps them, the result and n s fp32
+    numbers.
+    """
     b, n, s, d = 2, 4, 256, 64
     follower = Follower("meta")
     with followed(follower):
-        q, k, v = (torch.zeros(b, n, s, d, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.zeros(b, n, s, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for _ in range(3)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         kept = total(follower)
         del out
@@ -116,7 +127,12 @@ def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
     """As NCCL and gloo do; and a message is not gone before."""
     follower = Follower("meta")
     config = Config.create(
-        num_layers=2, hidden_size=8, num_attention_heads=4, seq_length=8, vocab_size=50, world_size=4,
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=4,
+        seq_length=8,
+        vocab_size=50,
+        world_size=4,
         tensor_model_parallel_size=4,
     )
     with member(config, 1, "meta") as topology, followed(follower):
@@ -140,7 +156,9 @@ def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
 
 
 def test_a_process_of_another_job_is_refused() -> None:
-    config = Config.create(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=50)
+    config = Config.create(
+        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=50
+    )
     second = member(config, 0, "cpu")
     with member(config, 0, "cpu"), pytest.raises(ConfigError), second:
         pass

@@ -1,4 +1,7 @@
-"""Rehearsals of small jobs: against real steps, against each other, and with mistakes put into the code."""
+"""Rehearsals of small jobs: against real steps, against each other, and with mistakes put into the
+code.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,7 +20,13 @@ from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rank import run_rank
-from megatron.planner.dryrun.rehearsal import Rehearsal, enough_micro_batches, members_of, rehearse, render
+from megatron.planner.dryrun.rehearsal import (
+    Rehearsal,
+    enough_micro_batches,
+    members_of,
+    rehearse,
+    render,
+)
 from megatron.planner.events import Give, Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, changes, fullest
 from megatron.planner.tensors import Follower
@@ -27,10 +36,18 @@ from tests.helpers.processes import run_processes
 pytestmark = pytest.mark.slow
 
 BASE: dict[str, Any] = dict(
-    num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=250, micro_batch_size=2,
-    hidden_dropout=0.0, attention_dropout=0.0,
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=64,
+    vocab_size=250,
+    micro_batch_size=2,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
-PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2, world_size=2, global_batch_size=6, bf16=True)
+PP2: dict[str, Any] = dict(
+    pipeline_model_parallel_size=2, world_size=2, global_batch_size=6, bf16=True
+)
 PP4: dict[str, Any] = dict(pipeline_model_parallel_size=4, world_size=4, num_layers=4, bf16=True)
 MESSAGE_BYTES = 64 * 2 * 64 * 2  # [s, b, h] in bf16
 
@@ -39,7 +56,7 @@ def make(**fields: Any) -> Config:
     return Config.create(**{**BASE, **fields})
 
 
-# -- against real steps ------------------------------------------------------------------------------------------------
+# -- against real steps ----------------------------------------------------------------------------
 
 
 class _Follow(Follower):
@@ -66,16 +83,28 @@ def real_peak(rank: int, fields: dict[str, Any]) -> float:
     """Bytes at most in two real steps of a rank."""
     config = make(**fields)
     parallel, follower = config.parallel, _Follow()
-    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order=DEFAULT_ORDER)
+    topology = join(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        order=DEFAULT_ORDER,
+    )
     with follower:
-        chunks = build_chunks(config, topology, layer_context(config, topology, perform_initialization=False))
+        chunks = build_chunks(
+            config, topology, layer_context(config, topology, perform_initialization=False)
+        )
         engine = Engine(config, topology, chunks)
         chunks.train()
         executor = build_executor(config, topology, chunks, engine)
-        b, s, count = config.batch.micro_batch_size, config.model.seq_length, config.num_micro_batches()
+        b, s, count = (
+            config.batch.micro_batch_size,
+            config.model.seq_length,
+            config.num_micro_batches(),
+        )
         tokens, labels, positions = (torch.zeros(count, b, s, dtype=torch.int64) for _ in range(3))
         mask = torch.ones(count, b, s)
-        batches = [MicroBatch(tokens[i], labels[i], mask[i], positions[i], None, i) for i in range(count)]
+        batches = [
+            MicroBatch(tokens[i], labels[i], mask[i], positions[i], None, i) for i in range(count)
+        ]
         before = len(follower.steps)
         for _ in range(2):
             executor.train(batches, loss_scale=engine.loss_scale)
@@ -89,17 +118,36 @@ def real_peak(rank: int, fields: dict[str, Any]) -> float:
 MORE = pytest.mark.campaign("memory")
 
 
-@pytest.mark.parametrize("fields", [
-    dict(world_size=1, global_batch_size=4, bf16=True, recompute_granularity="full", recompute_method="block"),
-    dict(world_size=2, global_batch_size=4, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True,
-         main_grads_dtype="bf16"),
-    pytest.param(dict(world_size=1, global_batch_size=6), marks=MORE),
-    pytest.param(dict(world_size=2, global_batch_size=12, pipeline_model_parallel_size=2, bf16=True), marks=MORE),
-    pytest.param(dict(world_size=2, global_batch_size=12, bf16=True), marks=MORE),
-], ids=lambda fields: "-".join(fields))  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(
+            world_size=1,
+            global_batch_size=4,
+            bf16=True,
+            recompute_granularity="full",
+            recompute_method="block",
+        ),
+        dict(
+            world_size=2,
+            global_batch_size=4,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            bf16=True,
+            main_grads_dtype="bf16",
+        ),
+        pytest.param(dict(world_size=1, global_batch_size=6), marks=MORE),
+        pytest.param(
+            dict(world_size=2, global_batch_size=12, pipeline_model_parallel_size=2, bf16=True),
+            marks=MORE,
+        ),
+        pytest.param(dict(world_size=2, global_batch_size=12, bf16=True), marks=MORE),
+    ],
+    ids=lambda fields: "-".join(fields),
+)
 def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
-    """But for a number or two on one process. Between several, a message may copy what it is given, unseen, and let go
-    of it: a rehearsed one holds it until it is waited for."""
+    """But for a number or two on one process. Between several, a message may copy what it is given,
+    unseen, and let go of it: a rehearsed one holds it until it is waited for."""
     real = run_processes(fields["world_size"], real_peak, fields)
     config = make(**fields)
     for rank, peak in enumerate(real):
@@ -109,7 +157,9 @@ def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
 
 
 def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
-    """Of each parameter, without padding, fp32 weights and two moments, each of which begins on 64 bytes."""
+    """Of each parameter, without padding, fp32 weights and two moments, each of which begins on 64
+    bytes.
+    """
     fields = dict(world_size=1, global_batch_size=2, bf16=True)
     config = make(**fields, save="/nowhere", async_save=True)
     run = run_rank(config, 0, "meta", 1)
@@ -119,24 +169,43 @@ def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
     assert run_rank(make(**fields), 0, "meta", 1).copy_bytes == 0
 
 
-# -- kinds of ranks and micro-batches ----------------------------------------------------------------------------------
+# -- kinds of ranks and micro-batches --------------------------------------------------------------
 
 CHUNKS: dict[str, Any] = dict(num_layers_per_virtual_pipeline_stage=1)
 
 
-@pytest.mark.parametrize("fields", [
-    {**PP4, "global_batch_size": 22},
-    {**PP2, **CHUNKS, "num_layers": 4, "global_batch_size": 16},
-    pytest.param({**PP4, "global_batch_size": 48, "enable_zbh1_pipeline": True}, marks=MORE),
-    pytest.param({**PP4, **CHUNKS, "global_batch_size": 48, "num_layers": 8}, marks=MORE),
-    pytest.param({**PP4, "global_batch_size": 48, "num_layers": 7, "pipeline_layout": "1,2,2,2"}, marks=MORE),
-    # 24 over 5 ranks pass in groups of 6. 19, which leave as many over, would begin with a group of 7.
-    pytest.param(dict(num_layers=10, **CHUNKS, pipeline_model_parallel_size=5, world_size=5, global_batch_size=48,
-                      bf16=True), marks=MORE),
-], ids=lambda fields: "-".join(fields))  # fmt: skip
-def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(fields: dict[str, Any]) -> None:
-    """A rank needs no more than the one that stands for it. With all micro-batches nothing is added but, on the last
-    stage, their losses: a number each, for which the allocator gives a block."""
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**PP4, "global_batch_size": 22},
+        {**PP2, **CHUNKS, "num_layers": 4, "global_batch_size": 16},
+        pytest.param({**PP4, "global_batch_size": 48, "enable_zbh1_pipeline": True}, marks=MORE),
+        pytest.param({**PP4, **CHUNKS, "global_batch_size": 48, "num_layers": 8}, marks=MORE),
+        pytest.param(
+            {**PP4, "global_batch_size": 48, "num_layers": 7, "pipeline_layout": "1,2,2,2"},
+            marks=MORE,
+        ),
+        # 24 over 5 ranks pass in groups of 6. 19, which leave as many over, would begin with a
+        # group of 7.
+        pytest.param(
+            dict(
+                num_layers=10,
+                **CHUNKS,
+                pipeline_model_parallel_size=5,
+                world_size=5,
+                global_batch_size=48,
+                bf16=True,
+            ),
+            marks=MORE,
+        ),
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(
+    fields: dict[str, Any],
+) -> None:
+    """A rank needs no more than the one that stands for it. With all micro-batches nothing is added
+    but, on the last stage, their losses: a number each, for which the allocator gives a block."""
     config = make(**fields)
     enough, count = enough_micro_batches(config), config.num_micro_batches()
     size = config.parallel.pipeline_model_parallel_size
@@ -150,26 +219,42 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(fields: di
         assert run_rank(config, kind.pipeline_rank, "meta", count).peak.total == first + losses
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------
+# -- what is found ---------------------------------------------------------------------------------
 
 
 def test_a_job_that_runs() -> None:
-    fields = dict(tensor_model_parallel_size=2, sequence_parallel=True, world_size=8, global_batch_size=8)
+    fields = dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, world_size=8, global_batch_size=8
+    )
     config = make(**{**PP2, **fields})
     found = rehearse(config, load_cluster("frontier"))
     assert found.findings == () and found.device == "gpu"
     assert sum(rank.stands_for for rank in found.ranks) == 8
     for rank in found.ranks:
-        # bf16 weights, fp32 masters over two data-parallel ranks: both 2 bytes a parameter, but for padding.
-        for name, width in (("weights", 2), ("master", 4 / 2), ("moments", 8 / 2), ("gradients", 4)):
-            assert getattr(rank.peak, name) == pytest.approx(width * rank.parameters, rel=0.05), name
+        # bf16 weights, fp32 masters over two data-parallel ranks: both 2 bytes a parameter, but for
+        # padding.
+        for name, width in (
+            ("weights", 2),
+            ("master", 4 / 2),
+            ("moments", 8 / 2),
+            ("gradients", 4),
+        ):
+            assert getattr(rank.peak, name) == pytest.approx(width * rank.parameters, rel=0.05), (
+                name
+            )
 
 
 def test_messages_are_buffers_until_they_are_used() -> None:
-    """A middle rank has at most two receives posted (schedule.peak_receives) and SENDS_IN_FLIGHT sent tensors."""
+    """A middle rank has at most two receives posted (schedule.peak_receives) and SENDS_IN_FLIGHT
+    sent tensors.
+    """
     config = make(**PP4, global_batch_size=16)
     found = run_rank(config, 1, "meta", enough_micro_batches(config))
-    assert SENDS_IN_FLIGHT * MESSAGE_BYTES <= found.peak.buffers <= (2 + SENDS_IN_FLIGHT) * MESSAGE_BYTES
+    assert (
+        SENDS_IN_FLIGHT * MESSAGE_BYTES
+        <= found.peak.buffers
+        <= (2 + SENDS_IN_FLIGHT) * MESSAGE_BYTES
+    )
 
 
 def broken(config: Config, **more: Any) -> Rehearsal:
@@ -183,15 +268,21 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     receive, take = Exchange.receive, Exchange.take
 
     def forgotten(instruction: Any) -> bool:
-        return instruction.op.name == "RECV_FORWARD" and instruction.stage == 1 and instruction.micro_batch == 1
+        return (
+            instruction.op.name == "RECV_FORWARD"
+            and instruction.stage == 1
+            and instruction.micro_batch == 1
+        )
 
     def fewer(self: Exchange, instruction: Any, *args: Any) -> None:
         if not forgotten(instruction):
             receive(self, instruction, *args)
 
     def anything(self: Exchange, instruction: Any) -> torch.Tensor:
-        return torch.zeros(64, 2, 64, dtype=torch.bfloat16, device="meta") if forgotten(instruction) else take(
-            self, instruction
+        return (
+            torch.zeros(64, 2, 64, dtype=torch.bfloat16, device="meta")
+            if forgotten(instruction)
+            else take(self, instruction)
         )
 
     monkeypatch.setattr(Exchange, "receive", fewer)
@@ -200,11 +291,16 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.kind == "messages" and finding.rank == 1 and "micro-batch 1" in finding.text
 
 
-@pytest.mark.parametrize(("change", "kind", "words"), [
-    (dict(message_dtype=torch.float32), "messages", ("bfloat16", "float32")),
-    (dict(message_shape=(64, 2, 63)), "error", ("63", "megatron/layers/")),
-])  # fmt: skip
-def test_an_executor_that_differs_from_the_others(change: dict[str, Any], kind: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (dict(message_dtype=torch.float32), "messages", ("bfloat16", "float32")),
+        (dict(message_shape=(64, 2, 63)), "error", ("63", "megatron/layers/")),
+    ],
+)
+def test_an_executor_that_differs_from_the_others(
+    change: dict[str, Any], kind: str, words: tuple[str, ...]
+) -> None:
     """It waits for another type, or its code fails, whose rank and line are named."""
 
     def alter(pipeline_rank: int, executor: Any) -> None:
@@ -216,7 +312,9 @@ def test_an_executor_that_differs_from_the_others(change: dict[str, Any], kind: 
     assert finding.kind == kind and all(word in finding.text for word in words)
     if kind == "error":
         assert finding.rank == 1 and "RuntimeError" in render(found)
-        assert [rank.pipeline_rank for rank in found.ranks] == [0], "the others are shown all the same"
+        assert [rank.pipeline_rank for rank in found.ranks] == [0], (
+            "the others are shown all the same"
+        )
 
 
 def test_collectives_that_differ_between_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,33 +328,76 @@ def test_collectives_that_differ_between_tensor_ranks(monkeypatch: pytest.Monkey
         return gather(x, group)
 
     monkeypatch.setattr(collectives, "gather_first_async", twice)
-    config = make(world_size=2, global_batch_size=4, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True)
+    config = make(
+        world_size=2,
+        global_batch_size=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        bf16=True,
+    )
     (finding,) = broken(config).findings
     assert finding.kind == "messages" and "ranks 0, 1" in finding.text
 
 
-WIDE: dict[str, Any] = dict(vocab_size=100000, cross_entropy_chunk_tokens=0, num_layers=1, micro_batch_size=16)
+WIDE: dict[str, Any] = dict(
+    vocab_size=100000, cross_entropy_chunk_tokens=0, num_layers=1, micro_batch_size=16
+)
 
 
-@pytest.mark.parametrize(("fields", "gib", "advice"), [
-    (PP2, 0.001, "--pipeline-model-parallel-size"), (WIDE, 0.01, "--cross-entropy-chunk-tokens"),
-    (dict(attention_backend="unfused", seq_length=2048), 0.01, "--attention-backend auto"),
-], ids=["model", "logits", "scores"])  # fmt: skip
-def test_what_does_not_fit_is_named_with_what_to_do(fields: dict[str, Any], gib: float, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "gib", "advice"),
+    [
+        (PP2, 0.001, "--pipeline-model-parallel-size"),
+        (WIDE, 0.01, "--cross-entropy-chunk-tokens"),
+        (dict(attention_backend="unfused", seq_length=2048), 0.01, "--attention-backend auto"),
+    ],
+    ids=["model", "logits", "scores"],
+)
+def test_what_does_not_fit_is_named_with_what_to_do(
+    fields: dict[str, Any], gib: float, advice: str
+) -> None:
     cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=rehearsal.RESERVE_GIB + gib)
     found = rehearse(make(**{"bf16": True, "world_size": 1, **fields}), cluster)
     finding = found.findings[0]
     assert finding.kind == "memory" and finding.rank == 0 and advice in finding.text
 
 
-@pytest.mark.parametrize(("device", "fields"), [
-    ("gpu", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)),
-    ("gpu", dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act"))),
-    ("gpu", dict(bf16=False, fp16=True, hidden_dropout=0.1, attention_dropout=0.1)),
-    ("gpu", dict(position_embedding_type="alibi", untie_embeddings_and_output_weights=True, optimizer="sgd")),
-    ("gpu", dict(attention_backend="unfused", fp32_residual_connection=True, zero_stage=0)),
-    ("cpu", dict(attention_backend="blocked", num_key_value_heads=2, gradient_accumulation_fusion=False, swiglu=True,
-                 position_embedding_type="rope", normalization="rmsnorm", bf16=False, global_batch_size=2)),
-], ids=lambda each: each if isinstance(each, str) else next(iter(each)))  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "fields"),
+    [
+        (
+            "gpu",
+            dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+        ),
+        (
+            "gpu",
+            dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act")),
+        ),
+        ("gpu", dict(bf16=False, fp16=True, hidden_dropout=0.1, attention_dropout=0.1)),
+        (
+            "gpu",
+            dict(
+                position_embedding_type="alibi",
+                untie_embeddings_and_output_weights=True,
+                optimizer="sgd",
+            ),
+        ),
+        ("gpu", dict(attention_backend="unfused", fp32_residual_connection=True, zero_stage=0)),
+        (
+            "cpu",
+            dict(
+                attention_backend="blocked",
+                num_key_value_heads=2,
+                gradient_accumulation_fusion=False,
+                swiglu=True,
+                position_embedding_type="rope",
+                normalization="rmsnorm",
+                bf16=False,
+                global_batch_size=2,
+            ),
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else next(iter(each)),
+)
 def test_every_kind_of_model_runs(device: str, fields: dict[str, Any]) -> None:
     assert rehearse(make(**{**PP2, "global_batch_size": 4, **fields}), None, device).findings == ()

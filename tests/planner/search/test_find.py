@@ -1,4 +1,5 @@
 """The search against an estimate of every layout of small spaces."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,19 +20,27 @@ from megatron.planner.search.space import Rejections, Space, make_config
 from megatron.planner.timing import estimate
 
 FRONTIER = load_cluster("frontier")
-MODEL = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 --bf16".split()
+MODEL = (
+    "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size "
+    "50257 --bf16"
+).split()
 MORE = pytest.mark.campaign("search")
 
 
 def given(
-    gib: float = 57.6, worlds: tuple[int, ...] = (8,), batches: tuple[int, ...] = (8,), **wanted: tuple
+    gib: float = 57.6,
+    worlds: tuple[int, ...] = (8,),
+    batches: tuple[int, ...] = (8,),
+    **wanted: tuple,
 ) -> Search:
     base = make_config(None, MODEL, max(batches))
     return Search(Space(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB)
 
 
 def every_layout(of: Search) -> list[tuple[float, Layout]]:
-    """(score, layout) of all that are valid and fit, on the best placement of a few; the best first."""
+    """(score, layout) of all that are valid and fit, on the best placement of a few; the best
+    first.
+    """
     found = []
     for size in of.space.sizes(Rejections()):
         for layout in of.space.variants(size):
@@ -47,12 +56,18 @@ def every_layout(of: Search) -> list[tuple[float, Layout]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gib", "wanted"), [
-    (8.0, dict(tp=(1, 4), mbs=(1,))), pytest.param(57.6, dict(tp=(1, 2), mbs=(1, 2)), marks=MORE),
-    pytest.param(5.0, dict(tp=(2, 8), zero=(1,), mbs=(2,)), marks=MORE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gib", "wanted"),
+    [
+        (8.0, dict(tp=(1, 4), mbs=(1,))),
+        pytest.param(57.6, dict(tp=(1, 2), mbs=(1, 2)), marks=MORE),
+        pytest.param(5.0, dict(tp=(2, 8), zero=(1,), mbs=(2,)), marks=MORE),
+    ],
+)
 def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypatch):
-    """With few estimates, so that most layouts are left out: the best, and the best with each value, within 0.5 %."""
+    """With few estimates, so that most layouts are left out: the best, and the best with each
+    value, within 0.5 %.
+    """
     monkeypatch.setattr(find, "ESTIMATED", 8)
     of = given(gib, **wanted)
     found, everything = search(of, top=5), every_layout(of)
@@ -92,7 +107,9 @@ def test_a_process_that_is_killed_ends_the_search(monkeypatch):
 
 @pytest.mark.slow
 def test_no_layer_more_is_recomputed_than_must_be():
-    """Of whole layers as few as fit; and nothing of a micro-batch that is too large is looked at."""
+    """Of whole layers as few as fit; and nothing of a micro-batch that is too large is looked
+    at.
+    """
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
     of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
     found = search(of)
@@ -105,26 +122,37 @@ def test_no_layer_more_is_recomputed_than_must_be():
 
 def test_placements_that_are_wanted():
     devices = (0, 1, 2, 3, 4, 5, 6, 7)
-    of = given(tp=(2,), pp=(2,), mbs=(1,), recompute=("none",), order=("pp-tp-dp",), devices=(devices,))
-    assert {(j.layout.rank_order, j.layout.device_order) for j in search(of).estimated} == {("pp-tp-dp", devices)}
+    of = given(
+        tp=(2,), pp=(2,), mbs=(1,), recompute=("none",), order=("pp-tp-dp",), devices=(devices,)
+    )
+    assert {(j.layout.rank_order, j.layout.device_order) for j in search(of).estimated} == {
+        ("pp-tp-dp", devices)
+    }
     config = of.space.config(Layout(8, 8, 2, 2))
     with pytest.raises(ConfigError, match="0-1-2-3-4-5-6-6"):
         worthwhile_placements(config, FRONTIER, {"devices": ((0, 1, 2, 3, 4, 5, 6, 6),)})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp", "chunks", "micro"), [
-    (2, 2, 2, 1), *(pytest.param(*row, marks=MORE) for row in ((1, 4, 1, 1), (4, 2, 1, 1), (8, 1, 1, 2))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tp", "pp", "chunks", "micro"),
+    [
+        (2, 2, 2, 1),
+        *(pytest.param(*row, marks=MORE) for row in ((1, 4, 1, 1), (4, 2, 1, 1), (8, 1, 1, 2))),
+    ],
+)
 def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
     schedule = "interleaved" if chunks > 1 else "1f1b"
     of = given(gib=1e9, worlds=(16,), batches=(32,))
     for overlap in {False, tp > 1}:
-        config = of.space.config(Layout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap))
+        config = of.space.config(
+            Layout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap)
+        )
         kept = worthwhile_placements(config, FRONTIER, {})
         best = min(estimate(config, FRONTIER, placement).seconds for placement in kept)
         everything = min(
             estimate(config, FRONTIER, place_with(config, FRONTIER, order, devices)).seconds
-            for order in RANK_ORDERS for devices in FRONTIER.device_orders
-        )  # fmt: skip
+            for order in RANK_ORDERS
+            for devices in FRONTIER.device_orders
+        )
         assert best == pytest.approx(everything, rel=1e-3) and len(kept) < 24

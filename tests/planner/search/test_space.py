@@ -1,4 +1,7 @@
-"""The space holds exactly the layouts that a configuration accepts; its fixed part is a model alone."""
+"""The space holds exactly the layouts that a configuration accepts; its fixed part is a model
+alone.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,10 +16,15 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.search.space import Rejections, Space, make_config
 
 FRONTIER = load_cluster("frontier")
-FLAGS = "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size 512 --bf16".split()
+FLAGS = (
+    "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size "
+    "512 --bf16"
+).split()
 
 
-def space(devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple) -> Space:
+def space(
+    devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple
+) -> Space:
     base = make_config(None, [*FLAGS, *flags.split()], max(batches))
     return Space(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
 
@@ -26,18 +34,26 @@ def is_valid(where: Space, layout: Layout) -> bool:
         config = where.config(layout)
     except ConfigError:
         return False
-    return config.parallel.num_chunks == layout.chunks and config.parallel.schedule == layout.schedule
+    return (
+        config.parallel.num_chunks == layout.chunks and config.parallel.schedule == layout.schedule
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    "--num-query-groups 4", pytest.param("", marks=pytest.mark.campaign("search")),
-    pytest.param("--pipeline-layout 1,1,2,2", marks=pytest.mark.campaign("search")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-query-groups 4",
+        pytest.param("", marks=pytest.mark.campaign("search")),
+        pytest.param("--pipeline-layout 1,1,2,2", marks=pytest.mark.campaign("search")),
+    ],
+)
 def test_no_size_is_missing_that_validation_accepts(flags):
     where = space(devices=8, batches=(12, 16), flags=f"{flags} --num-layers 6")
     found = set(where.sizes(Rejections()))
-    sizes = itertools.product((1, 2, 3, 4, 8), range(1, 7), range(1, 7), ("1f1b", "interleaved", "zb-h1"), (12, 16))
+    sizes = itertools.product(
+        (1, 2, 3, 4, 8), range(1, 7), range(1, 7), ("1f1b", "interleaved", "zb-h1"), (12, 16)
+    )
     expected = set()
     for tp, pp, chunks, schedule, batch in sizes:
         for micro in (1, 2, 4, 8, 16):
@@ -53,9 +69,14 @@ def test_variants_are_those_that_validation_accepts():
     for shape in [*where.sizes(Rejections())][::6]:
         variants = list(where.variants(shape))
         assert len(set(variants)) == len(variants)
-        assert {c.recompute for c in variants} >= {"none", "selective:mlp_act+layernorm", "full:uniform:1"}
+        assert {c.recompute for c in variants} >= {
+            "none",
+            "selective:mlp_act+layernorm",
+            "full:uniform:1",
+        }
         for layout in variants:
-            # 40 tokens are no multiple of 12 and 16 heads: the only thing that a variant alone can be refused for.
+            # 40 tokens are no multiple of 12 and 16 heads: the only thing that a variant alone can
+            # be refused for.
             assert is_valid(where, layout) == (not layout.sp or 40 % shape.tp == 0), layout
 
 
@@ -63,13 +84,22 @@ def test_recomputation_of_stages_of_several_sizes():
     where = space(devices=80, batches=(80,))
     uneven = Layout(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers
     assert list(where.recomputations(uneven)) == [
-        "none", "selective:mlp_act", "selective:layernorm", "selective:mlp_act+layernorm", "full:uniform:1",
-        "full:uniform:3", "full:block:1", "full:block:2",
-    ]  # fmt: skip
+        "none",
+        "selective:mlp_act",
+        "selective:layernorm",
+        "selective:mlp_act+layernorm",
+        "full:uniform:1",
+        "full:uniform:3",
+        "full:block:1",
+        "full:block:2",
+    ]
     even = Layout(80, 80, 1, 4, 1, "1f1b", 1)
     assert [r for r in where.recomputations(even) if "full" in r] == [
-        "full:uniform:1", "full:uniform:3", "full:block:1", "full:block:2",
-    ]  # fmt: skip
+        "full:uniform:1",
+        "full:uniform:3",
+        "full:block:1",
+        "full:block:2",
+    ]
     plain = space(flags="--attention-backend unfused")
     assert "selective:core_attn" in list(plain.recomputations(even))
 
@@ -80,38 +110,70 @@ def test_what_was_asked_for_counts():
 
     assert {tp for tp, _ in sizes(space(tp=(2, 4)))} == {2, 4}
     assert {s.micro for s in space(mbs=(3,)).sizes(Rejections())} == {3}
-    assert {s.schedule for s in space(schedule=("zb-h1",), pp=(4,)).sizes(Rejections())} == {"zb-h1"}
+    assert {s.schedule for s in space(schedule=("zb-h1",), pp=(4,)).sizes(Rejections())} == {
+        "zb-h1"
+    }
     shape = Layout(16, 32, 2, 2, 1, "1f1b", 1)
-    chosen = list(space(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",)).variants(shape))
-    assert all(c.sp and not c.overlap and c.zero == 1 and c.recompute.startswith("full") for c in chosen) and chosen
-    assert [c.recompute for c in space(recompute=("full:block:5",), sp=(True,), zero=(0,)).variants(shape)] == [
-        "full:block:5", "full:block:5",
-    ]  # fmt: skip
+    chosen = list(
+        space(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",)).variants(shape)
+    )
+    assert (
+        all(
+            c.sp and not c.overlap and c.zero == 1 and c.recompute.startswith("full")
+            for c in chosen
+        )
+        and chosen
+    )
+    assert [
+        c.recompute
+        for c in space(recompute=("full:block:5",), sp=(True,), zero=(0,)).variants(shape)
+    ] == [
+        "full:block:5",
+        "full:block:5",
+    ]
     more = dataclasses.replace(space(), more={"tp": (12,), "mbs": (3,)})
     assert {s.micro for s in more.sizes(Rejections())} >= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("wanted", [
-    dict(tp=(3,)), dict(tp=(32,)), dict(chunks=(5,)), dict(mbs=(7,)), dict(pp=(3,)),
-    dict(pp=(4,), chunks=(3,), recompute=("full:block",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        dict(tp=(3,)),
+        dict(tp=(32,)),
+        dict(chunks=(5,)),
+        dict(mbs=(7,)),
+        dict(pp=(3,)),
+        dict(pp=(4,), chunks=(3,), recompute=("full:block",)),
+    ],
+)
 def test_what_is_rejected_has_a_reason_and_an_example(wanted):
     rejections = Rejections()
     assert list(space(**wanted).sizes(rejections)) == []
     assert rejections.counts and all(rejections.nearest[reason][1] for reason in rejections.counts)
 
 
-# -- the fixed part ----------------------------------------------------------------------------------------------------
+# -- the fixed part --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_of_a_preset_the_model_alone_counts(preset):
     config = make_config(preset, [], 64)
     parallel = config.parallel
-    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks)
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_chunks,
+    )
     assert sizes == (1, 1, 1)
     assert config.recompute.recompute_granularity is None and config.batch.micro_batch_size == 1
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "bf16"):
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "vocab_size",
+        "bf16",
+    ):
         if name in PRESETS[preset]:
             assert config.get(name) == PRESETS[preset][name]
 
@@ -121,16 +183,26 @@ def test_flags_change_the_model_of_a_preset():
     assert make_config("gpt-22b", flags, 64).precision.dtype_name == "float16"
 
 
-@pytest.mark.parametrize(("preset", "flags", "parts"), [
-    ("gpt-23b", [], ["'gpt-23b'", "gpt-22b"]), (None, ["--seq-length", "8"], ["--num-layers"]),
-    ("gpt-22b", ["--tp", "2"], ["--tp"]), ("gpt-22b", ["--preset", "tiny"], ["--preset"]),
-    ("gpt-22b", ["--world-size", "8"], ["--world-size", "--nodes"]), ("gpt-22b", ["--cluster", "lumi"], ["--cluster"]),
-    ("gpt-22b", ["--global-batch-size", "8"], ["--global-batch-size", "--global-batch"]),
-    ("gpt-22b", ["--micro-batch-size", "2", "--zero-stage", "0"], ["--micro-batch-size", "--zero-stage", "--fix"]),
-    ("gpt-22b", ["--micro-batch-size", "two"], ["'two'"]),
-    ("gpt-22b", ["--recompute-method", "block"], ["--recompute-method", "--fix"]),
-    ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("preset", "flags", "parts"),
+    [
+        ("gpt-23b", [], ["'gpt-23b'", "gpt-22b"]),
+        (None, ["--seq-length", "8"], ["--num-layers"]),
+        ("gpt-22b", ["--tp", "2"], ["--tp"]),
+        ("gpt-22b", ["--preset", "tiny"], ["--preset"]),
+        ("gpt-22b", ["--world-size", "8"], ["--world-size", "--nodes"]),
+        ("gpt-22b", ["--cluster", "lumi"], ["--cluster"]),
+        ("gpt-22b", ["--global-batch-size", "8"], ["--global-batch-size", "--global-batch"]),
+        (
+            "gpt-22b",
+            ["--micro-batch-size", "2", "--zero-stage", "0"],
+            ["--micro-batch-size", "--zero-stage", "--fix"],
+        ),
+        ("gpt-22b", ["--micro-batch-size", "two"], ["'two'"]),
+        ("gpt-22b", ["--recompute-method", "block"], ["--recompute-method", "--fix"]),
+        ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed"]),
+    ],
+)
 def test_mistakes_in_the_fixed_part(preset, flags, parts):
     with pytest.raises(ConfigError) as error:
         make_config(preset, flags, 64)

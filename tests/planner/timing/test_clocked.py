@@ -1,4 +1,5 @@
 """Seconds of passes: what hides messages, against closed forms."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,8 +21,13 @@ ONE = seconds_of(WORK, RATES)
 
 @given(st.floats(0, 3), st.floats(0, 3))
 def test_a_message_behind_a_computation(first, second):
-    """Two messages that are posted at once follow each other; the device waits for what its work does not cover."""
-    steps = Pass((Post(Message("a", first), 1), Post(Message("b", second), 2), WORK, Wait(1), WORK, Wait(2)), ("",) * 6)
+    """Two messages that are posted at once follow each other; the device waits for what its work
+    does not cover.
+    """
+    steps = Pass(
+        (Post(Message("a", first), 1), Post(Message("b", second), 2), WORK, Wait(1), WORK, Wait(2)),
+        ("",) * 6,
+    )
 
     def seconds(_: str, size: float) -> float:
         return size * ONE
@@ -38,11 +44,20 @@ def test_a_message_behind_a_computation(first, second):
 
 @pytest.mark.parametrize("message", [0.2, 0.9, 1.0, 3.0])
 def test_products_in_chunks_in_closed_form(message):
-    """n chunks whose message takes M and whose product takes C: M + (n - 1) max(M, C) + C, whichever comes first."""
-    fields = dict(tensor_model_parallel_size=2, sequence_parallel=True, seq_length=2048, tp_comm_overlap=True)
+    """n chunks whose message takes M and whose product takes C: M + (n - 1) max(M, C) + C,
+    whichever comes first.
+    """
+    fields = dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, seq_length=2048, tp_comm_overlap=True
+    )
     forward = trace(run(**fields), "cuda").layer.forward
-    for name in ("query_key_value", "dense_4h_to_h"):  # an input that is gathered, an output that is summed
-        of_it = [step for step, label in zip(forward.steps, forward.labels, strict=True) if label.endswith(name)]
+    # an input that is gathered, an output that is summed
+    for name in ("query_key_value", "dense_4h_to_h"):
+        of_it = [
+            step
+            for step, label in zip(forward.steps, forward.labels, strict=True)
+            if label.endswith(name)
+        ]
         only = tuple(step for step in of_it if isinstance(step, Product | Post | Wait))
         product = next(step for step in only if isinstance(step, Product))
         assert product.m == 512 and sum(isinstance(step, Product) for step in only) == 4
@@ -53,9 +68,14 @@ def test_products_in_chunks_in_closed_form(message):
 
 
 def test_halves_of_a_backward_pass_make_the_whole():
-    """Without messages, and without the output layer, which a split pass does not cut into chunks."""
+    """Without messages, and without the output layer, which a split pass does not cut into
+    chunks.
+    """
     traced = trace(run(tensor_model_parallel_size=2, hidden_size=2048), "cuda")
-    whole, halves = (stage_seconds(traced, Stage(3, True, False, split=split), RATES, None) for split in (False, True))
+    whole, halves = (
+        stage_seconds(traced, Stage(3, True, False, split=split), RATES, None)
+        for split in (False, True)
+    )
     assert halves.backward_s + halves.weight_s == pytest.approx(whole.backward_s)
     assert halves.weight_s > 0.15 * whole.backward_s and whole.weight_s == 0.0
 
@@ -65,7 +85,9 @@ def test_the_host_adds_to_each_layer():
 
     cluster = load_cluster("frontier")
     figure = dataclasses.replace(cluster.compute.figures["layer_overhead_s"], points=((1e-3,),))
-    slower = rates_of(dataclasses.replace(cluster, compute=cluster.compute.with_figures([figure])), "bfloat16")
+    slower = rates_of(
+        dataclasses.replace(cluster, compute=cluster.compute.with_figures([figure])), "bfloat16"
+    )
     traced = trace(run(recompute_granularity="full"), "cuda")
     stage = Stage(8, True, True, groups_again=3, layers_again=8)
     plain, with_host = (stage_seconds(traced, stage, rates, None) for rates in (RATES, slower))

@@ -1,4 +1,7 @@
-"""Estimates of whole steps: parts, bounds, and what follows from the machine's figures in closed form."""
+"""Estimates of whole steps: parts, bounds, and what follows from the machine's figures in closed
+form.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,12 +36,18 @@ def with_figures(cluster: Cluster, **values: float) -> Cluster:
 
 MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
 FREE = with_figures(
-    FRONTIER, kernel_s=0.0, collective_start_s=0.0, hop_within_s=0.0, hop_between_s=0.0, message_within_s=0.0,
-    message_between_s=0.0, step_overhead_s=0.0,
+    FRONTIER,
+    kernel_s=0.0,
+    collective_start_s=0.0,
+    hop_within_s=0.0,
+    hop_between_s=0.0,
+    message_within_s=0.0,
+    message_between_s=0.0,
+    step_overhead_s=0.0,
 )
 
 
-# -- of any configuration ------------------------------------------------------------------------------------------
+# -- of any configuration --------------------------------------------------------------------------
 
 
 @given(machine=st.sampled_from([*MACHINES]), config=configs())
@@ -52,7 +61,10 @@ def test_parts_add_up(machine, config):
         rank = busiest_rank(found.run)
         own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
         of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
-        assert found.parts["host"] == pytest.approx(of_passes + rates.step_overhead_s) and of_passes > 0
+        assert (
+            found.parts["host"] == pytest.approx(of_passes + rates.step_overhead_s)
+            and of_passes > 0
+        )
     assert found.run.makespan + after + rates.step_overhead_s == pytest.approx(found.seconds)
     assert 0 < found.mfu <= found.hfu < 1
     tokens = config.batch.global_batch_size * config.model.seq_length
@@ -63,38 +75,66 @@ def test_parts_add_up(machine, config):
 def test_the_folded_cost_is_near_the_estimate(machine, config):
     """Of small steps with few micro-batches, in which what it leaves out weighs most."""
     found = estimate(config, MACHINES[machine])
-    folded = folded_seconds(config, MACHINES[machine], Channels(config, MACHINES[machine], found.placement))
+    folded = folded_seconds(
+        config, MACHINES[machine], Channels(config, MACHINES[machine], found.placement)
+    )
     event(f"{folded / found.seconds:.1f}")
     assert 0.6 < folded / found.seconds < 1.5
 
 
-@pytest.mark.parametrize(("flags", "off"), [
-    ("--pipeline-model-parallel-size 8", 0.01), ("--num-layers-per-virtual-pipeline-stage 2", 0.02),
-    ("--pipeline-model-parallel-size 8 --enable-zbh1-pipeline", 0.02), ("--zero-stage 0", 0.02),
-    ("--sequence-parallel --tp-comm-overlap --micro-batch-size 2", 0.02),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "off"),
+    [
+        ("--pipeline-model-parallel-size 8", 0.01),
+        ("--num-layers-per-virtual-pipeline-stage 2", 0.02),
+        ("--pipeline-model-parallel-size 8 --enable-zbh1-pipeline", 0.02),
+        ("--zero-stage 0", 0.02),
+        ("--sequence-parallel --tp-comm-overlap --micro-batch-size 2", 0.02),
+    ],
+)
 def test_layouts_are_ranked_by_about_their_time(flags, off):
-    words = f"--preset gpt-22b --world-size 128 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2 {flags}"
-    config = parse_plan([*words.split(), "--recompute-granularity", "none", "--global-batch-size", "640"])
-    found = estimate(config, FRONTIER)
-    assert folded_seconds(config, FRONTIER, Channels(config, FRONTIER, found.placement)) == pytest.approx(
-        found.seconds, rel=off
+    words = (
+        "--preset gpt-22b --world-size 128 --pipeline-model-parallel-size 4 "
+        f"--tensor-model-parallel-size 2 {flags}"
     )
+    config = parse_plan(
+        [*words.split(), "--recompute-granularity", "none", "--global-batch-size", "640"]
+    )
+    found = estimate(config, FRONTIER)
+    assert folded_seconds(
+        config, FRONTIER, Channels(config, FRONTIER, found.placement)
+    ) == pytest.approx(found.seconds, rel=off)
 
 
 @pytest.mark.slow
 @given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
-    """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time of the machine."""
+    """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time
+    of the machine.
+    """
     config = Config.create(**flat)
-    seconds = ("kernel_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s",
-               "collective_start_s", "step_overhead_s", "layer_overhead_s")  # fmt: skip
+    seconds = (
+        "kernel_s",
+        "hop_within_s",
+        "hop_between_s",
+        "message_within_s",
+        "message_between_s",
+        "collective_start_s",
+        "step_overhead_s",
+        "layer_overhead_s",
+    )
     figures = FRONTIER.compute.figures
-    compute = FRONTIER.compute.varied({name: factor if name in seconds else 1 / factor for name in figures})
+    compute = FRONTIER.compute.varied(
+        {name: factor if name in seconds else 1 / factor for name in figures}
+    )
     slower = dataclasses.replace(
-        FRONTIER, compute=compute, nic_gb_per_s=FRONTIER.nic_gb_per_s / factor,
+        FRONTIER,
+        compute=compute,
+        nic_gb_per_s=FRONTIER.nic_gb_per_s / factor,
         links={pair: rate / factor for pair, rate in FRONTIER.links.items()},
-        collective_gb_per_s={key: rate / factor for key, rate in FRONTIER.collective_gb_per_s.items()},
+        collective_gb_per_s={
+            key: rate / factor for key, rate in FRONTIER.collective_gb_per_s.items()
+        },
         peak_tflops={dtype: peak / factor for dtype, peak in FRONTIER.peak_tflops.items()},
     )
     fast = estimate(config, FRONTIER)
@@ -103,23 +143,32 @@ def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(fla
     assert slow.mfu == pytest.approx(fast.mfu, rel=1e-6)
 
 
-# -- one by one ----------------------------------------------------------------------------------------------------
+# -- one by one ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
 def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
-    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), on links that take no time, where
-    the ends of the model are nothing beside its layers."""
+    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), on links that take
+    no time, where the ends of the model are nothing beside its layers."""
     chunks = dict(num_layers_per_virtual_pipeline_stage=8 // (p * v)) if v > 1 else {}
     config = run(
-        pipeline_model_parallel_size=p, global_batch_size=m, vocab_size=1, make_vocab_size_divisible_by=1,
-        hidden_size=2048, seq_length=2048, position_embedding_type="none", hidden_dropout=0.0, **chunks,
-    )  # fmt: skip
+        pipeline_model_parallel_size=p,
+        global_batch_size=m,
+        vocab_size=1,
+        make_vocab_size_divisible_by=1,
+        hidden_size=2048,
+        seq_length=2048,
+        position_embedding_type="none",
+        hidden_dropout=0.0,
+        **chunks,
+    )
     links = dict.fromkeys(FREE.links, 1e9)
     fast = dataclasses.replace(FREE, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
     found = estimate(config, fast)
     busy = found.run.busy[busiest_rank(found.run)]
-    assert found.parts["bubble"] + found.parts["pipeline messages"] == pytest.approx((p - 1) / (v * m) * busy, rel=0.02)
+    assert found.parts["bubble"] + found.parts["pipeline messages"] == pytest.approx(
+        (p - 1) / (v * m) * busy, rel=0.02
+    )
     assert found.parts["pipeline messages"] < 1e-3 * found.seconds
 
 
@@ -142,11 +191,15 @@ def test_the_update_is_divided_over_replicas_by_zero_alone():
 
 
 def test_tensor_messages_are_hidden_only_where_they_may_be():
-    """Non-sequence-parallel layers wait for two all-reduces forward; backward each hides behind a weight gradient."""
+    """Non-sequence-parallel layers wait for two all-reduces forward; backward each hides behind a
+    weight gradient.
+    """
     fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
     shown = run(**fields, async_tensor_model_parallel_allreduce=False)
     hidden = run(**fields)
-    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).tensor_s("all_reduce", 2048 * 8192 * 2)
+    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).tensor_s(
+        "all_reduce", 2048 * 8192 * 2
+    )
     stages = [estimate(config, FRONTIER).stage_seconds[0] for config in (hidden, shown)]
     behind = rates_of(FRONTIER, "bfloat16").product_s(8192 // 8 * 3, 8192, 2048)
     assert one < behind, "a message shorter than the product, so that all of it can hide"
@@ -154,19 +207,25 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     assert stages[0].forward.waited == pytest.approx((2 * 8 + ends) * one)
     assert stages[1].backward.waited - stages[0].backward.waited >= 2 * 8 * one
     chunks = run(**fields, tp_comm_overlap=True)
-    assert estimate(chunks, FRONTIER).stage_seconds[0].forward.waited < 0.6 * stages[0].forward.waited
+    assert (
+        estimate(chunks, FRONTIER).stage_seconds[0].forward.waited < 0.6 * stages[0].forward.waited
+    )
 
 
 def test_a_cpu_hides_nothing():
     fields = dict(tensor_model_parallel_size=2, global_batch_size=2)
     shown = run(**fields, async_tensor_model_parallel_allreduce=False)
     cpu = dataclasses.replace(FRONTIER, device_type="cpu")
-    waited = [estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(**fields), shown)]
+    waited = [
+        estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(**fields), shown)
+    ]
     assert waited[0] == pytest.approx(waited[1])
 
 
 def test_ranks_that_share_cores_take_turns():
-    """Four replicas on two cores: passes, gradients and optimizer take twice as long; the host's part does not."""
+    """Four replicas on two cores: passes, gradients and optimizer take twice as long; the host's
+    part does not.
+    """
     config = run(world_size=4, global_batch_size=8)
     alone = dataclasses.replace(FRONTIER, device_type="cpu")
     shared = dataclasses.replace(alone, shared_cores=2)
@@ -176,8 +235,10 @@ def test_ranks_that_share_cores_take_turns():
     assert two.parts["optimizer"] == pytest.approx(2 * one.parts["optimizer"])
     assert two.parts["host"] == pytest.approx(one.parts["host"])
     assert two.parts["bubble"] == pytest.approx(0, abs=1e-9)
-    one_s, two_s = (folded_seconds(config, cluster, Channels(config, cluster, found.placement))
-                    for cluster, found in ((alone, one), (shared, two)))  # fmt: skip
+    one_s, two_s = (
+        folded_seconds(config, cluster, Channels(config, cluster, found.placement))
+        for cluster, found in ((alone, one), (shared, two))
+    )
     assert two_s - one_s == pytest.approx(two.seconds - one.seconds, rel=0.05)
 
 
@@ -189,27 +250,47 @@ def test_the_use_of_the_peak():
     assert found.confidence.worst == "assumed"
 
 
-# -- the arithmetic ------------------------------------------------------------------------------------------------
+# -- the arithmetic --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [
-    dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
-    dict(pipeline_model_parallel_size=4, enable_zbh1_pipeline=True, world_size=16, global_batch_size=32),
-    dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"), tensor_model_parallel_size=2,
-         num_layers_per_virtual_pipeline_stage=2, pipeline_model_parallel_size=2, global_batch_size=8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
+        dict(
+            pipeline_model_parallel_size=4,
+            enable_zbh1_pipeline=True,
+            world_size=16,
+            global_batch_size=32,
+        ),
+        dict(
+            recompute_granularity="selective",
+            recompute_modules=("mlp_act", "layernorm"),
+            tensor_model_parallel_size=2,
+            num_layers_per_virtual_pipeline_stage=2,
+            pipeline_model_parallel_size=2,
+            global_batch_size=8,
+        ),
+    ],
+)
 def test_the_explanation_adds_up(more: dict[str, Any]):
-    """Whoever has only what is printed comes to the printed sums, which are those of the estimate."""
+    """Whoever has only what is printed comes to the printed sums, which are those of the
+    estimate.
+    """
     found = estimate(run(**more), FRONTIER)
     tables = {table.title: table for table in explain(found)}
     for title, table in tables.items():
         if title.endswith("on one GCD"):
             *terms, whole = [row for row in table.rows if not row[0].startswith("message")]
-            assert sum(_seconds(row[2]) for row in terms) == pytest.approx(_seconds(whole[2]), rel=2e-3), title
+            assert sum(_seconds(row[2]) for row in terms) == pytest.approx(
+                _seconds(whole[2]), rel=2e-3
+            ), title
     step = {row[0]: row[-1] for row in tables["one step"].rows}
     parts = {part: _seconds(step[part]) for part in PARTS if part in step}
     assert sum(parts.values()) == pytest.approx(_seconds(step["step"]), rel=2e-3)
-    assert parts == pytest.approx({part: value for part, value in found.parts.items() if value}, rel=2e-3)
+    assert parts == pytest.approx(
+        {part: value for part, value in found.parts.items() if value}, rel=2e-3
+    )
     assert step["MFU"] == f"{100 * found.mfu:.1f} %"
 
 
@@ -219,11 +300,15 @@ def _seconds(text: str) -> float:
 
 
 def test_an_estimate_rests_on_its_own_figures_only():
-    """Whatever was asked of the machine before, explicit attention rests on no rate of attention's kernels."""
+    """Whatever was asked of the machine before, explicit attention rests on no rate of attention's
+    kernels.
+    """
     estimate(run(pipeline_model_parallel_size=2), FRONTIER)
     found = estimate(run(attention_backend="unfused"), FRONTIER)
     names = {used.figure for used in found.confidence.used}
     assert "products.bfloat16" in names and not any(name.startswith("attention") for name in names)
     assert not any("message" in name or "hop" in name for name in names)
     pipeline = estimate(run(pipeline_model_parallel_size=2), FRONTIER)
-    assert {"attention.bfloat16.backward", "message_within_s"} <= {used.figure for used in pipeline.confidence.used}
+    assert {"attention.bfloat16.backward", "message_within_s"} <= {
+        used.figure for used in pipeline.confidence.used
+    }

@@ -1,4 +1,5 @@
 """Traces against what the code runs: every matrix product and tensor-parallel message of a step."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -25,15 +26,30 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 SIZES = dict(
-    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=512, vocab_size=500, make_vocab_size_divisible_by=8,
-    micro_batch_size=1, cross_entropy_chunk_tokens=200,
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=512,
+    vocab_size=500,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=1,
+    cross_entropy_chunk_tokens=200,
 )
 LLAMA = dict(
-    num_key_value_heads=2, swiglu=True, normalization="rmsnorm", position_embedding_type="rope",
-    add_bias_linear=False, untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0,
+    num_key_value_heads=2,
+    swiglu=True,
+    normalization="rmsnorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
 )
 PRODUCTS = {
-    "mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
 }
 
 
@@ -43,7 +59,9 @@ def key(m: int, n: int, k: int, batch: int) -> tuple[int, ...]:
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products of this thread by (m, n, k, batch); attention's own kernels are one operator each."""
+    """Counts the matrix products of this thread by (m, n, k, batch); attention's own kernels are
+    one operator each.
+    """
 
     def __init__(self, batched: bool) -> None:
         super().__init__()
@@ -52,7 +70,8 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each process would import torch's compiler, for seconds, to keep it away from here
+        # else each process would import torch's compiler, for seconds, to keep it away from here
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -69,7 +88,9 @@ class Products(TorchDispatchMode):
 
 def ran(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
     """For each case what this rank multiplied and sent in a step of two micro-batches."""
-    topology = join(cases[0]["tensor_model_parallel_size"], cases[0]["pipeline_model_parallel_size"])
+    topology = join(
+        cases[0]["tensor_model_parallel_size"], cases[0]["pipeline_model_parallel_size"]
+    )
     return [_ran(topology, Config.create(**case)) for case in cases]
 
 
@@ -81,12 +102,21 @@ def _ran(topology: Any, config: Config) -> Any:
             p, torch.zeros(p.shape), direct=config.kernels.gradient_accumulation_fusion
         )
     executor = Executor(
-        topology, stages_of(chunks), config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config),
-        hidden_dtype(config), context.weight_gradients,
+        topology,
+        stages_of(chunks),
+        config.parallel.schedule,
+        config.parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+        context.weight_gradients,
     )
     s, b = config.model.seq_length, config.batch.micro_batch_size
-    tokens = torch.randint(0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1))
-    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), None, 0)
+    tokens = torch.randint(
+        0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1)
+    )
+    batch = MicroBatch(
+        tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), None, 0
+    )
     seen = Products(batched=backend(config) == "unfused")
     with messages_of(topology.tensor, seen.order), seen:
         executor.train([batch, batch])
@@ -125,7 +155,11 @@ def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
 
 def listed(config: Config, rank: int) -> Any:
     """The same from the trace."""
-    traced, products, sent = trace(config, "cpu"), Counter[tuple[int, ...]](), Counter[tuple[str, int]]()
+    traced, products, sent = (
+        trace(config, "cpu"),
+        Counter[tuple[int, ...]](),
+        Counter[tuple[str, int]](),
+    )
     attention: Counter[str] = Counter()
     for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
         for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
@@ -141,11 +175,15 @@ def listed(config: Config, rank: int) -> Any:
 
 def backend(config: Config) -> str:
     drops = config.model.attention_dropout > 0.0
-    return choose_attention(config.kernels, None, config.precision.dtype_name, config.model.seq_length, drops)
+    return choose_attention(
+        config.kernels, None, config.precision.dtype_name, config.model.seq_length, drops
+    )
 
 
 def listed_in_order(config: Config) -> list[Any]:
-    """Products, messages and the waits for them in the order of the trace, of one stage without recomputation."""
+    """Products, messages and the waits for them in the order of the trace, of one stage without
+    recomputation.
+    """
     found = list[Any]()
     (only,) = stages.stages_of(config)
     passes = stages.stage_passes(trace(config, "cpu"), only)
@@ -170,31 +208,70 @@ CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp", "cases"), [
-    (1, 1, [
-        LLAMA, dict(attention_backend="unfused", **SELECTIVE),
-        dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
-        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm"), gradient_accumulation_fusion=False),
-    ]),
-    (2, 1, [
-        {}, dict(sequence_parallel=True), dict(sequence_parallel=True, **LLAMA), dict(sequence_parallel=True, **FULL),
-        dict(sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_chunks=3),
-        dict(tp_comm_overlap=True, micro_batch_size=2, bf16=True, async_tensor_model_parallel_allreduce=False),
-    ]),
-    (1, 2, [
-        dict(pipeline_layout="3,1"), {**LLAMA, **CHUNKS}, dict(**CHUNKS, **FULL),
-        dict(enable_zbh1_pipeline=True, **FULL), dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
-    ]),
-    (2, 2, [
-        dict(enable_zbh1_pipeline=True, sequence_parallel=True),
-        dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
-    ]),
-], ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"])  # fmt: skip
-def test_a_step_multiplies_and_sends_what_the_trace_says(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "cases"),
+    [
+        (
+            1,
+            1,
+            [
+                LLAMA,
+                dict(attention_backend="unfused", **SELECTIVE),
+                dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
+                dict(
+                    **SELECTIVE,
+                    recompute_modules=("mlp_act", "layernorm"),
+                    gradient_accumulation_fusion=False,
+                ),
+            ],
+        ),
+        (
+            2,
+            1,
+            [
+                {},
+                dict(sequence_parallel=True),
+                dict(sequence_parallel=True, **LLAMA),
+                dict(sequence_parallel=True, **FULL),
+                dict(sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_chunks=3),
+                dict(
+                    tp_comm_overlap=True,
+                    micro_batch_size=2,
+                    bf16=True,
+                    async_tensor_model_parallel_allreduce=False,
+                ),
+            ],
+        ),
+        (
+            1,
+            2,
+            [
+                dict(pipeline_layout="3,1"),
+                {**LLAMA, **CHUNKS},
+                dict(**CHUNKS, **FULL),
+                dict(enable_zbh1_pipeline=True, **FULL),
+                dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
+            ],
+        ),
+        (
+            2,
+            2,
+            [
+                dict(enable_zbh1_pipeline=True, sequence_parallel=True),
+                dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
+            ],
+        ),
+    ],
+    ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"],
+)
+def test_a_step_multiplies_and_sends_what_the_trace_says(
+    tp: int, pp: int, cases: list[dict[str, Any]]
+) -> None:
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp)
     whole = [
-        {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case} for case in cases
-    ]  # fmt: skip
+        {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case}
+        for case in cases
+    ]
     found = run_processes(tp * pp, ran, whole)
     for i, case in enumerate(whole):
         config = Config.create(**case)

@@ -1,4 +1,5 @@
 """What replicas exchange, against the engine's own buckets, and what passes hide of it."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,9 +23,10 @@ from tests.planner.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
 LAYOUTS = [
-    dict(), dict(untie_embeddings_and_output_weights=True, add_bias_linear=False, normalization="rmsnorm"),
+    dict(),
+    dict(untie_embeddings_and_output_weights=True, add_bias_linear=False, normalization="rmsnorm"),
     dict(tensor_model_parallel_size=2, swiglu=True, num_key_value_heads=4),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
@@ -38,7 +40,8 @@ def test_buckets_are_those_of_the_engine(layout):
     place = {p: i for i, p in enumerate(parameters)}
     for limit in (bucket_elements(0, 4), 300_000, 10_000):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
-        groups.sort(key=lambda group: -min(place[p] for p in group))  # as Engine._connect orders them
+        # as Engine._connect orders them
+        groups.sort(key=lambda group: -min(place[p] for p in group))
         weights = weights_of(of(config), *stages_of(config), passes(config), 0)
         found = [bucket.elements for bucket in buckets_of(weights[::-1], limit)]
         expected = [sum(p.numel() for p in group) for group in groups]
@@ -62,26 +65,43 @@ class Links:
 def passes(config, forward=1.0):
     size = config.parallel.pipeline_model_parallel_size
     return run_pipeline(
-        config.parallel.schedule, size, config.parallel.num_chunks, config.num_micro_batches(),
-        StageTimes((forward,) * config.parallel.num_stages, (2 * forward,) * config.parallel.num_stages),
-    )  # fmt: skip
+        config.parallel.schedule,
+        size,
+        config.parallel.num_chunks,
+        config.num_micro_batches(),
+        StageTimes(
+            (forward,) * config.parallel.num_stages, (2 * forward,) * config.parallel.num_stages
+        ),
+    )
 
 
 @given(st.floats(0.01, 100.0))
 def test_gradients_behind_the_last_pass_in_closed_form(seconds):
-    """Four layers alike, whose gradients are there after each quarter of the last pass of two seconds. Links that are
-    slower than that are busy from the end of the first quarter on."""
+    """Four layers alike, whose gradients are there after each quarter of the last pass of two
+    seconds. Links that are slower than that are busy from the end of the first quarter on."""
     config = run(
-        world_size=2, global_batch_size=4, zero_reduce_bucket_size=256 * 1024, add_bias_linear=False, num_layers=4,
-        vocab_size=1, make_vocab_size_divisible_by=1, position_embedding_type="none", normalization="rmsnorm",
+        world_size=2,
+        global_batch_size=4,
+        zero_reduce_bucket_size=256 * 1024,
+        add_bias_linear=False,
+        num_layers=4,
+        vocab_size=1,
+        make_vocab_size_divisible_by=1,
+        position_embedding_type="none",
+        normalization="rmsnorm",
         num_key_value_heads=8,
-    )  # fmt: skip
-    links, clock = Links(seconds / (4 * parameters_of(of(config), *stages_of(config)))), passes(config)
+    )
+    links, clock = (
+        Links(seconds / (4 * parameters_of(of(config), *stages_of(config)))),
+        passes(config),
+    )
     found = exchange(config, of(config), links, clock, hides=True)
     assert 0 < found.reduced <= seconds
     if seconds > 10:
         assert found.reduced == pytest.approx(seconds - 2.0 * (1 - 1 / 4), rel=1e-6)
-    off = dataclasses.replace(config, engine=dataclasses.replace(config.engine, overlap_grad_reduce=False))
+    off = dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, overlap_grad_reduce=False)
+    )
     assert exchange(off, of(off), links, clock, hides=True).reduced == pytest.approx(seconds)
     assert exchange(config, of(config), links, clock, hides=False).reduced == pytest.approx(seconds)
 
@@ -89,14 +109,20 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
 def test_new_weights_are_waited_for_by_the_layers_that_need_them():
     """The last stage begins p - 1 passes later, and so much of its gather is hidden anyway."""
     config = run(
-        world_size=8, pipeline_model_parallel_size=4, global_batch_size=16, overlap_param_gather=False,
-        untie_embeddings_and_output_weights=True, zero_reduce_bucket_size=100_000,
-    )  # fmt: skip
+        world_size=8,
+        pipeline_model_parallel_size=4,
+        global_batch_size=16,
+        overlap_param_gather=False,
+        untie_embeddings_and_output_weights=True,
+        zero_reduce_bucket_size=100_000,
+    )
     elements = [parameters_of(of(config), stage) for stage in stages_of(config)]
     links, clock = Links(1e-6), passes(config)
     found = exchange(config, of(config), links, clock, hides=True)
     assert found.gathered == pytest.approx(max(2e-6 * n - i for i, n in enumerate(elements)))
-    late = dataclasses.replace(config, engine=dataclasses.replace(config.engine, overlap_param_gather=True))
+    late = dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, overlap_param_gather=True)
+    )
     overlapped = exchange(late, of(late), links, clock, hides=True)
     assert 0 < overlapped.gathered < found.gathered
 
@@ -113,6 +139,11 @@ def test_stage_0_sums_everywhere_and_gathers_nothing():
 
 
 def test_the_tied_embedding_is_summed_over_both_ends():
-    tied = run(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, world_size=8, global_batch_size=8)
+    tied = run(
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        world_size=8,
+        global_batch_size=8,
+    )
     assert tied_elements(tied, of(tied)) == 256 * tied.model.padded_vocab_size(2) / 2 / 2
     assert tied_elements(run(), of(run())) == 0

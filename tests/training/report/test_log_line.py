@@ -1,4 +1,7 @@
-"""The lines that parsers read, against a parser written from the format's description and a line of a real run."""
+"""The lines that parsers read, against a parser written from the format's description and a line of
+a real run.
+"""
+
 from __future__ import annotations
 
 import math
@@ -10,35 +13,63 @@ from megatron.training.report.metrics import IterationReport
 from megatron.training.report.reporter import format_iteration, format_timers, format_validation
 
 REAL_LINE = (
-    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 | "
-    "elapsed time per iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  1280 | "
-    "lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual seqlen:  2048 | "
-    "number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
+    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 "
+    "| "
+    "elapsed time per iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  "
+    "1280 | "
+    "lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual "
+    "seqlen:  2048 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 6.514 "
+    "| TFLOPs: 149.46 |"
 )
 
-# Fields in their order, each with the exact form of its value; those in parentheses with ? may be absent.
+# Fields in their order, each with the exact form of its value; those in parentheses with ? may be
+# absent.
 SCIENTIFIC3, SCIENTIFIC6 = r"\d\.\d{3}E[+-]\d\d", r"\d\.\d{6}E[+-]\d\d"
 LINE = re.compile(
-    r"^ iteration (?P<iteration>[ \d]{8})/(?P<total>[ \d]{8}) \| consumed samples: (?P<samples>[ \d]{12}) \| "
-    r"consumed tokens: (?P<tokens>[ \d]{12}) \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) \| "
+    r"^ iteration (?P<iteration>[ \d]{8})/(?P<total>[ \d]{8}) \| consumed samples: (?P<samples>[ "
+    r"\d]{12}) \| "
+    r"consumed tokens: (?P<tokens>[ \d]{12}) \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) "
+    r"\| "
     rf"learning rate: (?P<lr>{SCIENTIFIC3}) \| global batch size: (?P<batch>[ \d]{{5}}) \| "
     rf"(lm loss: (?P<loss>{SCIENTIFIC6}) \| )?(loss scale: (?P<scale>\d+\.\d) \| )?"
     r"(grad norm: (?P<norm>\d+\.\d{3}) \| )?"
     r"(num zeros: (?P<zeros>\d+\.\d) \| )?(params norm: (?P<params>\d+\.\d{3}) \| )?"
     r"actual seqlen: (?P<seq>[ \d]{5}) \| "
-    r"number of skipped iterations: (?P<skipped>[ \d]{3}) \| number of nan iterations: (?P<nan>[ \d]{3}) \| "
-    r"samples per second: (?P<rate>\d+\.\d{3}) \| (tokens per gpu per second \(tgs\): (?P<tgs>\d+\.\d{3}) \| )?"
+    r"number of skipped iterations: (?P<skipped>[ \d]{3}) \| number of nan iterations: (?P<nan>[ "
+    r"\d]{3}) \| "
+    r"samples per second: (?P<rate>\d+\.\d{3}) \| (tokens per gpu per second \(tgs\): "
+    r"(?P<tgs>\d+\.\d{3}) \| )?"
     r"TFLOPs: (?P<tflops>\d+\.\d\d) \|( MFU: (?P<mfu>\d\.\d{3}) \| HFU: (?P<hfu>\d\.\d{3}) \|)?$"
 )
 
 
 def report(**changes: object) -> IterationReport:
     values: dict[str, object] = dict(
-        iteration=2, total_iterations=5, consumed_samples=2560, consumed_tokens=5242880, global_batch_size=1280,
-        seq_length=2048, learning_rate=6e-5, lm_loss=11.09811, loss_scale=1073741824.0, grad_norm=0.0, num_zeros=0.0,
-        params_norm=None, skipped=0, nan=0, step_time_s=196.4964, samples_per_s=6.514, tokens_per_s=13340.7,
-        tokens_per_s_per_device=2.223, model_tflops=112.1, hardware_tflops=149.46, mfu=None, hfu=None,
-        memory_bytes=None, memory_rank=None,
+        iteration=2,
+        total_iterations=5,
+        consumed_samples=2560,
+        consumed_tokens=5242880,
+        global_batch_size=1280,
+        seq_length=2048,
+        learning_rate=6e-5,
+        lm_loss=11.09811,
+        loss_scale=1073741824.0,
+        grad_norm=0.0,
+        num_zeros=0.0,
+        params_norm=None,
+        skipped=0,
+        nan=0,
+        step_time_s=196.4964,
+        samples_per_s=6.514,
+        tokens_per_s=13340.7,
+        tokens_per_s_per_device=2.223,
+        model_tflops=112.1,
+        hardware_tflops=149.46,
+        mfu=None,
+        hfu=None,
+        memory_bytes=None,
+        memory_rank=None,
     )
     return IterationReport(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -52,11 +83,24 @@ def test_the_same_figures_give_the_real_line() -> None:
 
 def test_all_fields_and_their_order() -> None:
     line = format_iteration(
-        report(params_norm=12.3456, grad_norm=1.25, num_zeros=7.0, skipped=3, nan=1, mfu=0.41237, hfu=0.5, lm_loss=0.5)
+        report(
+            params_norm=12.3456,
+            grad_norm=1.25,
+            num_zeros=7.0,
+            skipped=3,
+            nan=1,
+            mfu=0.41237,
+            hfu=0.5,
+            lm_loss=0.5,
+        )
     )
     match = LINE.match(line)
     assert match
-    assert float(match["params"]) == 12.346 and float(match["norm"]) == 1.25 and float(match["zeros"]) == 7
+    assert (
+        float(match["params"]) == 12.346
+        and float(match["norm"]) == 1.25
+        and float(match["zeros"]) == 7
+    )
     assert int(match["skipped"]) == 3 and int(match["nan"]) == 1
     assert (match["mfu"], match["hfu"]) == ("0.412", "0.500")
     assert float(match["ms"]) == 196496.4 and int(match["tokens"]) == 5242880
@@ -66,7 +110,9 @@ def test_all_fields_and_their_order() -> None:
 def test_validation_lines(loss: float) -> None:
     above, line, below = format_validation("iteration 10", loss).split("\n")
     match = re.fullmatch(
-        rf" validation loss at iteration 10 \| lm loss value: ({SCIENTIFIC6}) \| lm loss PPL: ({SCIENTIFIC6}) \| ", line
+        rf" validation loss at iteration 10 \| lm loss value: ({SCIENTIFIC6}) \| lm loss PPL: "
+        rf"({SCIENTIFIC6}) \| ",
+        line,
     )
     assert match
     assert float(match[1]) == pytest.approx(loss, rel=1e-6)
@@ -78,8 +124,12 @@ def test_timer_lines() -> None:
     times = {"forward-backward": [10.0, 12.5, 11.0], "optimizer": [1.0, 1.0, 1.0]}
     first, *rows = format_timers(times).split("\n")
     assert first == "(min, max) time across ranks (ms):"
-    assert [re.fullmatch(r"    ([\w-]+) \.+: \((\d+\.\d\d), (\d+\.\d\d)\)", row).groups() for row in rows] == [  # type: ignore[union-attr]
-        ("forward-backward", "10.00", "12.50"), ("optimizer", "1.00", "1.00")
-    ]  # fmt: skip
+    assert [
+        re.fullmatch(r"    ([\w-]+) \.+: \((\d+\.\d\d), (\d+\.\d\d)\)", row).groups()
+        for row in rows
+    ] == [  # type: ignore[union-attr]
+        ("forward-backward", "10.00", "12.50"),
+        ("optimizer", "1.00", "1.00"),
+    ]
     assert format_timers(times, "max").split("\n")[1].endswith(": 12.50")
     assert format_timers(times, "all").count("rank") == 1 + 2 * 3

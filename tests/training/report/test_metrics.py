@@ -1,4 +1,5 @@
 """The figures of an interval, and the metrics file."""
+
 from __future__ import annotations
 
 import errno
@@ -19,9 +20,13 @@ from megatron.training.report.metrics import Interval, MetricsFile, Rates, StepR
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
-def step(iteration: int, loss: float | None, *, skipped: bool = False, batch: int = 4) -> StepRecord:
+def step(
+    iteration: int, loss: float | None, *, skipped: bool = False, batch: int = 4
+) -> StepRecord:
     value = None if loss is None else torch.tensor(loss)
-    return StepRecord(iteration, 4 * iteration, 32 * iteration, batch, 1e-3 * iteration, value, skipped, 1.0, 0.5)
+    return StepRecord(
+        iteration, 4 * iteration, 32 * iteration, batch, 1e-3 * iteration, value, skipped, 1.0, 0.5
+    )
 
 
 def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
@@ -47,13 +52,19 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
 def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     first = MetricsFile(path, clock=lambda: 12.5)
-    first.write("iteration", iteration=1, lm_loss=1 / 3, grad_norm=math.inf, nested={"a": [math.nan, 1.0]})
+    first.write(
+        "iteration", iteration=1, lm_loss=1 / 3, grad_norm=math.inf, nested={"a": [math.nan, 1.0]}
+    )
     # Flushed: readable while the run goes on.
     (record,) = read_metrics(path)
     assert record == {
-        "event": "iteration", "time": 12.5, "iteration": 1, "lm_loss": 1 / 3, "grad_norm": None,
+        "event": "iteration",
+        "time": 12.5,
+        "iteration": 1,
+        "lm_loss": 1 / 3,
+        "grad_norm": None,
         "nested": {"a": [None, 1.0]},
-    }  # fmt: skip
+    }
     first.close()
     with open(path, "a") as file:
         file.write('{"event": "iterat')  # killed while writing
@@ -95,7 +106,8 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
     metrics, disk = MetricsFile(tmp_path / "m.jsonl", warn=said.append), Disk()
     metrics._file = disk  # type: ignore[assignment]
     (tmp_path / "full.jsonl").write_text('{"event": "iterat')
-    MetricsFile(tmp_path / "full.jsonl")  # a run that is resumed on it: nothing is written before there is a record
+    # a run that is resumed on it: nothing is written before there is a record
+    MetricsFile(tmp_path / "full.jsonl")
     assert (tmp_path / "full.jsonl").read_text() == '{"event": "iterat'
     for iteration in range(1, 6):
         metrics.write("iteration", iteration=iteration, padding="x" * 40)

@@ -1,4 +1,5 @@
 """Console, TensorBoard, timers and the ends of processes."""
+
 from __future__ import annotations
 
 import contextlib
@@ -69,18 +70,31 @@ def train_on_a_terminal(rank: int) -> tuple[int, str]:
 def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
     ((code, text),) = run_processes(1, train_on_a_terminal)
     assert code == 0 and re.search(r"training .*[0-4]/4", text), text[-2000:]
-    whole = re.compile(r" iteration +[1-4]/ +4 \| .*elapsed time per iteration \(ms\): [\d.]+ \| .*\|$")
-    assert len([line for line in text.replace("\r", "\n").splitlines() if whole.search(line.rstrip())]) == 4
+    whole = re.compile(
+        r" iteration +[1-4]/ +4 \| .*elapsed time per iteration \(ms\): [\d.]+ \| .*\|$"
+    )
+    assert (
+        len([line for line in text.replace("\r", "\n").splitlines() if whole.search(line.rstrip())])
+        == 4
+    )
 
 
 def logging_flags(folder: Path | None, **changes: Any) -> Any:
     flags = dict(
-        tensorboard_dir=None if folder is None else str(folder), tensorboard_log_interval=2, tensorboard_queue_size=5,
-        log_timers_to_tensorboard=False, log_batch_size_to_tensorboard=False, log_validation_ppl_to_tensorboard=False,
-        log_learning_rate_to_tensorboard=True, log_loss_scale_to_tensorboard=True, log_memory_to_tensorboard=False,
+        tensorboard_dir=None if folder is None else str(folder),
+        tensorboard_log_interval=2,
+        tensorboard_queue_size=5,
+        log_timers_to_tensorboard=False,
+        log_batch_size_to_tensorboard=False,
+        log_validation_ppl_to_tensorboard=False,
+        log_learning_rate_to_tensorboard=True,
+        log_loss_scale_to_tensorboard=True,
+        log_memory_to_tensorboard=False,
         log_world_size_to_tensorboard=False,
-    )  # fmt: skip
-    return SimpleNamespace(logging=SimpleNamespace(**{**flags, **changes}), parallel=SimpleNamespace(world_size=3))
+    )
+    return SimpleNamespace(
+        logging=SimpleNamespace(**{**flags, **changes}), parallel=SimpleNamespace(world_size=3)
+    )
 
 
 def write_events(folder: Path, **changes: Any) -> Any:
@@ -90,7 +104,11 @@ def write_events(folder: Path, **changes: Any) -> Any:
     board = TensorBoard(logging_flags(folder, **changes), enabled=True)
     interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
     for i in range(1, 5):
-        interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
+        interval.add(
+            StepRecord(
+                i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i
+            )
+        )
     times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
     losses, memory = interval.reduce(99, 120)
     report = interval.report(losses, 4, 1.0, memory)
@@ -116,19 +134,37 @@ def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
     assert points(events, "loss-scale") == [(2, 4.0), (4, 16.0)]
     assert points(events, "grad-norm vs samples") == [(32, 0.5), (64, 1.0)]
     assert points(events, "lm loss validation") == [(4, 1.5)]
-    assert points(events, "data-epochs/web") == [(4, 0.5)] and points(events, "data-epochs/books") == [(4, 1.25)]
-    off = {"batch-size", "world-size", "mem-allocated-bytes", "mem-reserved-bytes", "iteration-time"}
+    assert points(events, "data-epochs/web") == [(4, 0.5)] and points(
+        events, "data-epochs/books"
+    ) == [(4, 1.25)]
+    off = {
+        "batch-size",
+        "world-size",
+        "mem-allocated-bytes",
+        "mem-reserved-bytes",
+        "iteration-time",
+    }
     assert not off & set(events.Tags()["scalars"])
 
 
 def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     events = write_events(
-        tmp_path, log_batch_size_to_tensorboard=True, log_world_size_to_tensorboard=True,
-        log_memory_to_tensorboard=True, log_timers_to_tensorboard=True, log_validation_ppl_to_tensorboard=True,
-        log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False, tensorboard_log_interval=4,
-    )  # fmt: skip
-    assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [(4, 3.0)]
-    assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
+        tmp_path,
+        log_batch_size_to_tensorboard=True,
+        log_world_size_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+        log_timers_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+        log_learning_rate_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False,
+        tensorboard_log_interval=4,
+    )
+    assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [
+        (4, 3.0)
+    ]
+    assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(
+        events, "iteration-time"
+    ) == [(4, 0.25)]
     assert points(events, "mem-reserved-bytes") == [(4, 120.0)]
     assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]  # the slowest rank
     assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
@@ -155,7 +191,9 @@ def test_tensorboard_on_a_full_disk_turns_itself_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir"])
 def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("")
-    logging = dict(profile="pt", profile_ranks=(0,), profile_step_start=1, profile_step_end=2, trace_dir=None)
+    logging = dict(
+        profile="pt", profile_ranks=(0,), profile_step_start=1, profile_step_end=2, trace_dir=None
+    )
     logging |= dict(tensorboard_dir=None) | {flag: str(tmp_path / "file" / "x")}
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
         Profiler(SimpleNamespace(logging=SimpleNamespace(**logging)), 0, print)  # type: ignore[arg-type]
@@ -183,12 +221,19 @@ def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == f"ConfigError: {error}\n"
     assert run_guarded(lambda: raise_(error), rank=3) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("rank 3: ConfigError") and shown.count("\n") == 1 and "this" in shown and "that" in shown
+    assert (
+        shown.startswith("rank 3: ConfigError")
+        and shown.count("\n") == 1
+        and "this" in shown
+        and "that" in shown
+    )
     assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
     assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
 
 
-def test_other_errors_have_a_traceback_that_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_errors_have_a_traceback_that_names_the_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
     shown = capsys.readouterr().err
     assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))

@@ -1,4 +1,5 @@
 """Slow ranks are named, and those that wait for them are not."""
+
 from __future__ import annotations
 
 from megatron.parallel.topology import Layout

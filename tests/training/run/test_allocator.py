@@ -1,4 +1,7 @@
-"""What malloc does after tune_allocator, seen from outside: where the heap ends, and what the kernel was asked for."""
+"""What malloc does after tune_allocator, seen from outside: where the heap ends, and what the
+kernel was asked for.
+"""
+
 from __future__ import annotations
 
 import ctypes
@@ -14,9 +17,10 @@ import pytest
 from tests.helpers.launching import ROOT, TINY, Script
 from tests.helpers.processes import free_port, rank_environment
 
-# Four blocks of 16 MiB are taken and given back, then one of 400 MiB is taken. glibc's own rules would have them mapped
-# or, once it has seen that size, give the end of the heap back above twice 16 MiB. Then, by how much the heap grows for
-# two blocks of 16 MiB within and after mapped_blocks().
+# Four blocks of 16 MiB are taken and given back, then one of 400 MiB is taken. glibc's own rules
+# would have them mapped or, once it has seen that size, give the end of the heap back above twice
+# 16 MiB. Then, by how much the heap grows for two blocks of 16 MiB within and after
+# mapped_blocks().
 PROBE = """
 import ctypes, json, os
 from megatron.training.run.host import mapped_blocks, tune_allocator
@@ -44,7 +48,9 @@ print(json.dumps(dict(said=said, taken=taken, kept=kept, large=large, within=wit
 MOST = 60  # MiB: the four blocks, less what was free at the end of the heap before
 SETTINGS = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
 
-pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc"
+)
 
 
 def clean(**environment: str) -> dict[str, str]:
@@ -54,7 +60,9 @@ def clean(**environment: str) -> dict[str, str]:
 
 def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
     command = [sys.executable, "-c", PROBE.format(calls=calls)]
-    done = subprocess.run(command, env=clean(**environment), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=clean(**environment), capture_output=True, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -63,22 +71,35 @@ def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("calls", "environment", "named", "taken", "kept", "huge"),
     [
-        (0, {}, None, False, False, None),  # the memory goes back: else the other rows would show nothing
+        # the memory goes back: else the other rows would show nothing
+        (0, {}, None, False, False, None),
         (3, {}, None, True, True, "1"),
-        (1, {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"}, "glibc.malloc.mmap_threshold",
-         False, False, None),
+        (
+            1,
+            {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"},
+            "glibc.malloc.mmap_threshold",
+            False,
+            False,
+            None,
+        ),
         (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", False, False, None),
         (1, {"THP_MEM_ALLOC_ENABLE": "0"}, "THP_MEM_ALLOC_ENABLE", True, True, "0"),
     ],
-)  # fmt: skip
+)
 def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
-    calls: int, environment: dict[str, str], named: str | None, taken: bool, kept: bool, huge: str | None
+    calls: int,
+    environment: dict[str, str],
+    named: str | None,
+    taken: bool,
+    kept: bool,
+    huge: str | None,
 ) -> None:
     found = probe(calls, **environment)
     assert (found["taken"] >= MOST, found["kept"] >= MOST, found["huge"]) == (taken, kept, huge)
     assert all(named is None or named in said for said in found["said"])
     if calls and not environment:
-        assert found["large"] == found["kept"] == found["taken"]  # the large one is mapped, so that free gives it back
+        # the large one is mapped, so that free gives it back
+        assert found["large"] == found["kept"] == found["taken"]
         assert all("256 MiB" in said for said in found["said"])
     if taken:
         assert found["within"] == 0 and found["after"] > 0
@@ -88,18 +109,21 @@ def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
 def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
     source, library = tmp_path / "other.c", tmp_path / "libother.so"
     source.write_text(
-        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return "
+        "__libc_malloc(n); }\n"
     )
     try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True
+        )
     except OSError:
         pytest.skip("no C compiler")
     found = probe(LD_PRELOAD=str(library))
     assert str(library) in found["said"][0] and found["kept"] < MOST and found["huge"] is None
 
 
-# Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets; and the peak of the process
-# at its start, and after it held 256 MiB for a moment.
+# Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets; and the
+# peak of the process at its start, and after it held 256 MiB for a moment.
 RANK_0 = """
 import torch
 from megatron.config import parse_args
@@ -129,19 +153,27 @@ for line in open("/proc/self/smaps"):
 
 @pytest.mark.slow
 def test_a_rank_asks_for_huge_pages_and_knows_its_own_peak_of_memory(tmp_path: Path) -> None:
-    """torch reads the variable once, for its first tensor: that must not be one of those that ask for others' cores.
-    And the peak is not that of the large process that started it, which the system counts until its program begins."""
+    """torch reads the variable once, for its first tensor: that must not be one of those that ask
+    for others' cores. And the peak is not that of the large process that started it, which the
+    system counts until its program begins."""
     rank_1 = tmp_path / "rank_1.py"
     code = RANK_0.format(arguments=TINY)
     rank_1.write_text(code)
-    starter = f"import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', {code!r}])"
+    starter = (
+        "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', "
+        f"{code!r}])"
+    )
     port = free_port()
     with Script(str(rank_1), [], tmp_path / "log", rank_environment(1, 2, port)) as other:
         done = subprocess.run(
-            [sys.executable, "-c", starter], env=clean(**rank_environment(0, 2, port)), capture_output=True, text=True,
+            [sys.executable, "-c", starter],
+            env=clean(**rank_environment(0, 2, port)),
+            capture_output=True,
+            text=True,
             check=True,
-        )  # fmt: skip
+        )
         assert other.wait().code == 0
     before, after, huge = done.stdout.split()
-    assert 2**24 < int(before) < 2**30 and int(after) > int(before) + 200 * 2**20  # the most, not what is held now
+    # the most, not what is held now
+    assert 2**24 < int(before) < 2**30 and int(after) > int(before) + 200 * 2**20
     assert huge == "True" or not os.path.exists("/sys/kernel/mm/transparent_hugepage")

@@ -1,5 +1,6 @@
-"""What ranks find out together: figures, decisions and texts that all of them must share. Four processes do all cases
-one after the other, over several layouts."""
+"""What ranks find out together: figures, decisions and texts that all of them must share. Four
+processes do all cases one after the other, over several layouts."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,7 +43,7 @@ RANKS = 4
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
-# -- agreement and stopping --------------------------------------------------------------------------------------------
+# -- agreement and stopping ------------------------------------------------------------------------
 
 
 def agree(topology: Topology, folder: str) -> Any:
@@ -56,7 +57,8 @@ def agree(topology: Topology, folder: str) -> Any:
 
     agreement, on, rank, own = Agreement(topology), [False], topology.rank, [10 + topology.rank]
     agreement.add("signal", lambda: own[0], lambda: on[0])
-    agreement.add_first("save", lambda: rank == 1, lambda: on[0])  # what rank 1 would decide does not count
+    # what rank 1 would decide does not count
+    agreement.add_first("save", lambda: rank == 1, lambda: on[0])
     agreement.add_first("late", lambda: rank == 0, lambda: on[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
@@ -82,9 +84,14 @@ def stop(topology: Topology, folder: str) -> Any:
     """A signal on rank 1 alone, then a file that only rank 0 may decide on."""
 
     def reason(iteration: int, signals: Signals, switch: str | None) -> bool:
-        settings: Any = SimpleNamespace(training=SimpleNamespace(
-            exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False, kill_switch_file=switch,
-        ))  # fmt: skip
+        settings: Any = SimpleNamespace(
+            training=SimpleNamespace(
+                exit_interval=None,
+                exit_duration_in_mins=None,
+                exit_signal_handler=False,
+                kill_switch_file=switch,
+            )
+        )
         agreement = Agreement(topology)
         return StopRules(settings, agreement, signals).check(iteration, agreement.now()) is not None
 
@@ -93,22 +100,28 @@ def stop(topology: Topology, folder: str) -> Any:
             os.kill(os.getpid(), signal.SIGUSR1)
         seen = [reason(1, signals, None)]
     # Ranks look for different files: rank 0's answer must win over the others' own views.
-    switch, nothing = os.path.join(folder, "stop") if topology.rank == 0 else os.devnull, Signals(enabled=False)
+    switch, nothing = (
+        os.path.join(folder, "stop") if topology.rank == 0 else os.devnull,
+        Signals(enabled=False),
+    )
     seen.append(reason(2, nothing, switch))
     if topology.rank == 0:
         Path(switch).touch()
     return [*seen, reason(3, nothing, switch)]
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
-# Bytes that each rank has held, which single precision could not tell apart; ranks 2 and 3 the most.
+# Bytes that each rank has held, which single precision could not tell apart; ranks 2 and 3 the
+# most.
 HELD = (2**52 - 1, 2**40, 2**52 + 3, 2**52 + 3)
 RESERVED = (2**52, 2**52 + 7, 2**52 + 6, 2**52 + 6)
 
 
 def figures(topology: Topology, folder: str) -> Any:
-    """Only the last stage has losses, its tensor ranks the same ones. The last step's are not finite."""
+    """Only the last stage has losses, its tensor ranks the same ones. The last step's are not
+    finite.
+    """
     losses: list[torch.Tensor] = []
     if topology.pipeline.is_last:
         losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
@@ -135,13 +148,18 @@ class MaskedStream(PlaceholderStream):
     def take(self, n: int) -> list[MicroBatch]:
         masks = torch.arange(5)
         return [
-            dataclasses.replace(b, loss_mask=(masks < tokens_of(b.first_sample)).float()) for b in super().take(n)
+            dataclasses.replace(b, loss_mask=(masks < tokens_of(b.first_sample)).float())
+            for b in super().take(n)
         ]
 
 
 def evaluate(topology: Topology, folder: str) -> Any:
     def forward(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        return [torch.tensor(loss_of(b.first_sample)) for b in batches] if topology.pipeline.is_last else []
+        return (
+            [torch.tensor(loss_of(b.first_sample)) for b in batches]
+            if topology.pipeline.is_last
+            else []
+        )
 
     def measure(per_token: bool) -> float | None:
         stream = MaskedStream(3, topology.data.rank, topology.data.size, consumed_samples=12)
@@ -151,7 +169,9 @@ def evaluate(topology: Topology, folder: str) -> Any:
 
 
 def stragglers(topology: Topology, folder: str) -> Any:
-    """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the same pass."""
+    """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the
+    same pass.
+    """
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_calls, "_clock", lambda: now[0])
@@ -178,11 +198,12 @@ def stragglers(topology: Topology, folder: str) -> Any:
     return None if result is None else result.record
 
 
-# -- kernels and cores -------------------------------------------------------------------------------------------------
+# -- kernels and cores -----------------------------------------------------------------------------
 
 MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
 LARGE = 2**63 - 1
-LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {  # paths, fingerprints, whether all choose alike
+# paths, fingerprints, whether all choose alike
+LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {
     "none": ([None] * RANKS, [0] * RANKS, True),
     "equal": (["/l.so"] * RANKS, [LARGE] * RANKS, True),
     "missing": (["/l.so", "/l.so", None, "/l.so"], [LARGE, LARGE, 0, LARGE], True),
@@ -197,11 +218,15 @@ def kernels(topology: Topology, folder: str) -> Any:
     for name, (paths, prints, alike) in LIBRARIES.items():
         with pytest.MonkeyPatch.context() as patch:
             path = paths[topology.rank]
-            host = library.Found(None, "", "", "nobody built one") if path is None else (
-                library.Found(Path(path), "host", "x86-64-v3", "", object())
+            host = (
+                library.Found(None, "", "", "nobody built one")
+                if path is None
+                else (library.Found(Path(path), "host", "x86-64-v3", "", object()))
             )
             patch.setattr(library, "find", lambda device_type, host=host: host)
-            patch.setattr(library, "fingerprint", lambda _, found=prints[topology.rank]: found, raising=False)
+            patch.setattr(
+                library, "fingerprint", lambda _, found=prints[topology.rank]: found, raising=False
+            )
             faster = choose.EVERY_TYPE if alike or topology.rank > 0 else ()
             patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, faster))
             config = Config.create(**MODEL, tensor_model_parallel_size=2, world_size=RANKS)
@@ -217,7 +242,8 @@ def bound_cores(topology: Topology, folder: str) -> Any:
     mine, rank = os.sched_getaffinity(0), topology.rank
     cores = sorted(mine)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    before = os.environ.pop("OMP_NUM_THREADS") if rank == 0 else ""  # which must not keep the others waiting
+    # which must not keep the others waiting
+    before = os.environ.pop("OMP_NUM_THREADS") if rank == 0 else ""
     try:
         masks = masks_on_this_node(os.sched_getaffinity(0))
         return masks, "OMP_NUM_THREADS" in share_cores(torch.device("cpu"), RANKS)
@@ -226,44 +252,68 @@ def bound_cores(topology: Topology, folder: str) -> Any:
         os.sched_setaffinity(0, mine)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 GPT: dict[str, Any] = dict(
-    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=12, max_position_embeddings=12, vocab_size=50,
-    make_vocab_size_divisible_by=8, init_method_std=0.4, seed=3, hidden_dropout=0.5, attention_dropout=0.5,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=12,
+    max_position_embeddings=12,
+    vocab_size=50,
+    make_vocab_size_divisible_by=8,
+    init_method_std=0.4,
+    seed=3,
+    hidden_dropout=0.5,
+    attention_dropout=0.5,
+)
 PROMPTS = [[1, 2, 3], [7], [49, 0, 5, 6, 30]]
 NEW = 11  # the longest text then has 16 tokens, more than the model has positions
 SPLIT = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 LAYOUTS: tuple[dict[str, Any], ...] = (
-    SPLIT, {**SPLIT, "rank_order": "pp-tp-dp"}, dict(tensor_model_parallel_size=4, sequence_parallel=True),
+    SPLIT,
+    {**SPLIT, "rank_order": "pp-tp-dp"},
+    dict(tensor_model_parallel_size=4, sequence_parallel=True),
     dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
-)  # fmt: skip
+)
 
 
 def texts(topology: Topology, folder: str) -> Any:
     """By greedy choice on each layout, and a drawn one on the first."""
     found = []
-    for fields, sampling in (*((fields, Sampling(temperature=0)) for fields in LAYOUTS), (SPLIT, Sampling(seed=5))):
+    for fields, sampling in (
+        *((fields, Sampling(temperature=0)) for fields in LAYOUTS),
+        (SPLIT, Sampling(seed=5)),
+    ):
         config = Config.create(**{**GPT, **fields}, world_size=RANKS)
         parallel = config.parallel
         sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         split = Topology.create(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
         chunks = build_chunks(config, split)
         chunks.train()
-        found.append(generate(config, split, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling))
+        found.append(
+            generate(config, split, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling)
+        )
         assert all(chunk.training for chunk in chunks.values()), "left as it was found"
     return found
 
 
-# -- the processes -----------------------------------------------------------------------------------------------------
+# -- the processes ---------------------------------------------------------------------------------
 
 Case = Callable[[Topology, str], Any]
 CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipeline size
-    (agree, (1, 1)), (stop, (1, 1)), (figures, (2, 2)), (figures, (1, 2)), (evaluate, (2, 2)), (evaluate, (1, 2)),
-    (evaluate, (2, 1)), (stragglers, (2, 1)), (kernels, (2, 1)), (bound_cores, (1, 1)),
+    (agree, (1, 1)),
+    (stop, (1, 1)),
+    (figures, (2, 2)),
+    (figures, (1, 2)),
+    (evaluate, (2, 2)),
+    (evaluate, (1, 2)),
+    (evaluate, (2, 1)),
+    (stragglers, (2, 1)),
+    (kernels, (2, 1)),
+    (bound_cores, (1, 1)),
     (texts, (1, 1)),
-)  # fmt: skip
+)
 
 
 def do_all(rank: int, folder: str) -> list[Any]:
@@ -290,7 +340,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
 Found = Callable[..., list[Any]]
 
 
-def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(found: Found) -> None:
+def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(
+    found: Found,
+) -> None:
     late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
     assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
 
@@ -307,7 +359,8 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
     for losses, memory in found(figures, tensor, pipeline):
         np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
-        assert memory == Peak(2**52 + 3, 2, 2**52 + 7)  # beside the losses, of whatever value, and exact
+        # beside the losses, of whatever value, and exact
+        assert memory == Peak(2**52 + 3, 2, 2**52 + 7)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 1, 2)])
@@ -316,7 +369,10 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
 ) -> None:
     # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; replicas take turns.
     firsts = [12 + 3 * i for i in range(3 * 2 * replicas)]
-    losses, tokens = np.array([loss_of(f) for f in firsts]), np.array([tokens_of(f) for f in firsts])
+    losses, tokens = (
+        np.array([loss_of(f) for f in firsts]),
+        np.array([tokens_of(f) for f in firsts]),
+    )
     for plain, per_token in found(evaluate, tensor, pipeline):
         np.testing.assert_allclose(plain, losses.mean(), rtol=1e-6)
         np.testing.assert_allclose(per_token, (losses * tokens).sum() / tokens.sum(), rtol=1e-6)
@@ -325,7 +381,8 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
     record, *others = found(stragglers, 2)
     assert others == [None] * (RANKS - 1)
-    # The median of 2, 60, 2 and 60 ms is 31; with the passes that were paused the longest would be 120.
+    # The median of 2, 60, 2 and 60 ms is 31; with the passes that were paused the longest would be
+    # 120.
     assert [one["rank"] for one in record["slow"]] == [1, 3]
     assert record["max_ms"] == pytest.approx(60.0) and record["min_ms"] == pytest.approx(2.0)
 
@@ -353,7 +410,9 @@ def one_process() -> tuple[Config, torch.nn.ModuleDict]:
 
 
 def greedy_by_hand() -> list[list[int]]:
-    """One prompt at a time through the whole model, no padding, the most probable token each time."""
+    """One prompt at a time through the whole model, no padding, the most probable token each
+    time.
+    """
     _, chunks = one_process()
     chunks.eval()
     out = []
@@ -373,10 +432,14 @@ def greedy_by_hand() -> list[list[int]]:
 def test_text_does_not_depend_on_the_layout(found: Found) -> None:
     greedy = greedy_by_hand()
     # A test that can fail: the texts differ and do not repeat one token.
-    assert len({tuple(text) for text in greedy}) == 3 and len({token for text in greedy for token in text}) > 5
+    assert (
+        len({tuple(text) for text in greedy}) == 3
+        and len({token for text in greedy for token in text}) > 5
+    )
     config, chunks = one_process()
     drawn, other = (
-        generate(config, SINGLE, chunks, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed)) for seed in (5, 6)
+        generate(config, SINGLE, chunks, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed))
+        for seed in (5, 6)
     )
     assert drawn != other
     assert found(texts) == [[greedy] * len(LAYOUTS) + [drawn]] * RANKS

@@ -1,4 +1,7 @@
-"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule; counters of a run."""
+"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule;
+counters of a run.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -13,19 +16,25 @@ ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.in
 
 
 @given(ramps, st.integers(0, 800))
-def test_ramp_up_is_the_start_plus_whole_shares(ramp: tuple[int, int, int, int], consumed: int) -> None:
+def test_ramp_up_is_the_start_plus_whole_shares(
+    ramp: tuple[int, int, int, int], consumed: int
+) -> None:
     start, steps, increment, samples = ramp
     end = start + steps * increment
     schedule = BatchSchedule(end, 1, (start, increment, samples))
     expected = end
     if consumed < samples and steps:
         # As many increments as whole shares of samples / steps fit into what was consumed.
-        expected = start + increment * max(k for k in range(steps + 1) if k * samples <= consumed * steps)
+        expected = start + increment * max(
+            k for k in range(steps + 1) if k * samples <= consumed * steps
+        )
     assert schedule.global_batch_size(consumed) == expected
 
 
 @given(ramps, st.integers(0, 60), st.integers(0, 700))
-def test_closed_forms_equal_counting_steps(ramp: tuple[int, int, int, int], iterations: int, begin: int) -> None:
+def test_closed_forms_equal_counting_steps(
+    ramp: tuple[int, int, int, int], iterations: int, begin: int
+) -> None:
     start, steps, increment, samples = ramp
     schedule = BatchSchedule(start + steps * increment, 1, (start, increment, samples))
     consumed = begin
@@ -47,9 +56,14 @@ def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
 
 def test_more_samples_than_an_index_could_list_are_refused() -> None:
     config = Config.create(
-        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, train_iters=10**6, eval_iters=10**6,
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=8,
+        train_iters=10**6,
+        eval_iters=10**6,
         eval_interval=1,
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
         planned_samples(config, BatchSchedule.from_config(config))
 

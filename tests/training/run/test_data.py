@@ -1,4 +1,7 @@
-"""--stage-data-to in a run, and whose turn it is to build: who works, who waits, and that nobody is left behind."""
+"""--stage-data-to in a run, and whose turn it is to build: who works, who waits, and that nobody is
+left behind.
+"""
+
 from __future__ import annotations
 
 import os
@@ -24,7 +27,13 @@ from tests.training.run.test_run import run_and_listen, write_numbers
 
 def config(**changes: Any) -> Config:
     fields: dict[str, Any] = dict(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=80, train_iters=4, split="1"
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=80,
+        train_iters=4,
+        split="1",
     )
     return Config.create(**{**fields, **changes})
 
@@ -62,12 +71,16 @@ def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
     built = build_datasets(asked, 4, 0, 0, locations=locations).train
     assert before is not None and built is not None
-    assert all(built[i].tolist() == list(range(built[i][0], built[i][0] + 9)) for i in range(len(built)))
+    assert all(
+        built[i].tolist() == list(range(built[i][0], built[i][0] + 9)) for i in range(len(built))
+    )
     assert all(not before[i].any() for i in range(len(before)))
     assert locations[prefix] in built.where(0) and built.name == prefix
 
 
-def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_kept_and_changed_data_are_copied_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix, disk = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
     first = copy_to_node(prefix, disk)
     assert copy_to_node(prefix, disk) == first
@@ -85,11 +98,18 @@ def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path: Path, monkeyp
     assert len(list(disk.iterdir())) == 2
 
 
-def test_a_variable_that_is_not_set_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_set_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NODE_DISK", raising=False)
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    assert staged_locations(config(data_path=("x",), stage_data_to="$NODE_DISK/me"), topology(), said.append) == {}
+    assert (
+        staged_locations(
+            config(data_path=("x",), stage_data_to="$NODE_DISK/me"), topology(), said.append
+        )
+        == {}
+    )
     assert len(said) == 1 and "--stage-data-to $NODE_DISK/me" in said[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +119,9 @@ def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     if full:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0)
+        )
     else:
         (tmp_path / "disk").write_text("")
     prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
@@ -113,20 +135,32 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: P
     prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), list[str]()
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
     asked = config(**fields, stage_data_to=str(tmp_path / "disk"))
-    staged = side_by_side(3, lambda rank: staged_locations(asked, topology(rank, pipeline=3), said.append, store))
-    assert staged[0] == staged[2] and Path(staged[0][prefix]).is_relative_to(tmp_path / "disk") and staged[1] == {}
+    staged = side_by_side(
+        3, lambda rank: staged_locations(asked, topology(rank, pipeline=3), said.append, store)
+    )
+    assert (
+        staged[0] == staged[2]
+        and Path(staged[0][prefix]).is_relative_to(tmp_path / "disk")
+        and staged[1] == {}
+    )
     assert len(said) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
 
 
 def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "WAIT_S", 0.0)
-    asked = config(data_path=(write_numbers(tmp_path / "x", 80),), stage_data_to=str(tmp_path / "disk"), world_size=2)
+    asked = config(
+        data_path=(write_numbers(tmp_path / "x", 80),),
+        stage_data_to=str(tmp_path / "disk"),
+        world_size=2,
+    )
     with pytest.raises(LaunchError, match="staging"):
         staged_locations(asked, topology(data=2), lambda _: None, dist.HashStore())
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path: Path, fails: bool) -> None:
+def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
+    tmp_path: Path, fails: bool
+) -> None:
     store, begun = dist.HashStore(), list[int]()
     asked = config(data_path=(write_numbers(tmp_path / "x", 80),), world_size=3)
 
@@ -143,7 +177,9 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path: Pat
     outcomes = side_by_side(3, run)
     assert begun[0] == 0
     if fails:
-        assert all(isinstance(error, DataError) and "the disk is full" in str(error) for error in outcomes)
+        assert all(
+            isinstance(error, DataError) and "the disk is full" in str(error) for error in outcomes
+        )
         assert begun == [0]
     else:
         assert all(len(built) == 2 and built[0].train is not None for built in outcomes)
@@ -152,7 +188,11 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path: Pat
 @pytest.mark.slow
 def test_a_whole_run_from_copies(tmp_path: Path) -> None:
     prefix, target = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
-    fields = dict(mock_data=False, data_path=(prefix,), split="1", num_layers=2, vocab_size=80, eval_iters=0)
+    fields = dict(
+        mock_data=False, data_path=(prefix,), split="1", num_layers=2, vocab_size=80, eval_iters=0
+    )
     said = run_processes(2, run_and_listen, dict(fields, stage_data_to=str(target)))
-    assert all(f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in said)
+    assert all(
+        f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in said
+    )
     assert len(list(target.glob("**/*.bin"))) == 1

@@ -1,4 +1,7 @@
-"""Exact resumption from end to end: killed with SIGKILL on four ranks, resumed on that layout and on another."""
+"""Exact resumption from end to end: killed with SIGKILL on four ranks, resumed on that layout and
+on another.
+"""
+
 from __future__ import annotations
 
 import json
@@ -12,16 +15,22 @@ from benchmarks import prove_resume
 from benchmarks.faults.corpus import make_corpus
 from benchmarks.prove_resume import Case, Layout, compare, prove
 
-ITERATIONS, STEP = 12, 10  # of the two checkpoints before it, one may be incomplete when the kill comes
+# of the two checkpoints before it, one may be incomplete when the kill comes
+ITERATIONS, STEP = 12, 10
 KILLED_IN = STEP - 1  # what is reported by then
 PIPELINES = Layout("PP2 DP2", 4, ("--pipeline-model-parallel-size", "2"))
-# Without a pipeline the same two ranks add up the same gradients. Two things would be other sums: the gradient of a
-# head that is tied to the embedding, and the norm over all gradients, by which clipping divides.
+# Without a pipeline the same two ranks add up the same gradients. Two things would be other sums:
+# the gradient of a head that is tied to the embedding, and the norm over all gradients, by which
+# clipping divides.
 UNCUT = Layout("DP2", 2)
 CASE = Case(
-    "fp32", PIPELINES, (PIPELINES, UNCUT), asynchronous=True, alike=(UNCUT,),
+    "fp32",
+    PIPELINES,
+    (PIPELINES, UNCUT),
+    asynchronous=True,
+    alike=(UNCUT,),
     flags=("--untie-embeddings-and-output-weights", "--clip-grad", "0"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow
@@ -31,11 +40,18 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
     rows = list(prove(CASE, tmp_path / "case", data, ITERATIONS, STEP))
     assert [row.faults for row in rows] == [(), ()]
     assert [row.killed_in for row in rows] == [KILLED_IN] * 2
-    assert {row.resumed_from for row in rows} <= {prove_resume.SAVE_INTERVAL, 2 * prove_resume.SAVE_INTERVAL}
+    assert {row.resumed_from for row in rows} <= {
+        prove_resume.SAVE_INTERVAL,
+        2 * prove_resume.SAVE_INTERVAL,
+    }
     # The comparison itself can fail: one loss in the last digit, one more sample in the ledger.
     whole, resumed = tmp_path / "case" / "whole", tmp_path / "case" / "resumed_0"
-    change_last(whole, "iteration", lambda record: record.update(lm_loss=record["lm_loss"] * (1 + 2e-7)))
-    change_last(whole, "data", lambda record: next(iter(record["sources"].values())).update(samples=1))
+    change_last(
+        whole, "iteration", lambda record: record.update(lm_loss=record["lm_loss"] * (1 + 2e-7))
+    )
+    change_last(
+        whole, "data", lambda record: next(iter(record["sources"].values())).update(samples=1)
+    )
     assert len(compare(CASE, PIPELINES, whole, resumed, KILLED_IN, ITERATIONS).faults) == 2
 
 

@@ -1,4 +1,5 @@
 """How many threads a process takes."""
+
 from __future__ import annotations
 
 import os
@@ -44,12 +45,27 @@ def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
 def test_a_run_under_torchrun_says_what_it_set() -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py", *TINY,
-         "--train-iters", "1"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "pretrain_gpt.py",
+            *TINY,
+            "--train-iters",
+            "1",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     cores = len(os.sched_getaffinity(0))
     assert f" threads: {max(1, cores // 2)} " in done.stdout

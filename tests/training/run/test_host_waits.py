@@ -1,4 +1,7 @@
-"""How often the host waits for its device: in passes and optimizer without data, in whole runs on the CPU."""
+"""How often the host waits for its device: in passes and optimizer without data, in whole runs on
+the CPU.
+"""
+
 from __future__ import annotations
 
 import os
@@ -22,23 +25,46 @@ from tests.training.run.test_run import FIELDS
 pytestmark = pytest.mark.slow
 
 MODEL: dict[str, Any] = dict(
-    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=250, micro_batch_size=2,
-    global_batch_size=16, hidden_dropout=0.1, attention_dropout=0.1,
-)  # fmt: skip
-TP2: dict[str, Any] = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=64,
+    vocab_size=250,
+    micro_batch_size=2,
+    global_batch_size=16,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+)
+TP2: dict[str, Any] = dict(
+    tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True
+)
 PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2)
 LLAMA: dict[str, Any] = dict(
-    normalization="rmsnorm", swiglu=True, position_embedding_type="rope", num_key_value_heads=2,
-    untie_embeddings_and_output_weights=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+    normalization="rmsnorm",
+    swiglu=True,
+    position_embedding_type="rope",
+    num_key_value_heads=2,
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
 
 
 def test_each_way_to_wait_is_seen() -> None:
     x = torch.arange(4.0)
     ways: list[Any] = [
-        lambda: float(x[1]), lambda: bool(x.sum() > 1), x.tolist, x.numpy, x.nonzero, lambda: x[x > 1],
-        lambda: torch.equal(x, x + 1), lambda: torch.tensor([1.0]), lambda: x.new_tensor([1.0]), lambda: x.unique(),
-    ]  # fmt: skip
+        lambda: float(x[1]),
+        lambda: bool(x.sum() > 1),
+        x.tolist,
+        x.numpy,
+        x.nonzero,
+        lambda: x[x > 1],
+        lambda: torch.equal(x, x + 1),
+        lambda: torch.tensor([1.0]),
+        lambda: x.new_tensor([1.0]),
+        lambda: x.unique(),
+    ]
     for way in ways:
         with HostWaits("cpu") as waits:
             x.add_(0)
@@ -86,7 +112,12 @@ def on_meta(rank: int, cases: list[tuple[int, dict[str, Any]]]) -> list[dict[str
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, dict(world_size=2, bf16=True)),
     (0, dict(world_size=2, zero_stage=0, log_num_zeros_in_grad=True, log_params_norm=True)),
-    (3, dict(world_size=4, fp16=True, **TP2, recompute_granularity="full", recompute_method="block")),
+    (
+        3,
+        dict(
+            world_size=4, fp16=True, **TP2, recompute_granularity="full", recompute_method="block"
+        ),
+    ),
     (5, dict(world_size=8, bf16=True, **TP2, **PP2, num_layers_per_virtual_pipeline_stage=1)),
     (0, dict(world_size=4, **PP2, enable_zbh1_pipeline=True, recompute_granularity="selective")),
     (1, dict(world_size=2, bf16=True, **PP2, optimizer="sgd", attention_backend="unfused")),
@@ -102,7 +133,9 @@ def test_a_step_has_no_wait_before_its_figures_are_read() -> None:
 
 
 def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
-    """The waits of each step of the training loop; of the CPU's tensors, which stand for a device's."""
+    """The waits of each step of the training loop; of the CPU's tensors, which stand for a
+    device's.
+    """
     waits, steps = HostWaits("cpu"), list[list[str]]()
     plain, after = loop.train_steps, loop.between_steps
 
@@ -117,7 +150,11 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
         return stop
 
     loop.train_steps, loop.between_steps = train_steps, between_steps
-    pretrain(Config.create(**{**FIELDS, "train_iters": 7, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
+    pretrain(
+        Config.create(
+            **{**FIELDS, "train_iters": 7, **fields}, world_size=int(os.environ["WORLD_SIZE"])
+        )
+    )
     return steps
 
 
@@ -125,16 +162,30 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     ("ranks", "fields"),
     [
         (2, dict(bf16=True)),
-        (2, dict(calculate_per_token_loss=True, pipeline_model_parallel_size=2, log_num_zeros_in_grad=True)),
+        (
+            2,
+            dict(
+                calculate_per_token_loss=True,
+                pipeline_model_parallel_size=2,
+                log_num_zeros_in_grad=True,
+            ),
+        ),
         (1, dict(fp16=True, initial_loss_scale=1024.0, log_interval=1)),
         (1, dict(loss_spike_factor=3.0, calculate_per_token_loss=True)),
     ],
     ids=lambda fields: "-".join(fields) if isinstance(fields, dict) else str(fields),
 )
 def test_a_step_of_the_loop_waits_once(tmp_path: Path, ranks: int, fields: dict[str, Any]) -> None:
-    """For the figures of one step: its own, or where nobody needs them so soon the one's before, after its passes. The
-    first steps also compare copies. With --save the ranks agree in every step, behind the device's back."""
-    fields = {"save": str(tmp_path), "load": str(tmp_path), "log_interval": 100, "eval_interval": 100, **fields}
+    """For the figures of one step: its own, or where nobody needs them so soon the one's before,
+    after its passes. The first steps also compare copies. With --save the ranks agree in every
+    step, behind the device's back."""
+    fields = {
+        "save": str(tmp_path),
+        "load": str(tmp_path),
+        "log_interval": 100,
+        "eval_interval": 100,
+        **fields,
+    }
     for steps in run_processes(ranks, run_and_count, fields):
         assert len(steps) == 7
         for waits in steps[2:]:

@@ -1,4 +1,5 @@
 """What a checkpoint says about the run that made it."""
+
 from __future__ import annotations
 
 import json
@@ -21,9 +22,18 @@ def topology(rank: int = 0) -> Topology:
 
 def config(prefix: str) -> Config:
     return Config.create(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, train_iters=10, lr=1e-3,
-        tensor_model_parallel_size=2, world_size=4, data_path=(prefix,), micro_batch_size=1,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=24,
+        train_iters=10,
+        lr=1e-3,
+        tensor_model_parallel_size=2,
+        world_size=4,
+        data_path=(prefix,),
+        micro_batch_size=1,
+    )
 
 
 def write(prefix: Path, documents: list[int]) -> str:
@@ -37,8 +47,14 @@ def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", [5, 7])
     places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
     passport = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
-    assert passport["program"]["version"] in (megatron.__version__, None) and passport["iteration"] == 40
-    assert passport["versions"]["torch"] == torch.__version__ and passport["versions"]["numpy"] == np.__version__
+    assert (
+        passport["program"]["version"] in (megatron.__version__, None)
+        and passport["iteration"] == 40
+    )
+    assert (
+        passport["versions"]["torch"] == torch.__version__
+        and passport["versions"]["numpy"] == np.__version__
+    )
     layout = passport["layout"]
     assert (layout["world"], layout["tensor"], layout["pipeline"], layout["data"]) == (4, 2, 1, 2)
     assert passport["nodes"] == ["frontier1", "frontier2"]
@@ -49,7 +65,9 @@ def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path) -> None:
-    one, two = (data_identity(write(tmp_path / name, d)) for name, d in (("a", [5, 7]), ("b", [7, 5])))
+    one, two = (
+        data_identity(write(tmp_path / name, d)) for name, d in (("a", [5, 7]), ("b", [7, 5]))
+    )
     same = data_identity(write(tmp_path / "c", [5, 7]))
     assert one["bin_bytes"] == two["bin_bytes"] and one["idx_bytes"] == two["idx_bytes"]
     assert one["idx_digest"] == same["idx_digest"] != two["idx_digest"]
@@ -70,7 +88,16 @@ def test_of_a_large_index_the_ends_are_read(tmp_path: Path) -> None:
 
 def test_the_revision_and_whether_files_were_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *arguments]
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=n",
+            "-c",
+            "user.email=e@e",
+            *arguments,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     assert git_revision(tmp_path)["revision"] is None and git_revision(tmp_path)["reason"]

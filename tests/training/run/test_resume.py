@@ -1,4 +1,5 @@
 """Which checkpoint a run loads, and which settings it takes from it."""
+
 from __future__ import annotations
 
 import json
@@ -15,7 +16,11 @@ from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.run.batches import Progress
-from megatron.training.run.checkpoints import checkpoint_to_load, progress_from, with_checkpoint_settings
+from megatron.training.run.checkpoints import (
+    checkpoint_to_load,
+    progress_from,
+    with_checkpoint_settings,
+)
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -32,7 +37,13 @@ class Listener:
 
 def config(**changes: Any) -> Config:
     fields: dict[str, Any] = dict(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, train_iters=10, lr=1e-3
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=24,
+        train_iters=10,
+        lr=1e-3,
     )
     return Config.create(**{**fields, **changes})
 
@@ -54,7 +65,9 @@ def test_a_first_start_finds_nothing_and_goes_on(tmp_path: Path) -> None:
     assert checkpoint_to_load(config(load=str(tmp_path)), SINGLE) is None
 
 
-@pytest.mark.parametrize("flag", [dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")])
+@pytest.mark.parametrize(
+    "flag", [dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")]
+)
 def test_a_checkpoint_that_must_be_there_is_missed(tmp_path: Path, flag: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
@@ -67,21 +80,27 @@ def test_a_schedule_that_differs_is_ours_and_said(tmp_path: Path) -> None:
     (said,) = listener.said
     assert all(part in said for part in ("lr 0.001", "0.0005", "lr_decay_iters 10", "8"))
     silent = Listener()
-    with_checkpoint_settings(config(load=str(tmp_path), override_opt_param_scheduler=True), checkpoint, silent)  # type: ignore[arg-type]
+    with_checkpoint_settings(
+        config(load=str(tmp_path), override_opt_param_scheduler=True), checkpoint, silent
+    )  # type: ignore[arg-type]
     assert silent.said == []
 
 
 def test_settings_are_taken_where_flags_ask_for_them(tmp_path: Path) -> None:
     stored = config(hidden_size=32, num_layers=3, swiglu=True, lr=5e-4)
     checkpoint = store(tmp_path, stored)
-    asked = config(load=str(tmp_path), use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
+    asked = config(
+        load=str(tmp_path), use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True
+    )
     taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
     assert taken.model == stored.model and taken.optimizer.lr == 5e-4
     assert taken.batch == asked.batch
 
 
 def test_a_tokenizer_says_the_vocabulary_itself(tmp_path: Path) -> None:
-    """NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 given to it again would become 26."""
+    """NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 given to it again would
+    become 26.
+    """
     checkpoint = store(tmp_path, config(hidden_size=32, vocab_size=25))
     asked = config(load=str(tmp_path), use_checkpoint_args=True, tokenizer_type="NullTokenizer")
     taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
@@ -97,11 +116,19 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    state = dict(iteration=5, consumed_samples=40, consumed_tokens=320, consumed_valid_samples=8, skipped_iterations=1)
+    state = dict(
+        iteration=5,
+        consumed_samples=40,
+        consumed_tokens=320,
+        consumed_valid_samples=8,
+        skipped_iterations=1,
+    )
     state |= dict(scheduled_iterations=4, scheduled_samples=32, scheduled_tokens=256)
     assert progress_from(state, tmp_path) == Progress(5, 40, 320, 8, 1, 4, 32, 256)
     sources = {"web": {"samples": 40, "tokens": 320, "epochs": 0.5}}
-    assert progress_from({**state, "sources": sources}, tmp_path) == Progress(5, 40, 320, 8, 1, 4, 32, 256, sources)
+    assert progress_from({**state, "sources": sources}, tmp_path) == Progress(
+        5, 40, 320, 8, 1, 4, 32, 256, sources
+    )
     with pytest.raises(CheckpointError):
         progress_from({**state, "sources": {"web": 40}}, tmp_path)
     with pytest.raises(CheckpointError, match=r"consumed_tokens.*--finetune"):

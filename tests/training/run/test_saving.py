@@ -1,4 +1,5 @@
 """When a run saves, and that a save that fails costs it nothing but that save."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +18,9 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 class FakeSaver:
-    """A Saver without a disk: what it was asked for, in order; `broken` names the calls that fail."""
+    """A Saver without a disk: what it was asked for, in order; `broken` names the calls that
+    fail.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -30,7 +33,9 @@ class FakeSaver:
         if call in self.broken:
             raise CheckpointError(f"{call}: ENOSPC")
 
-    def start(self, iteration: int, engine: Any, state: Any, passport: Any, background: bool) -> Any:
+    def start(
+        self, iteration: int, engine: Any, state: Any, passport: Any, background: bool
+    ) -> Any:
         assert not self.pending, "a save was under way"
         self._do("start", iteration, background)
         self._iteration, self.pending, self.written = iteration, background, False
@@ -46,7 +51,11 @@ class FakeSaver:
 
     def _saved(self) -> Any:
         return SimpleNamespace(
-            folder=Path(f"iter_{self._iteration}"), iteration=self._iteration, bytes=8, elapsed_s=2.0, stall_s=1.0
+            folder=Path(f"iter_{self._iteration}"),
+            iteration=self._iteration,
+            bytes=8,
+            elapsed_s=2.0,
+            stall_s=1.0,
         )
 
 
@@ -69,13 +78,20 @@ class Case:
     """Saves over a FakeSaver, with a clock that a test moves."""
 
     def __init__(self, saved: int | None = None, **changes: Any) -> None:
-        values = dict(save="folder", save_interval=None, save_interval_minutes=None, async_save=False)
+        values = dict(
+            save="folder", save_interval=None, save_interval_minutes=None, async_save=False
+        )
         config: Any = SimpleNamespace(checkpoint=SimpleNamespace(**{**values, **changes}))
         self.now, self.saver, self.listener = 0.0, FakeSaver(), Listener()
         self.agreement = Agreement(SINGLE)
         reporter: Any = self.listener
         self.saves = Saves(
-            config, self.saver, self.agreement, reporter, saved_iteration=saved, clock=lambda: self.now
+            config,
+            self.saver,
+            self.agreement,
+            reporter,
+            saved_iteration=saved,
+            clock=lambda: self.now,
         )
 
     def step(self, iteration: int, seconds: float = 1.0) -> None:
@@ -134,7 +150,8 @@ def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
     case.step(2)
     case.step(3)
     assert case.saver.calls == [("start", 2, True)] and case.saves.saved_iteration is None
-    assert case.saves.ahead(4) == 3 and case.saves.ahead(3) == 2  # the last, the pending and, at 4, the one that is due
+    # the last, the pending and, at 4, the one that is due
+    assert case.saves.ahead(4) == 3 and case.saves.ahead(3) == 2
     case.saver.written = True
     case.step(4)
     assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 4, True)]
@@ -155,12 +172,21 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     for i in range(21, 27):
         case.step(i, seconds=11.9)  # 59.5 s after 25
     assert [call[1] for call in case.saver.calls] == [10, 20, 26]
-    assert case.listener.records == [("checkpoint", 10), ("checkpoint_failed", 20), ("checkpoint_failed", 26)]
-    assert case.failure is not None and "iteration 26" in case.failure and "iteration 10" in case.failure
+    assert case.listener.records == [
+        ("checkpoint", 10),
+        ("checkpoint_failed", 20),
+        ("checkpoint_failed", 26),
+    ]
+    assert (
+        case.failure is not None
+        and "iteration 26" in case.failure
+        and "iteration 10" in case.failure
+    )
     case.saver.broken = set()
     for i in range(27, 34):
         case.step(i, seconds=11.9)
-    assert [call[1] for call in case.saver.calls[3:]] == [30]  # the regular one comes before the minute is over
+    # the regular one comes before the minute is over
+    assert [call[1] for call in case.saver.calls[3:]] == [30]
     assert case.failure is None and case.saves.saved_iteration == 30
     assert "26" in case.listener.said[-1] and "30" in case.listener.said[-1]
 
@@ -171,7 +197,9 @@ def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
     case.step(2)
     case.saver.written = True
     case.step(3)
-    assert case.listener.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
+    assert (
+        case.listener.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
+    )
     case.saver.broken = set()
     case.saves.save(3, {}, last=True)
     assert case.listener.records[1:] == [("checkpoint", 3)] and case.failure is None
@@ -182,7 +210,10 @@ def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -
     case.saver.broken = {"commit"}
     case.step(2)
     case.saves.save(2, {}, last=True)
-    assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 2, False)] and case.failure is None
+    assert (
+        case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 2, False)]
+        and case.failure is None
+    )
 
 
 def test_other_errors_are_not_taken_for_a_full_disk() -> None:

@@ -1,4 +1,5 @@
 """Reasons to stop, and that all ranks take the same decision."""
+
 from __future__ import annotations
 
 import os
@@ -19,7 +20,12 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 def settings(**changes: Any) -> Any:
-    values = dict(exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False, kill_switch_file=None)
+    values = dict(
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        exit_signal_handler=False,
+        kill_switch_file=None,
+    )
     return SimpleNamespace(training=SimpleNamespace(**{**values, **changes}))
 
 
@@ -27,8 +33,12 @@ class Rules:
     """StopRules with an agreement of their own."""
 
     def __init__(
-        self, topology: Topology = SINGLE, signals: Signals | None = None, wall_time: WallTime | None = None,
-        clock: Callable[[], float] = lambda: 0.0, **changes: Any,
+        self,
+        topology: Topology = SINGLE,
+        signals: Signals | None = None,
+        wall_time: WallTime | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        **changes: Any,
     ) -> None:
         self.agreement = Agreement(topology)
         signals = signals or Signals(enabled=False)
@@ -61,7 +71,8 @@ def test_kill_switch(tmp_path: Path) -> None:
     switch.touch()
     assert str(switch) in str(rules.check(2))
     stop = rules.rules.check(2, rules.agreement.now())
-    assert stop is not None and not stop.requeue  # somebody wants the run to end, not to begin again
+    # somebody wants the run to end, not to begin again
+    assert stop is not None and not stop.requeue
 
 
 def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
@@ -99,7 +110,8 @@ def test_only_the_first_signal_counts() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "stopped"),
-    [(1000.0, False), (100.0, True)],  # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
+    # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
+    [(1000.0, False), (100.0, True)],
 )
 def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
     wall_time = WallTime(JobEnd(left_s, lambda: 0.0), 0.0)
@@ -109,11 +121,15 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
     stop = rules.rules.check(7, rules.agreement.now())
     assert (stop is not None) == stopped
     if stop is not None:
-        assert stop.requeue and all(figure in stop.reason for figure in ("iteration 7", "1:40", "20.0 s", "50.0 s"))
+        assert stop.requeue and all(
+            figure in stop.reason for figure in ("iteration 7", "1:40", "20.0 s", "50.0 s")
+        )
 
 
 def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
-    """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
+    """It would come and go for ever. A signal before the first step is another matter: the node is
+    wanted elsewhere.
+    """
     wall_time = WallTime(JobEnd(20.0, lambda: 0.0), checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)
     stop = rules.rules.check_at_start(7, rules.agreement.now())

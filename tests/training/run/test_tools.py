@@ -1,4 +1,5 @@
 """The picture of a run, and the whole example from corpus to text on a tiny model."""
+
 from __future__ import annotations
 
 import json
@@ -29,10 +30,15 @@ def test_a_resumed_run_replaces_what_it_does_again() -> None:
     first = [start, iteration(10, 3.0), iteration(20, 2.0), iteration(30, None), iteration(40, 9.0)]
     again = [{"event": "start", "iteration": 20}, iteration(30, 1.5)]
     assert plot_metrics.series(first, "iteration", "lm_loss") == ([10, 20, 40], [3.0, 2.0, 9.0])
-    assert plot_metrics.series(first + again, "iteration", "lm_loss") == ([10, 20, 30], [3.0, 2.0, 1.5])
+    assert plot_metrics.series(first + again, "iteration", "lm_loss") == (
+        [10, 20, 30],
+        [3.0, 2.0, 1.5],
+    )
 
 
-def test_a_picture_of_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_of_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = write_metrics(tmp_path / "m.jsonl", [{"event": "start", "iteration": 0}])
     for path in (metrics, tmp_path / "absent"):
         assert plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png")]) == 2
@@ -66,7 +72,9 @@ def test_the_example_trains_and_keeps_what_it_made(
 
     monkeypatch.setattr(train_example, "execute", execute)
     monkeypatch.setattr(train_example, "train", train)
-    monkeypatch.setattr(train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, ""))
+    monkeypatch.setattr(
+        train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, "")
+    )
     assert train_example.main(["--quick", "--folder", str(tmp_path)]) == 0
     made = what_was_made(tmp_path)
     again = train_example.main(["--quick", "--folder", str(tmp_path), "--iterations", "2"])
@@ -75,6 +83,11 @@ def test_the_example_trains_and_keeps_what_it_made(
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
-    code = "import sys, megatron.program; print(megatron.program.run(['--nmu-layers', '3']), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    code = (
+        "import sys, megatron.program; print(megatron.program.run(['--nmu-layers', '3']), "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.stdout.split() == ["2", "False"] and "--num-layers" in done.stderr

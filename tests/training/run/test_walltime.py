@@ -1,4 +1,5 @@
 """The time that a job has left: what Slurm says, and what is enough."""
+
 from __future__ import annotations
 
 import os
@@ -15,7 +16,9 @@ Command = Callable[[str, str], Path]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Puts a shell script of that name before all others; what it was called with is in the file that is returned."""
+    """Puts a shell script of that name before all others; what it was called with is in the file
+    that is returned.
+    """
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
 
     def write(name: str, body: str) -> Path:
@@ -30,7 +33,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
     """After the first answer, with everything said; no second question follows."""
     said: list[str] = []
-    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600)
+    end = SlurmEnd(
+        {"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600
+    )
     end.close()
     end.thread.join()
     return end, said
@@ -72,7 +77,9 @@ def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> N
 
 
 def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
-    """One task has the number of the array, of which squeue tells all tasks, and scontrol puts back all."""
+    """One task has the number of the array, of which squeue tells all tasks, and scontrol puts back
+    all.
+    """
     task = {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
     called = command("squeue", '[ "$3" = 4711 ] && echo 2:00:00; echo 1:00')
     end, _ = asked_once(task)
@@ -88,7 +95,9 @@ def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> No
     assert end.left_s() is None and said == []
 
 
-def test_without_squeue_slurms_promise_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_squeue_slurms_promise_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for promised in ("", "²", "9" * 5000):
         end, said = asked_once({"SLURM_JOB_END_TIME": promised})
@@ -113,7 +122,8 @@ def test_what_must_be_left() -> None:
     wall_time.after_save(10.0)
     wall_time.after_save(8.0)
     wall_time.after_step(2.0, saves_ahead=2)
-    assert wall_time.needed_s == 64.0  # 4 + 2 * 15 + 30: a save is due, or under way, and then comes the last
+    # 4 + 2 * 15 + 30: a save is due, or under way, and then comes the last
+    assert wall_time.needed_s == 64.0
     now[0] = 1036.0
     assert not wall_time.is_ending()
     now[0] = 1036.5
@@ -136,8 +146,12 @@ def test_a_job_goes_back_into_the_queue(command: Command) -> None:
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) and said[1:] == said[:1]
 
 
-@pytest.mark.parametrize(("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)])
-def test_a_job_that_somebody_cancelled_stays_cancelled(command: Command, state: str, goes: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)]
+)
+def test_a_job_that_somebody_cancelled_stays_cancelled(
+    command: Command, state: str, goes: bool
+) -> None:
     command("squeue", f"echo {state}")
     called, said = command("scontrol", "exit 0"), list[str]()
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()

@@ -1,9 +1,11 @@
 """Ranks that train a toy over each kind of group and hang in different ways, with a watchdog.
 
-Their time stands still until all of them are where they will stay: the one that hangs is stuck, the others wait for it.
-Then hours pass at once, and whoever is asked has all the time that it needs. What is seen does not depend on how fast
-the machine is. With `real` all limits are a few seconds of the real clock instead.
+Their time stands still until all of them are where they will stay: the one that hangs is stuck, the
+others wait for it. Then hours pass at once, and whoever is asked has all the time that it needs.
+What is seen does not depend on how fast the machine is. With `real` all limits are a few seconds of
+the real clock instead.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -31,7 +33,9 @@ from megatron.training.safety import watchdog
 from megatron.training.safety.watchdog import Watchdog
 
 SHAPE = (2, 4)
-HANGS_AT = 3  # the step, in the first of three micro-batches: whoever is stopped later may still have something to send
+# the step, in the first of three micro-batches: whoever is stopped later may still have something
+# to send
+HANGS_AT = 3
 HOURS_S = 1e4
 WAITS_IN = "BACKWARD of stage 0, micro-batch 0"  # for the second stage, which hangs
 
@@ -47,8 +51,10 @@ def hold_interpreter() -> None:
 
 
 WAYS: dict[str, Callable[[], object]] = {
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "loop": endless_loop, "hold": hold_interpreter,
-}  # fmt: skip
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loop": endless_loop,
+    "hold": hold_interpreter,
+}
 
 
 class Board:
@@ -74,13 +80,17 @@ class Board:
 
 
 class Time:
-    """A clock for a rank's watchdog that moves only when all that can happen before has happened."""
+    """A clock for a rank's watchdog that moves only when all that can happen before has
+    happened.
+    """
 
     def __init__(self, board: Board, victims: list[int], way: str) -> None:
         self.board, self.victims, self.way = board, victims, way
         self.now, self.asked, self.leaving, self.over = 0.0, False, False, False
         everybody = list(range(board.size))
-        self.speaking = everybody if way != "stop" else [rank for rank in everybody if rank not in victims]
+        self.speaking = (
+            everybody if way != "stop" else [rank for rank in everybody if rank not in victims]
+        )
         flight._clock = lambda: time.monotonic() + HOURS_S * board.marked("there", everybody)
         sys.addaudithook(self._hear)
 
@@ -99,9 +109,13 @@ class Time:
             return True
         if not board.marked("there", list(range(board.size))):
             return False
-        if self.way == "stop" and any(process_state(board.pid(victim)) != STOPPED for victim in self.victims):
+        if self.way == "stop" and any(
+            process_state(board.pid(victim)) != STOPPED for victim in self.victims
+        ):
             return False
-        if self.way == "slow" and (board.marked("cleared", [board.rank]) or not board.marked("alive", self.victims)):
+        if self.way == "slow" and (
+            board.marked("cleared", [board.rank]) or not board.marked("alive", self.victims)
+        ):
             return False
         if self.leaving:
             return board.marked("leaving", self.speaking)
@@ -116,7 +130,9 @@ class Time:
         if what in self.board.MARKS:
             self.board.mark(what)
 
-    def note_when_there(self, recorder: flight.FlightRecorder, there: Callable[[FlightState], bool]) -> None:
+    def note_when_there(
+        self, recorder: flight.FlightRecorder, there: Callable[[FlightState], bool]
+    ) -> None:
         """Mark this rank as soon as it enters the call in which it will stay."""
 
         def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,8 +149,8 @@ class Time:
 
 
 class Toy:
-    """One step: forward and backward through the pipeline, a sum over the tensor group in each pass, a sum of the
-    gradient over the data-parallel group, a sum over the world."""
+    """One step: forward and backward through the pipeline, a sum over the tensor group in each
+    pass, a sum of the gradient over the data-parallel group, a sum over the world."""
 
     def __init__(self, topology: Topology, hang: Callable[[], object] | None, skips: bool) -> None:
         self.topology, self.skips, self.step = topology, skips, 0
@@ -161,7 +177,14 @@ class Toy:
 
 
 def train(
-    rank: int, size: int, tensor: int, pipeline: int, nodes: int, victims: list[int], way: str, folder: str,
+    rank: int,
+    size: int,
+    tensor: int,
+    pipeline: int,
+    nodes: int,
+    victims: list[int],
+    way: str,
+    folder: str,
     real: bool,
 ) -> str:
     """Returns "done" only where nothing hung. On several nodes the ranks share no flight file."""
@@ -169,22 +192,36 @@ def train(
     with open(Path(folder) / f"output_{rank}", "wb") as output:
         os.dup2(output.fileno(), 2)
     here = size // nodes
-    os.environ.update(SLURMD_NODENAME=f"node{rank // here}", LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
-    # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a short one.
+    os.environ.update(
+        SLURMD_NODENAME=f"node{rank // here}",
+        LOCAL_RANK=str(rank % here),
+        LOCAL_WORLD_SIZE=str(here),
+    )
+    # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a
+    # short one.
     silent = way == "stop" and 0 in victims
     watchdog._ANSWER_S, watchdog._NODE_S = (3.0, 0.5) if real else (0.5 if silent else 30.0, 1.0)
     with connect(detect_launch(), timedelta(seconds=180)) as meeting:
-        topology = Topology.create(tensor, pipeline, timeout=timedelta(seconds=180), flight=meeting.flight)
+        topology = Topology.create(
+            tensor, pipeline, timeout=timedelta(seconds=180), flight=meeting.flight
+        )
         try:
             board = Board(Path(folder), rank, size)
             steps(topology, meeting, Path(folder), board, victims, way, real, here)
-        except (LaunchError, RuntimeError) as error:  # as training/run/setup.py does: the watchdog knows more
+        # as training/run/setup.py does: the watchdog knows more
+        except (LaunchError, RuntimeError) as error:
             raise meeting.explain(error) from error
     return "done"
 
 
 def steps(
-    topology: Topology, meeting: Rendezvous, folder: Path, board: Board, victims: list[int], way: str, real: bool,
+    topology: Topology,
+    meeting: Rendezvous,
+    folder: Path,
+    board: Board,
+    victims: list[int],
+    way: str,
+    real: bool,
     here: int,
 ) -> None:
     rank, recorder = board.rank, topology.flight
@@ -195,13 +232,22 @@ def steps(
         WAYS[way]()
 
     def there(state: FlightState) -> bool:
-        """Where a rank that waits for the victims, or the one that left out a collective, will stay."""
+        """Where a rank that waits for the victims, or the one that left out a collective, will
+        stay.
+        """
         if way == "slow":
             return state.call is not None and (state.call.kind, state.call.sequence) == ("world", 7)
         if topology.pipeline.size > 1:
             return state.step == HANGS_AT and state.instruction == WAITS_IN
-        kind = "data" if way != "skip" or (rank not in victims and victims[0] in topology.data.ranks) else "world"
-        return state.call is not None and (state.call.kind, state.call.sequence) == (kind, HANGS_AT + 1)
+        kind = (
+            "data"
+            if way != "skip" or (rank not in victims and victims[0] in topology.data.ranks)
+            else "world"
+        )
+        return state.call is not None and (state.call.kind, state.call.sequence) == (
+            kind,
+            HANGS_AT + 1,
+        )
 
     toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
     toy.run(0)
@@ -241,8 +287,14 @@ def be_slow(board: Board, recorder: flight.FlightRecorder, limit_s: float, real:
 
 
 def end_lost_node(board: Board, victims: list[int], here: int) -> None:
-    """No neighbour can end the processes of a node without a living rank: a rank of another node does, at its end."""
-    lost = [v for v in victims if all(rank in victims for rank in range(v // here * here, (v // here + 1) * here))]
+    """No neighbour can end the processes of a node without a living rank: a rank of another node
+    does, at its end.
+    """
+    lost = [
+        v
+        for v in victims
+        if all(rank in victims for rank in range(v // here * here, (v // here + 1) * here))
+    ]
 
     def hear(event: str, _: Any) -> None:
         if event == "megatron.training.left":

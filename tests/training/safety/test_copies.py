@@ -1,4 +1,7 @@
-"""Runs in which what several ranks hold copies of is no longer the same: they end, and nothing of it is saved."""
+"""Runs in which what several ranks hold copies of is no longer the same: they end, and nothing of
+it is saved.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 def ends(arguments: list[str], arm: dict[int, tuple[Any, ...]], *named: str) -> None:
     for outcome in launch(2, [*TINY, "--train-iters", "6", *arguments], arm=arm):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
+        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
+            outcome
+        )
         assert all(word in outcome.output for word in named), outcome
 
 
@@ -26,22 +31,59 @@ def with_own_layer(declared: dict[str, bool]) -> None:
 
 
 def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path: Path) -> None:
-    arguments = ["--tensor-model-parallel-size", "2", "--save", str(tmp_path), "--save-interval", "1"]
+    arguments = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1",
+    ]
     arm = dict.fromkeys(range(2), (with_own_layer, {"head_norm.weight": False}))
     ends(arguments, arm, "ConfigError", "heads.0.head_norm.weight")
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(tmp_path: Path) -> None:
-    arguments = ["--tensor-model-parallel-size", "2", "--check-weight-hash-across-dp-replicas-interval", "3"]
+def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
+    tmp_path: Path,
+) -> None:
+    arguments = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--check-weight-hash-across-dp-replicas-interval",
+        "3",
+    ]
     arguments += ["--save", str(tmp_path), "--save-interval", "2", "--async-save"]
     arm = {1: (flipped, "final_layernorm.weight", 3)}
-    ends(arguments, arm, "TrainingError", "final_layernorm.weight", "iteration 3", "rank 0 ", "rank 1 ")
+    ends(
+        arguments,
+        arm,
+        "TrainingError",
+        "final_layernorm.weight",
+        "iteration 3",
+        "rank 0 ",
+        "rank 1 ",
+    )
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
 def test_copies_are_compared_before_a_save(tmp_path: Path) -> None:
-    arguments = ["--bf16", "--overlap-param-gather", "--save", str(tmp_path), "--save-interval", "2"]
+    arguments = [
+        "--bf16",
+        "--overlap-param-gather",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "2",
+    ]
     name = "layers.1.mlp.dense_h_to_4h.weight"
-    ends(arguments, {1: (flipped, name, 4)}, "TrainingError", name, "iteration 4", "rank 0 ", "rank 1 ")
+    ends(
+        arguments,
+        {1: (flipped, name, 4)},
+        "TrainingError",
+        name,
+        "iteration 4",
+        "rank 0 ",
+        "rank 1 ",
+    )
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]

@@ -1,4 +1,5 @@
 """Runs that are told to end, that cannot save, and whose job ends: what they leave behind."""
+
 from __future__ import annotations
 
 import errno
@@ -24,14 +25,18 @@ SMALL = {**FIELDS, "num_layers": 2, "eval_iters": 0, "log_interval": 1}
 
 def iterations(folder: Path) -> list[int]:
     """Of the checkpoints that are there."""
-    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix)
+    return sorted(
+        int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix
+    )
 
 
-# -- saves that fail ---------------------------------------------------------------------------------------------------
+# -- saves that fail -------------------------------------------------------------------------------
 
 
 def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> str | None:
-    """Rank 0 cannot begin a checkpoint of the `broken` iterations; what the run raises at its end."""
+    """Rank 0 cannot begin a checkpoint of the `broken` iterations; what the run raises at its
+    end.
+    """
     from megatron.checkpoint import save
     from megatron.errors import CheckpointError
 
@@ -61,7 +66,9 @@ def test_training_goes_on_when_a_save_fails(tmp_path: Path, background: bool) ->
     assert iterations(tmp_path) == [2, 5] and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_checkpoint(
+    tmp_path: Path,
+) -> None:
     fields = dict(save=str(tmp_path), save_interval=2, train_iters=3)
     errors = run_processes(2, run_on_full_disk, fields, [3])
     assert errors[0] == errors[1]
@@ -69,7 +76,8 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
     found = records(tmp_path)
     assert values(found["end"], "iteration", "reason") == [(3, "done")]
     assert iterations(tmp_path) == [2]
-    run_processes(1, run, dict(SMALL, save=str(tmp_path), load=str(tmp_path), train_iters=3))  # goes on from there
+    # goes on from there
+    run_processes(1, run, dict(SMALL, save=str(tmp_path), load=str(tmp_path), train_iters=3))
     assert iterations(tmp_path) == [2, 3]
 
 
@@ -94,11 +102,15 @@ def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path
     assert iterations(tmp_path) == [2]
 
 
-# -- signals -----------------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
-def run_and_signal(rank: int, fields: dict[str, Any], where: str, nth: int, number: int) -> int | None:
-    """The signal comes twice on the last rank, in the nth call of the function `where` of a module; the exit code."""
+def run_and_signal(
+    rank: int, fields: dict[str, Any], where: str, nth: int, number: int
+) -> int | None:
+    """The signal comes twice on the last rank, in the nth call of the function `where` of a module;
+    the exit code.
+    """
     module, _, name = where.rpartition(".")
     holder: Any = importlib.import_module(module)
     plain, calls = getattr(holder, name), [0]
@@ -118,15 +130,20 @@ def run_and_signal(rank: int, fields: dict[str, Any], where: str, nth: int, numb
     ("ranks", "where", "nth", "stopped", "evaluations"),
     [
         (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before anything
-        (1, "megatron.training.run.loop.open_stream", 1, 0, 0),  # the evaluation before the first step
-        (2, "megatron.training.run.loop.train_step", 2, 3, 1),  # the ranks tell each other while step 3 runs
-        (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),  # of iteration 2, noticed after step 3
+        # the evaluation before the first step
+        (1, "megatron.training.run.loop.open_stream", 1, 0, 0),
+        # the ranks tell each other while step 3 runs
+        (2, "megatron.training.run.loop.train_step", 2, 3, 1),
+        # of iteration 2, noticed after step 3
+        (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),
     ],
-)  # fmt: skip
+)
 def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
     tmp_path: Path, ranks: int, where: str, nth: int, stopped: int, evaluations: int
 ) -> None:
-    fields = dict(save=str(tmp_path), save_interval=2, train_iters=50, eval_iters=2, eval_interval=99)
+    fields = dict(
+        save=str(tmp_path), save_interval=2, train_iters=50, eval_iters=2, eval_interval=99
+    )
     number = signal.SIGUSR1 if stopped else signal.SIGTERM
     assert run_processes(ranks, run_and_signal, fields, where, nth, int(number)) == [0] * ranks
     found = records(tmp_path)
@@ -140,16 +157,21 @@ def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path:
     where = "megatron.training.run.loop.final_evaluations"
     assert run_processes(1, run_and_signal, fields, where, 1, int(signal.SIGTERM)) == [0]
     found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(tmp_path) == [2]
+    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(
+        tmp_path
+    ) == [2]
     assert values(found["validation"], "iteration") == [(0,)]
 
 
-# -- the end of the job ------------------------------------------------------------------------------------------------
+# -- the end of the job ----------------------------------------------------------------------------
 
 
 def slurm(folder: Path, left: str) -> dict[str, str]:
     """An environment in which squeue says `left`, and scontrol notes what it is asked for."""
-    answers = {"squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac', "scontrol": ""}
+    answers = {
+        "squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac',
+        "scontrol": "",
+    }
     for name, body in answers.items():
         script = folder / name
         script.write_text(f"#!/bin/sh\necho {name} $@ >> {folder}/asked\n{body}\n")
@@ -160,11 +182,17 @@ def slurm(folder: Path, left: str) -> dict[str, str]:
 def asked_back(folder: Path) -> list[str]:
     """What scontrol was asked for."""
     asked = folder / "asked"  # by nobody where the run was over before squeue had begun
-    return [line for line in asked.read_text().splitlines() if line.startswith("scontrol")] if asked.exists() else []
+    return (
+        [line for line in asked.read_text().splitlines() if line.startswith("scontrol")]
+        if asked.exists()
+        else []
+    )
 
 
 def run_until_late(rank: int, fields: dict[str, Any]) -> None:
-    """After the third step the two hours that squeue speaks of are over but for 20 s, less than the margin."""
+    """After the third step the two hours that squeue speaks of are over but for 20 s, less than the
+    margin.
+    """
     from megatron.training.run import loop
     from megatron.training.run.stopping import SlurmEnd
 
@@ -199,12 +227,23 @@ def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_pa
     assert asked_back(tmp_path) == []
 
 
-@pytest.mark.parametrize(("died_at", "victim", "put_back"), [(3, 1, True), (3, 0, True), (1, 1, False)])
+@pytest.mark.parametrize(
+    ("died_at", "victim", "put_back"), [(3, 1, True), (3, 0, True), (1, 1, False)]
+)
 def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     tmp_path: Path, died_at: int, victim: int, put_back: bool
 ) -> None:
     """Rank 0 serves the store."""
-    arguments = [*TINY, "--train-iters", "5", "--save", str(tmp_path / "run"), "--save-interval", "2", "--requeue"]
+    arguments = [
+        *TINY,
+        "--train-iters",
+        "5",
+        "--save",
+        str(tmp_path / "run"),
+        "--save-interval",
+        "2",
+        "--requeue",
+    ]
     kill = {victim: (strike, "megatron.run.step", died_at, "kill")}
     outcomes = launch(2, arguments, env=slurm(tmp_path, "2:00:00"), arm=kill)
     other = outcomes[1 - victim]
@@ -215,12 +254,20 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
 
 
 def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
-    """29 s are less than the margin: not even the first evaluation is begun, and nothing asks Slurm."""
+    """29 s are less than the margin: not even the first evaluation is begun, and nothing asks
+    Slurm.
+    """
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
-    run_processes(1, run, dict(SMALL, save=str(save), walltime="0:29", eval_iters=1), env=environment)
+    run_processes(
+        1, run, dict(SMALL, save=str(save), walltime="0:29", eval_iters=1), env=environment
+    )
     (end,) = records(save)["end"]
     assert "validation" not in records(save)
-    assert end["iteration"] == 0 and re.search(r"\b0:[0-2]\d left", end["reason"]) and not (tmp_path / "asked").exists()
+    assert (
+        end["iteration"] == 0
+        and re.search(r"\b0:[0-2]\d left", end["reason"])
+        and not (tmp_path / "asked").exists()
+    )
 
 
 def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
@@ -232,7 +279,7 @@ def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> No
     assert asked_back(tmp_path) == []
 
 
-# -- what others make of a run -----------------------------------------------------------------------------------------
+# -- what others make of a run ---------------------------------------------------------------------
 
 
 def test_computing_times_of_ranks_are_reported(tmp_path: Path) -> None:
@@ -267,7 +314,13 @@ def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[tuple[s
 
 def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: Path) -> None:
     """That may take nine tenths of --distributed-timeout-minutes."""
-    limits = dict(hang_timeout=100.0, distributed_timeout_minutes=10.0, train_iters=2, eval_iters=2, eval_interval=2)
+    limits = dict(
+        hang_timeout=100.0,
+        distributed_timeout_minutes=10.0,
+        train_iters=2,
+        eval_iters=2,
+        eval_interval=2,
+    )
     first, later = 540.0, 100.0
     begin = [("evaluation", first), ("evaluation", later), ("step", first), ("step", later)]
     for noted in run_processes(2, run_and_note_the_watchdog, limits):

@@ -1,4 +1,5 @@
 """From what ranks were seen to do to who is at fault, for cases that are known."""
+
 from __future__ import annotations
 
 from megatron.parallel.flight import KINDS, Call, FlightState
@@ -10,13 +11,28 @@ LIMIT = 30.0
 
 
 def seen(
-    rank: int, call: Call | None = None, quiet_s: float = 40.0, process: str = "sleeping",
-    stack: str = "loop.py:1 train", **posted: int,
+    rank: int,
+    call: Call | None = None,
+    quiet_s: float = 40.0,
+    process: str = "sleeping",
+    stack: str = "loop.py:1 train",
+    **posted: int,
 ) -> FlightState:
     return FlightState(
-        rank, 100 + rank, 1, f"n{rank // 2}:cuda:{rank % 2}", 16, "training", "FORWARD of stage 0, micro-batch 2", call,
-        quiet_s, [posted.get(kind, 0) for kind in KINDS], 1, stack, process,
-    )  # fmt: skip
+        rank,
+        100 + rank,
+        1,
+        f"n{rank // 2}:cuda:{rank % 2}",
+        16,
+        "training",
+        "FORWARD of stage 0, micro-batch 2",
+        call,
+        quiet_s,
+        [posted.get(kind, 0) for kind in KINDS],
+        1,
+        stack,
+        process,
+    )
 
 
 def receive(peer: int) -> Call:
@@ -30,9 +46,14 @@ def collective(kind: str, number: int, name: str = "all_reduce", size: int = 8) 
 def test_groups_are_those_of_the_topology() -> None:
     layout = Layout(tensor=2, pipeline=2, data=2)
     expected = {
-        "tensor": [4, 5], "data": [5, 7], "pipeline": [1, 5], "embedding": [1, 5], "model": [0, 1, 4, 5],
-        "world": list(range(8)), "other": [],
-    }  # fmt: skip
+        "tensor": [4, 5],
+        "data": [5, 7],
+        "pipeline": [1, 5],
+        "embedding": [1, 5],
+        "model": [0, 1, 4, 5],
+        "world": list(range(8)),
+        "other": [],
+    }
     assert {kind: list(group_members(kind, 5, layout)) for kind in expected} == expected
 
 
@@ -80,17 +101,27 @@ def test_a_node_without_a_sign_of_life_is_named_by_its_places() -> None:
 def test_a_lost_process_explains_more_than_one_that_is_stuck() -> None:
     """Which may wait, in a call that was not recorded, for the one that is lost."""
     layout = Layout(data=3)
-    ranks = {0: seen(0, collective("data", 5), data=5), 1: seen(1, data=4), 2: seen(2, process=STOPPED, data=4)}
+    ranks = {
+        0: seen(0, collective("data", 5), data=5),
+        1: seen(1, data=4),
+        2: seen(2, process=STOPPED, data=4),
+    }
     verdict = judge(ranks, layout, LIMIT)
     assert verdict is not None and verdict.culprits == [2]
 
 
 def test_different_calls_under_one_number() -> None:
     layout = Layout(data=2)
-    ranks = {0: seen(0, collective("data", 5), data=5), 1: seen(1, collective("data", 5, "reduce", 4), data=5)}
+    ranks = {
+        0: seen(0, collective("data", 5), data=5),
+        1: seen(1, collective("data", 5, "reduce", 4), data=5),
+    }
     verdict = judge(ranks, layout, LIMIT)
     assert verdict is not None and verdict.culprits == [0, 1]
-    assert all(name in verdict.conclusion for name in ("all_reduce", "8 bytes", " reduce", "4 bytes", "number 5"))
+    assert all(
+        name in verdict.conclusion
+        for name in ("all_reduce", "8 bytes", " reduce", "4 bytes", "number 5")
+    )
 
 
 def test_a_circle_of_waits() -> None:
@@ -127,5 +158,8 @@ def test_the_report_puts_equal_stacks_together_and_survives_the_store() -> None:
     assert verdict is not None
     text = report(verdict, ranks, layout)
     (line,) = [line for line in text.splitlines() if line.startswith("  rank 0: ")]
-    assert all(part in line for part in ("17", "FORWARD", "micro-batch 2", "all_reduce", "number 5", "rank 2"))
+    assert all(
+        part in line
+        for part in ("17", "FORWARD", "micro-batch 2", "all_reduce", "number 5", "rank 2")
+    )
     assert text.count("loop.py:1 train") == 1 and "n1:cuda:0" in text

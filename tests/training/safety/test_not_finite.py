@@ -1,4 +1,7 @@
-"""Steps that are not finite: they move nothing, they are counted, and the run ends with the first bad value named."""
+"""Steps that are not finite: they move nothing, they are counted, and the run ends with the first
+bad value named.
+"""
+
 from __future__ import annotations
 
 import math
@@ -26,10 +29,25 @@ from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 
 FIELDS: dict[str, Any] = dict(
-    num_layers=4, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, make_vocab_size_divisible_by=8,
-    micro_batch_size=1, global_batch_size=4, mock_data=True, num_workers=0, train_iters=20, lr=1e-2, log_interval=1,
-    eval_iters=0, hidden_dropout=0.2, attention_dropout=0.0, distributed_timeout_minutes=1.0, max_consecutive_skips=3,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=16,
+    num_attention_heads=2,
+    seq_length=8,
+    vocab_size=24,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=1,
+    global_batch_size=4,
+    mock_data=True,
+    num_workers=0,
+    train_iters=20,
+    lr=1e-2,
+    log_interval=1,
+    eval_iters=0,
+    hidden_dropout=0.2,
+    attention_dropout=0.0,
+    distributed_timeout_minutes=1.0,
+    max_consecutive_skips=3,
+)
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
 ZERO_BUBBLE = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True)
 TENSOR = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -41,7 +59,9 @@ def weights(run: Any) -> list[np.ndarray]:
 
 
 def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None) -> tuple[str, str]:
-    """The error that ends a run, and whether this rank's weights stayed what they were from the first bad step on."""
+    """The error that ends a run, and whether this rank's weights stayed what they were from the
+    first bad step on.
+    """
     from megatron.training.run import setup
 
     noted: list[list[np.ndarray]] = []
@@ -72,7 +92,9 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
     try:
         pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
     except TrainingError as error:
-        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(noted[0], noted[-1], strict=True))
+        same = all(
+            np.array_equal(a, b, equal_nan=True) for a, b in zip(noted[0], noted[-1], strict=True)
+        )
         return str(error), "unchanged" if same else "moved"
     return "", ""
 
@@ -82,35 +104,57 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
     ("ranks", "fields", "poison", "expected"),
     [
         pytest.param(
-            1, {}, dict(what="weight", module="layers.2.mlp.dense_4h_to_h", rank=0),
-            ("layers.2.mlp.dense_4h_to_h.weight", "1 of 1024"), id="weight",
+            1,
+            {},
+            dict(what="weight", module="layers.2.mlp.dense_4h_to_h", rank=0),
+            ("layers.2.mlp.dense_4h_to_h.weight", "1 of 1024"),
+            id="weight",
         ),
-        # Layer 2 is of the second chunk of rank 0; the stage behind it sees the value too, and so do backward passes.
+        # Layer 2 is of the second chunk of rank 0; the stage behind it sees the value too, and so
+        # do backward passes.
         pytest.param(
-            2, INTERLEAVED, dict(what="forward", module="layers.2.mlp", rank=0),
-            ("forward", "8 to 8", "layers.2.mlp", "1 of 128"), id="interleaved",
+            2,
+            INTERLEAVED,
+            dict(what="forward", module="layers.2.mlp", rank=0),
+            ("forward", "8 to 8", "layers.2.mlp", "1 of 128"),
+            id="interleaved",
         ),
         pytest.param(
-            2, {**ZERO_BUBBLE, "bf16": True}, dict(what="backward", module="layers.3.self_attention", rank=1),
+            2,
+            {**ZERO_BUBBLE, "bf16": True},
+            dict(what="backward", module="layers.3.self_attention", rank=1),
             ("backward", "8 to 8", "layers.3.self_attention", "1 of 128"),
             id="zero-bubble",
         ),
-        # The row-parallel product behind it is a sum over both ranks: on rank 0 the bad value comes later.
+        # The row-parallel product behind it is a sum over both ranks: on rank 0 the bad value comes
+        # later.
         pytest.param(
-            2, {**TENSOR, "bf16": True, "recompute_granularity": "full", "recompute_method": "uniform"},
+            2,
+            {
+                **TENSOR,
+                "bf16": True,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+            },
             dict(what="forward", module="layers.1.self_attention.query_key_value", rank=1),
             ("forward", "8 to 8", "layers.1.self_attention.query_key_value"),
             id="tensor",
         ),
         pytest.param(
-            2, dict(bf16=True), dict(what="forward", module="layers.0.input_layernorm", rank=1),
+            2,
+            dict(bf16=True),
+            dict(what="forward", module="layers.0.input_layernorm", rank=1),
             ("forward", "9 to 9", "layers.0.input_layernorm"),
             id="data",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_first_bad_value_is_named(
-    tmp_path: Path, ranks: int, fields: dict[str, Any], poison: dict[str, Any], expected: tuple[str, ...]
+    tmp_path: Path,
+    ranks: int,
+    fields: dict[str, Any],
+    poison: dict[str, Any],
+    expected: tuple[str, ...],
 ) -> None:
     fields = {**fields, "save": str(tmp_path), "zero_stage": 1}
     ends = run_processes(ranks, end_of_run, fields, {**poison, "step": 3})
@@ -127,7 +171,8 @@ def test_the_first_bad_value_is_named(
 
 @pytest.mark.slow
 def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
-    poison = dict(what="forward", module="layers.1.mlp", rank=0, step=2, times=12)  # three steps of four micro-batches
+    # three steps of four micro-batches
+    poison = dict(what="forward", module="layers.1.mlp", rank=0, step=2, times=12)
     ((text, state),) = run_processes(1, end_of_run, {}, poison)
     assert "2 to 4" in text and "layers" not in text
     assert state == "unchanged"
@@ -135,7 +180,9 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
 
 @pytest.mark.slow
 def test_gradients_beyond_the_range_are_named() -> None:
-    """Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are skipped."""
+    """Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are
+    skipped.
+    """
     ((text, state),) = run_processes(1, end_of_run_with_large_loss, {})
     assert "rank 0 " in text and "gradient of " in text and ".weight" in text, text
     assert state == "unchanged"
@@ -146,7 +193,9 @@ def end_of_run_with_large_loss(rank: int, fields: dict[str, Any]) -> tuple[str, 
 
     plain = Executor.train
 
-    def train(self: Executor, batches: Any, loss_scale: float = 1.0, loss_weights: Any = None) -> Any:
+    def train(
+        self: Executor, batches: Any, loss_scale: float = 1.0, loss_weights: Any = None
+    ) -> Any:
         return plain(self, batches, 1e25, loss_weights)
 
     Executor.train = train  # type: ignore[method-assign]
@@ -158,34 +207,52 @@ FP16 = dict(fp16=True, loss_scale_window=1000, hysteresis=1, initial_loss_scale=
 
 @pytest.mark.slow
 def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
-    """A scale of 2^28 makes the loss' own gradient overflow at first, many times more often than 3."""
+    """A scale of 2^28 makes the loss' own gradient overflow at first, many times more often than
+    3.
+    """
     ((text, _),) = run_processes(1, end_of_run, {**FP16, "save": str(tmp_path)}, None)
     skipped = [r["skipped"] for r in read_metrics(tmp_path / "metrics.jsonl", "iteration")]
     assert text == "" and len(skipped) == 20
-    assert skipped[:4] == [1] * 4 and 0 in skipped, "more skips in a row than the 3 that end a run, then steps"
+    assert skipped[:4] == [1] * 4 and 0 in skipped, (
+        "more skips in a row than the 3 that end a run, then steps"
+    )
 
 
 @pytest.mark.slow
 def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale() -> None:
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=1)
     ((text, _),) = run_processes(1, end_of_run, FP16, poison)
-    assert all(name in text for name in ("1 to 3", "step 3", "6.71089e+07", "forward", "8 to 8", "layers.1.mlp")), text
+    assert all(
+        name in text
+        for name in ("1 to 3", "step 3", "6.71089e+07", "forward", "8 to 8", "layers.1.mlp")
+    ), text
 
 
 @pytest.mark.slow
 def test_the_program_ends_with_the_name_on_all_ranks() -> None:
-    """Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the last stage."""
+    """Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the
+    last stage.
+    """
     poison = dict(what="forward", module="layers.3.self_attention.query_key_value", rank=3, step=2)
     arguments = [*TINY, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     arguments += ["--max-consecutive-skips", "2", "--train-iters", "9", "--bf16"]
     outcomes = launch(4, arguments, arm=dict.fromkeys(range(4), (poisoned, poison)))
-    expected = ("TrainingError", "2 to 3", "step 2", "rank 3 ", "8 to 9", "layers.3.self_attention.query_key_value")
+    expected = (
+        "TrainingError",
+        "2 to 3",
+        "step 2",
+        "rank 3 ",
+        "8 to 9",
+        "layers.3.self_attention.query_key_value",
+    )
     for outcome in outcomes:
         assert outcome is not None and outcome.code == 2, outcome
-        assert all(name in outcome.output for name in expected) and "Traceback" not in outcome.output, outcome
+        assert (
+            all(name in outcome.output for name in expected) and "Traceback" not in outcome.output
+        ), outcome
 
 
-# -- the counting, without a model -------------------------------------------------------------------------------------
+# -- the counting, without a model -----------------------------------------------------------------
 
 
 class Quiet:
@@ -194,10 +261,14 @@ class Quiet:
     def __init__(self, rules: SkipRules) -> None:
         self.skips = rules
         self.engine = SimpleNamespace(clear_gradients=lambda: None)
-        self.reporter = SimpleNamespace(say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None))
+        self.reporter = SimpleNamespace(
+            say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None)
+        )
 
 
-def steps_until_error(monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any) -> int | None:
+def steps_until_error(
+    monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any
+) -> int | None:
     """The number of the step that raises; each is (skipped, loss scale), with finite losses."""
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
@@ -224,14 +295,20 @@ def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None:
-    """fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its gradient."""
+    """fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and
+    its gradient.
+    """
     weight = torch.nn.Parameter(torch.tensor([[1.0], [-2e38]]))
     x = torch.full((2, 1, 1), 2.0, requires_grad=True)
     labels, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
-    found = vocabulary_loss(x, labels, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True)
+    found = vocabulary_loss(
+        x, labels, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True
+    )
     found.backward()
     assert found.item() == math.inf
     assert x.grad is not None and x.grad.isnan().any()
     x.grad = None
-    vocabulary_loss(x, labels * 0, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True).backward()
+    vocabulary_loss(
+        x, labels * 0, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True
+    ).backward()
     assert torch.isfinite(x.grad).all()  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""When a loss is a spike, and what a run does then: back to a checkpoint, around the samples, and on."""
+"""When a loss is a spike, and what a run does then: back to a checkpoint, around the samples, and
+on.
+"""
+
 from __future__ import annotations
 
 import json
@@ -24,15 +27,29 @@ from tests.helpers.processes import run_processes
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 FIELDS: dict[str, Any] = dict(
-    num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, make_vocab_size_divisible_by=8,
-    micro_batch_size=1, global_batch_size=4, mock_data=True, num_workers=1, train_iters=30, lr=1e-2, log_interval=1,
-    eval_iters=0, hidden_dropout=0.1, attention_dropout=0.0, distributed_timeout_minutes=1.0,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    seq_length=8,
+    vocab_size=24,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=1,
+    global_batch_size=4,
+    mock_data=True,
+    num_workers=1,
+    train_iters=30,
+    lr=1e-2,
+    log_interval=1,
+    eval_iters=0,
+    hidden_dropout=0.1,
+    attention_dropout=0.0,
+    distributed_timeout_minutes=1.0,
+)
 BAD = [61, 62, 63, 65, 66, 67]
 RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 
 
-# -- the rule ----------------------------------------------------------------------------------------------------------
+# -- the rule --------------------------------------------------------------------------------------
 
 
 def rule(progress: Progress, window: int = 4) -> SpikeRule:
@@ -52,7 +69,9 @@ def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
     found = rule(progress)
     assert [note(found, i, loss) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
     # Median 2.5: 5 is not more than twice that. Then 1, 2, 3, 5 and a median of 2.5 again.
-    assert note(found, 5, 5.0) is None and note(found, 6, 5.1) == Spike(6, pytest.approx(5.1), 2.5, 20, 24)
+    assert note(found, 5, 5.0) is None and note(found, 6, 5.1) == Spike(
+        6, pytest.approx(5.1), 2.5, 20, 24
+    )
     assert progress.recent_losses == [1.0, 3.0, 2.0, 5.0], "a spike is not in the window"
     assert note(found, 7, 1.0, skipped=True) is None and progress.recent_losses[-1] == 5.0
     spike = note(found, 8, math.nan, skipped=True)
@@ -77,16 +96,19 @@ def test_a_resumed_rule_decides_as_one_that_went_on() -> None:
     assert spikes[0] == spikes[1] and 0 < sum(spikes[0]) < 60
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 def run_and_note(
-    rank: int, fields: dict[str, Any], bad: list[int], around: tuple[int, int] = (0, 0),
+    rank: int,
+    fields: dict[str, Any],
+    bad: list[int],
+    around: tuple[int, int] = (0, 0),
     poison: dict[str, Any] | None = None,
 ) -> tuple[list[int], str]:
-    """(numbers of the training samples that were read, in order; the error). Every sample is the same but the `bad`
-    ones, whose tokens no other has: their loss jumps. Sample `around[0]` is read as `around[1]` and so on: the data
-    as if those between had never been there."""
+    """(numbers of the training samples that were read, in order; the error). Every sample is the
+    same but the `bad` ones, whose tokens no other has: their loss jumps. Sample `around[0]` is read
+    as `around[1]` and so on: the data as if those between had never been there."""
     noted: list[int] = []
     plain = MockDataset.__getitem__
 
@@ -108,30 +130,38 @@ def run_and_note(
 
 def losses(folder: Path) -> dict[int, float]:
     """The loss of each iteration; of those that were taken again the last one."""
-    return {r["iteration"]: r["lm_loss"] for r in read_metrics(folder / "metrics.jsonl", "iteration")}
+    return {
+        r["iteration"]: r["lm_loss"] for r in read_metrics(folder / "metrics.jsonl", "iteration")
+    }
 
 
 def state(folder: Path, iteration: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"iter_{iteration:07d}" / "state.json").read_text())["state"]
+    found: dict[str, Any] = json.loads(
+        (folder / f"iter_{iteration:07d}" / "state.json").read_text()
+    )["state"]
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [pytest.param({}, marks=pytest.mark.campaign("kills")), dict(async_save=True, bf16=True)],
+    "more",
+    [pytest.param({}, marks=pytest.mark.campaign("kills")), dict(async_save=True, bf16=True)],
     ids=["plain", "async-bf16"],
 )
-def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Some samples of step 16 (60 to 63) are bad and, once those are left out, of what is then step 16 too. The
-    checkpoint of step 15 is still being written with --async-save."""
+def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Some samples of step 16 (60 to 63) are bad and, once those are left out, of what is then step
+    16 too. The checkpoint of step 15 is still being written with --async-save."""
     saved, plain = tmp_path / "saved", tmp_path / "plain"
     fields = dict(more, save=str(saved), load=str(saved), **RULE)
     run_processes(2, run_and_note, dict(fields, exit_interval=20), BAD)
     spikes = read_metrics(saved / "metrics.jsonl", "loss_spike")
     names = ("iteration", "back_to_iteration", "samples", "left_out")
     assert [tuple(r[name] for name in names) for r in spikes] == [
-        (16, 15, [60, 64], [[60, 64]]), (16, 15, [64, 68], [[60, 68]])
-    ]  # fmt: skip
+        (16, 15, [60, 64], [[60, 64]]),
+        (16, 15, [64, 68], [[60, 68]]),
+    ]
     assert state(saved, 20)["left_out"] == [[60, 68]] and state(saved, 20)["consumed_samples"] == 80
     assert "left_out" in state(saved, 15) and state(saved, 15)["left_out"] == []
     (count,) = state(saved, 20)["sources"].values()
@@ -139,12 +169,21 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_pat
 
     # Resumed, on another layout, with the samples still left out.
     (read, _), _ = run_processes(2, run_and_note, dict(fields, pipeline_model_parallel_size=2), BAD)
-    assert read[:40] == list(range(88, 120)) + list(range(8)), "the end of the data gives the first samples once more"
+    assert read[:40] == list(range(88, 120)) + list(range(8)), (
+        "the end of the data gives the first samples once more"
+    )
     count = read_metrics(saved / "metrics.jsonl", "data")[-1]["sources"]
     assert [(c["samples"], c["left_out"]) for c in count.values()] == [(120, 8)]
 
-    # The same run over data without those samples, on the first layout: nothing of the spike may be left.
-    run_processes(2, run_and_note, dict(more, save=str(plain), load=str(plain), exit_interval=20, **RULE), [], (60, 68))
+    # The same run over data without those samples, on the first layout: nothing of the spike may be
+    # left.
+    run_processes(
+        2,
+        run_and_note,
+        dict(more, save=str(plain), load=str(plain), exit_interval=20, **RULE),
+        [],
+        (60, 68),
+    )
     expected, found = losses(plain), losses(saved)
     assert {i: found[i] for i in range(1, 21)} == expected, "bit for bit"
     assert state(saved, 20)["recent_losses"] == state(plain, 20)["recent_losses"]
@@ -152,10 +191,14 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(tmp_path: Path) -> None:
+def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
+    tmp_path: Path,
+) -> None:
     fields = dict(save=str(tmp_path), load=str(tmp_path), **RULE)
     ((_, text),) = run_processes(1, run_and_note, fields, list(range(60, 1000)))
-    assert "iteration 15 5 times" in text and "iteration 16" in text and "--loss-spike-factor" in text
+    assert (
+        "iteration 15 5 times" in text and "iteration 16" in text and "--loss-spike-factor" in text
+    )
     spikes = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
     assert [r["left_out"] for r in spikes] == [[[60, 64 + 4 * i]] for i in range(5)]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
@@ -172,24 +215,36 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Path) -> None:
-    """Both times that step 16 is taken it is NaN, which would be one skip too many without the returns between."""
-    fields = dict(save=str(tmp_path), load=str(tmp_path), train_iters=20, max_consecutive_skips=2, **RULE)
+    """Both times that step 16 is taken it is NaN, which would be one skip too many without the
+    returns between.
+    """
+    fields = dict(
+        save=str(tmp_path), load=str(tmp_path), train_iters=20, max_consecutive_skips=2, **RULE
+    )
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=16, times=8)
     ((_, text),) = run_processes(1, run_and_note, fields, [], (0, 0), poison)
     spikes = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
     assert text == "" and [(r["iteration"], r["lm_loss"], r["samples"]) for r in spikes] == [
-        (16, None, [60, 64]), (16, None, [64, 68])
-    ]  # fmt: skip
-    assert (state(tmp_path, 20)["skipped_iterations"], state(tmp_path, 20)["consumed_samples"]) == (0, 80)
+        (16, None, [60, 64]),
+        (16, None, [64, 68]),
+    ]
+    assert (state(tmp_path, 20)["skipped_iterations"], state(tmp_path, 20)["consumed_samples"]) == (
+        0,
+        80,
+    )
 
 
 @pytest.mark.slow
 def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path: Path) -> None:
-    fields = dict(RULE, save=str(tmp_path), load=str(tmp_path), loss_spike_window=12, loss_spike_factor=1.3)
+    fields = dict(
+        RULE, save=str(tmp_path), load=str(tmp_path), loss_spike_window=12, loss_spike_factor=1.3
+    )
     run_processes(1, run_and_note, dict(fields, exit_interval=10), [])
     resumed = dict(fields, load_tag="5", save_interval=100, train_iters=13)
     run_processes(1, run_and_note, resumed, [44, 45, 46, 47])
     (spike,) = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
     assert (spike["iteration"], spike["back_to_iteration"]) == (12, 5)
     taken = losses(tmp_path)
-    assert state(tmp_path, 13)["recent_losses"] == [taken[i] for i in range(2, 14)], "those of undone steps are gone"
+    assert state(tmp_path, 13)["recent_losses"] == [taken[i] for i in range(2, 14)], (
+        "those of undone steps are gone"
+    )

@@ -1,5 +1,6 @@
-"""When a rank that makes no progress is given up, and jobs of real processes that hang: who is at fault is named, and
-all end with the exit code of a hang."""
+"""When a rank that makes no progress is given up, and jobs of real processes that hang: who is at
+fault is named, and all end with the exit code of a hang."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,21 +27,26 @@ ENDED = f"ended with exit code {EXIT_LOST_RANK} and no result"
 KILLED = "ended with exit code -9 and no result"
 
 
-# -- one rank, whose seconds are counted -------------------------------------------------------------------------------
+# -- one rank, whose seconds are counted -----------------------------------------------------------
 
 
 def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
-    """A rank with a limit of 30 s, 300 s for what is done for the first time; `changes` come after so many seconds."""
+    """A rank with a limit of 30 s, 300 s for what is done for the first time; `changes` come after
+    so many seconds.
+    """
     flight._clock = clock
     recorder = flight.FlightRecorder()
     recorder.describe(0, os.getpid(), "n:cpu")
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
     file = SimpleNamespace(states=lambda: [flight.FlightState.read(recorder.buffer)])
-    meeting: Any = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=file, server=0)
+    meeting: Any = SimpleNamespace(
+        on_inquiry=None, judged=threading.Event(), flight_file=file, server=0
+    )
     dog = Watchdog(meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
     dog.patient = False
     acts: dict[str, Any] = {
-        "alive": recorder.alive, "first": lambda: setattr(dog, "patient", True),
+        "alive": recorder.alive,
+        "first": lambda: setattr(dog, "patient", True),
         "suspended": lambda: setattr(clock, "now", clock.now + 3600.0),
         "end": lambda: os._exit(0),
     }
@@ -81,14 +87,17 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
         assert code == 0 and not (tmp_path / REPORT_NAME).exists()
         return
     assert code == EXIT_LOST_RANK and "rank 0" in (tmp_path / REPORT_NAME).read_text()
-    assert at <= float((tmp_path / "at").read_text()) <= at + 6  # looks once a second, and takes its time to report
+    # looks once a second, and takes its time to report
+    assert at <= float((tmp_path / "at").read_text()) <= at + 6
 
 
 @pytest.mark.parametrize(("fails_at", "ends_at"), [(10.0, 10.0), (None, 30.0)])
 def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: float | None, ends_at: float
 ) -> None:
-    """Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with it."""
+    """Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with
+    it.
+    """
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "traces" / "rank_"))
     clock, gone = VirtualClock(), forked(lambda: None)
     wait_for(gone)
@@ -105,15 +114,28 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
 
         def states() -> list[Any]:
             found = [flight.FlightState.read(each.buffer) for each in (here, there)]
-            return [dataclasses.replace(state, process=GONE if state.rank else "running") for state in found if state]
+            return [
+                dataclasses.replace(state, process=GONE if state.rank else "running")
+                for state in found
+                if state
+            ]
 
         meeting: Any = SimpleNamespace(
-            on_inquiry=None, judged=threading.Event(), flight_file=SimpleNamespace(states=states), server=1,
+            on_inquiry=None,
+            judged=threading.Event(),
+            flight_file=SimpleNamespace(states=states),
+            server=1,
             store=SimpleNamespace(compare_set=claim),
         )
         errors = [""]
         dog = Watchdog(
-            meeting, topology, 30.0, tmp_path, clock=clock, sleep=clock.sleep, broken=lambda: errors[0],
+            meeting,
+            topology,
+            30.0,
+            tmp_path,
+            clock=clock,
+            sleep=clock.sleep,
+            broken=lambda: errors[0],
             trace=lambda: b"what NCCL did",
         )
         dog.patient = False
@@ -141,24 +163,36 @@ def test_what_nccl_reports_of_a_group_is_named() -> None:
         return SimpleNamespace(_get_backend=lambda device: backend)
 
     def error_of(**errors: str) -> str:
-        made = iter(["world", "tensor", "data", "pipeline", "model", "embedding"])  # in the order of Topology's groups
-        return nccl_error(Topology.from_layout(
-            Layout(tensor=2, data=2, pipeline=3), 0, device=torch.device("cpu"),
-            new_group=lambda ranks: handle(errors.get(next(made), "SUCCESS")),
-        ))  # fmt: skip
+        # in the order of Topology's groups
+        made = iter(["world", "tensor", "data", "pipeline", "model", "embedding"])
+        return nccl_error(
+            Topology.from_layout(
+                Layout(tensor=2, data=2, pipeline=3),
+                0,
+                device=torch.device("cpu"),
+                new_group=lambda ranks: handle(errors.get(next(made), "SUCCESS")),
+            )
+        )
 
     assert error_of() == ""
     assert "REMOTE_ERROR in the data group of 2 ranks" in error_of(data="REMOTE_ERROR")
     assert "TIMEOUT in the world group" in error_of(world="TIMEOUT")
-    old: Any = SimpleNamespace(_get_backend=lambda device: object())  # of a torch that cannot be asked
+    # of a torch that cannot be asked
+    old: Any = SimpleNamespace(_get_backend=lambda device: object())
     assert nccl_error(Topology.from_layout(Layout(data=2), 0, new_group=lambda ranks: old)) == ""
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 def hang(
-    folder: Path, size: int, victims: list[int], way: str, tensor: int = 1, pipeline: int = 1, nodes: int = 1,
+    folder: Path,
+    size: int,
+    victims: list[int],
+    way: str,
+    tensor: int = 1,
+    pipeline: int = 1,
+    nodes: int = 1,
     real: bool = False,
 ) -> tuple[list[str], str, list[str]]:
     """The conclusions, the whole report, and how each rank ended."""
@@ -172,23 +206,38 @@ def hang(
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     (conclusion,), text, ends = hang(tmp_path, 2, [1], "stop", pipeline=2)
-    assert "rank 1 (" in conclusion and "SIGSTOP" in conclusion and "step 4, in FORWARD" in conclusion
-    assert "receive of 32 bytes from rank 1" in text and "exchange.py" in text.split("Python stacks of rank 0")[1]
+    assert (
+        "rank 1 (" in conclusion and "SIGSTOP" in conclusion and "step 4, in FORWARD" in conclusion
+    )
+    assert (
+        "receive of 32 bytes from rank 1" in text
+        and "exchange.py" in text.split("Python stacks of rank 0")[1]
+    )
     assert ends == [ENDED, KILLED]
 
 
 @pytest.mark.slow
 def test_an_endless_loop_is_named_with_its_place(tmp_path: Path) -> None:
     (conclusion,), _, ends = hang(tmp_path, 2, [1], "loop")
-    assert "rank 1 (" in conclusion and "hanging_ranks.py" in conclusion and "endless_loop" in conclusion
+    assert (
+        "rank 1 (" in conclusion
+        and "hanging_ranks.py" in conclusion
+        and "endless_loop" in conclusion
+    )
     assert ends == [ENDED, ENDED]
 
 
 @pytest.mark.slow
 def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
     (conclusion,), _, ends = hang(tmp_path, 4, [3], "skip", tensor=2)
-    assert "rank 1 waits in all_reduce of 64 bytes over its data group (number 4) for rank 3" in conclusion
-    assert "rank 3 waits in all_reduce of 16 bytes over its world group (number 4) for rank 1" in conclusion
+    assert (
+        "rank 1 waits in all_reduce of 64 bytes over its data group (number 4) for rank 3"
+        in conclusion
+    )
+    assert (
+        "rank 3 waits in all_reduce of 16 bytes over its world group (number 4) for rank 1"
+        in conclusion
+    )
     assert ends == [ENDED] * 4
 
 
@@ -220,7 +269,7 @@ def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
         (4, [2, 3], "stop", dict(nodes=2), ["ranks 2-3 (node1:", "ranks 0-1 wait for them"]),
         (3, [1], "slow", {}, []),
     ],
-)  # fmt: skip
+)
 def test_hangs_by_the_real_clock(
     tmp_path: Path, size: int, victims: list[int], way: str, groups: dict[str, int], said: list[str]
 ) -> None:
