@@ -4,7 +4,6 @@ tiktoken.
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import ConfigError, DataError
+from megatron.untrusted import read_json
 
 _Result = TypeVar("_Result")
+_MOST_BYTES = 1 << 24  # of a file that names the special tokens
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
 # Names that end a text in published models, for a tokenizer.json without the files that name it.
@@ -348,9 +349,7 @@ def _end_beside(file: Path) -> tuple[str, str]:
         beside = file.with_name(name)
         if not beside.is_file():
             continue
-        settings = read_with(
-            beside, "a JSON object", lambda file=beside: dict(json.loads(file.read_text("utf-8")))
-        )
+        settings = read_json(beside, _MOST_BYTES, error=DataError)
         eos = settings.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if not isinstance(eos, str | None):
