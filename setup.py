@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pybind11.setup_helpers import Pybind11Extension
-from setuptools import Command, Extension, setup
+from setuptools import Command, Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 # By path: the package itself would want torch, which pip's build environment lacks.
@@ -105,4 +105,9 @@ extensions = [helpers, schedule_clock]
 for extension in extensions:
     extension.optional = True  # lets setuptools copy the others when this one is missing
 
-setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels})
+setup(
+    packages=[*find_namespace_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
+    package_dir={"megatron_tools": "tools"},  # the modules of the console scripts
+    ext_modules=extensions,
+    cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels},
+)

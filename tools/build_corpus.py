@@ -24,7 +24,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
 from megatron.data.file_lock import renamed_into

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config, parse_args
 from megatron.config.option import Parser, whole
@@ -111,5 +112,10 @@ def main(argv: Sequence[str]) -> int:
     return run_guarded(body, 0, "error")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as the program of this process, whose end waits for no library's threads."""
     leave(main())
+
+
+if __name__ == "__main__":
+    command()

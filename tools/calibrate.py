@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, with_preset
 from megatron.config.option import Parser, real, whole
@@ -183,5 +184,10 @@ def main(argv: Sequence[str]) -> int:
     return run_guarded(body, int(os.environ.get("RANK", "0") or 0), "error")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as the program of this process, whose end waits for no library's threads."""
     leave(main())
+
+
+if __name__ == "__main__":
+    command()

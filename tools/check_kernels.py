@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

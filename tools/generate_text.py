@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
 from megatron.config.option import Parser, real, whole
@@ -195,5 +196,10 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
     return Config.create(**{name: value for name, value in wanted.items() if value is not None})
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as the program of this process, whose end waits for no library's threads."""
     leave(main())
+
+
+if __name__ == "__main__":
+    command()

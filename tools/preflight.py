@@ -17,7 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real
 from megatron.errors import ConfigError
@@ -89,5 +90,10 @@ def main(argv: Sequence[str]) -> int:
     return codes[0] if codes else failed
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as the program of this process, whose end waits for no library's threads."""
     leave(main())
+
+
+if __name__ == "__main__":
+    command()

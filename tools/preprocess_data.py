@@ -22,7 +22,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.prepare.encode import PreprocessOptions

@@ -24,14 +24,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
 from megatron.jobs.experiment import KINDS, Experiment, Point, Request, plan, priced, state_of
-from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.table import print_table
@@ -72,9 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--warm-up", type=whole(0), default=2, metavar="N", help="steps before them (default 2)"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="default: runs/<experiment> in this clone"
-    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/<experiment>")
     parser.add_argument(
         "--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these"
     )
@@ -257,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     if args.print_nodes:
         print(max((p.nodes for p in points if p.problem is None), default=0))
         return 0
-    root = args.out or ROOT / "runs" / request.experiment
+    root = args.out or Path("runs", request.experiment).absolute()
     limits = None if args.launcher == "local" else cluster
     points = [priced(point, limits, args.tflops, args.partition) for point in points]
     if args.list:

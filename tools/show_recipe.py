@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
@@ -190,7 +191,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="of the trials and the report (default runs/tune-<space> in this clone)",
+        help="of the trials and the report (default: runs/tune-<space>)",
     )
     group.add_argument(
         "--dry-run",

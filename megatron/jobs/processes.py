@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.errors import LaunchError
 from megatron.parallel.processes import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +173,7 @@ class Run:
 
 def training_command(flags: Sequence[str]) -> list[str]:
     """Return the command line of each rank on this machine."""
-    return [sys.executable, "-u", str(ROOT / "pretrain_gpt.py"), *flags]
+    return [sys.executable, "-u", "-m", "megatron", *flags]
 
 
 def slurm_command(flags: Sequence[str]) -> list[str]:
@@ -228,7 +229,14 @@ def start_step(
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
-    """Return the environment from which job.sh starts a step."""
+    """Return the environment from which job.sh starts a step. Raises LaunchError without a clone
+    of the repository, whose scripts start it."""
+    root = Path(environ.get("MEGATRON_ROOT") or ROOT)
+    if not (root / "examples" / "frontier" / "job.sh").is_file():
+        raise LaunchError(
+            f"{root} has no examples/frontier/job.sh, which starts runs under Slurm: set "
+            "MEGATRON_ROOT to a clone of the repository"
+        )
     kept = {name: value for name, value in environ.items() if name != "MASTER_ADDR"}
     minutes = -(-int(step.limit_s + GRACE_S) // 60)
     first = int(kept.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
@@ -236,7 +244,7 @@ def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dic
         "SRUN_WAIT": str(_WAIT_S),
         "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} "
         f"--job-name={step.name}".strip(),
-        "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT),
+        "MEGATRON_ROOT": str(root),
         "NODES": str(len(step.hosts)),
         "HOSTS": ",".join(step.hosts),
         "TASKS_PER_NODE": str(step.tasks_per_node),

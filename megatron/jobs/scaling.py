@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron import metrics_file
 from megatron.drawing import pyplot, save, tidy
@@ -76,11 +76,11 @@ class MeasuredRun:
 
     @property
     def world_size(self) -> int | None:
-        return self.get("world_size")
+        return cast("int | None", self.get("world_size"))
 
     @property
     def replicas(self) -> int | None:
-        return self.get("data_parallel_size")
+        return cast("int | None", self.get("data_parallel_size"))
 
 
 # -- reading ---------------------------------------------------------------------------------------

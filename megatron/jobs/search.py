@@ -5,6 +5,7 @@ DeepHyper choose among listed candidates."""
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import random
 import statistics
@@ -151,7 +152,7 @@ def _optuna(history: History, chance: random.Random) -> int:
 
     def far(index: int) -> float:
         apart = zip(history.parameters, asked.values(), history.places(index), strict=True)
-        return sum(
+        return math.fsum(
             abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart
         )
 
@@ -167,7 +168,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
     from deephyper.hpo import CBO, HpProblem
     from deephyper.skopt.learning import RandomForestRegressor
 
-    class OnPrediction(RandomForestRegressor):
+    class OnPrediction(RandomForestRegressor):  # type: ignore[misc]
         """A forest of log(cost) less its prediction, which is also one more feature."""
 
         def fit(self, X: Any, y: Any) -> Any:

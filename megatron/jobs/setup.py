@@ -13,7 +13,6 @@ from typing import Any
 from megatron.config.duration import duration_s
 from megatron.errors import ConfigError
 from megatron.jobs.candidates import GIB, Candidate, Machine
-from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
@@ -149,7 +148,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         space.iterations if args.iterations is None else args.iterations,
         space.warm_up if args.warm_up is None else args.warm_up,
         walltime_s,
-        args.out or ROOT / "runs" / f"tune-{space.name}",
+        args.out or Path("runs", f"tune-{space.name}").absolute(),
     )
 
 

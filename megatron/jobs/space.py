@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from megatron.untrusted import read_toml
 
 _KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}
 _FUNCTIONS = {"min": min, "max": max}
-_OPERATORS = {
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -327,7 +327,8 @@ class NodeLinks:
         """
         if not self._by_width:
             return _LINK * width
-        widths, rates = zip(*sorted(self._by_width.items()), strict=True)
+        widths = sorted(self._by_width)
+        rates = [self._by_width[known] for known in widths]
         nearest = min(max(width, widths[0]), widths[-1])
         return float(np.interp(nearest, widths, rates)) * width / nearest
 

@@ -285,7 +285,7 @@ def _fullest(config: Config, rank: int, device: str) -> Bytes:
             forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)
         ) + int(v > 1)
         now[:, _BUFFERS] += (_sent(config, rank) + awaited) * traced.layer.hands_on
-    most = now[np.argmax(now.sum(axis=1))]
+    most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += traced.layer.tables
     # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
     if rank in (0, p - 1):

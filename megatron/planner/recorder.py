@@ -364,15 +364,14 @@ class _Piece:
         shape, dtype = hidden_shape(config), hidden_dtype(config)
         anchor = torch.empty((), requires_grad=True, device=device)
         with self.recorder.recorded("activations") as found:
-            hidden = (
-                None
-                if chunk.is_first
-                else _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
-            )
+            hidden = None
+            if not chunk.is_first:
+                made = functools.partial(torch.empty, shape, dtype=dtype, device=device)
+                hidden = _Before.apply(anchor, made)  # type: ignore[no-untyped-call]
             out = chunk(batch, hidden, late_loss=True)
             hidden, self.hands_on = None, out.nbytes
             if not chunk.is_last:
-                out = _Behind.apply(out)
+                out = _Behind.apply(out)  # type: ignore[no-untyped-call]
         return found[0], [out]
 
     def backward(self, root: list[torch.Tensor]) -> Pass:

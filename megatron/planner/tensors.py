@@ -37,7 +37,7 @@ class Follower(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.category, self.vocabulary = "activations", -1
         self.number = 0  # of the storage that was seen last
         self._seen: dict[int, tuple[int, Any]] = {}

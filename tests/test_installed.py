@@ -1,0 +1,93 @@
+"""The installed package away from the clone: console scripts, and its life beside megatron-core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launching import ROOT
+
+pytestmark = pytest.mark.slow
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `pip install .` installs, but for compiled files."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder / "site")]
+    subprocess.run([*build, "--force"], cwd=ROOT, check=True, capture_output=True)
+    return folder / "site"
+
+
+def run(site: Path, code: str) -> str:
+    """Return the output of `code`, run in a folder of its own with `site` alone to import from."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=site.parent,
+        env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_console_script_starts(site: Path) -> None:
+    run(
+        site,
+        f"""
+import importlib, pathlib, sys
+for name, entry in {SCRIPTS!r}.items():
+    module, function = entry.split(":")
+    module = importlib.import_module(module)
+    assert pathlib.Path(module.__file__).is_relative_to({str(site)!r}), module.__file__
+    assert callable(getattr(module, function))
+    sys.argv = [name, "--help"]
+    if name == "megatron-train":  # main() would end this process
+        from megatron.program import run
+        assert run(["--help"]) == 0
+        continue
+    try:
+        code = module.main(["--help"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 0, (name, code)
+""",
+    )
+
+
+def test_data_files_of_the_package_are_installed(site: Path) -> None:
+    out = run(
+        site,
+        """
+from megatron.config import parse_args
+from megatron.planner.cluster import load_cluster
+from megatron.jobs.space import load_space
+print(parse_args(["--preset", "gpt-22b", "--mock-data", "--train-iters", "1",
+                  "--global-batch-size", "8", "--bf16"], 8).model.hidden_size)
+print(load_cluster("frontier").name)
+""",
+    )
+    assert out.split() == ["6144", "frontier"]
+
+
+def test_megatron_core_imports_beside_it(site: Path) -> None:
+    """megatron-core installs the folder megatron/core, and no file of megatron/ itself."""
+    core = site / "megatron" / "core"
+    core.mkdir()
+    (core / "__init__.py").write_text("__version__ = 'core'\n")
+    try:
+        out = run(
+            site,
+            "import megatron.core, megatron; print(megatron.core.__version__, megatron.__version__,"
+            " megatron.build_schedule('1f1b', 2, 1, 2) is not None)",
+        )
+    finally:
+        (core / "__init__.py").unlink()
+    assert out.split()[0] == "core" and out.split()[2] == "True"
