@@ -31,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ import results
 from rich.console import Console
 from rich.table import Table
 from sides import ALLOCATOR, PEERS, Outcome, environment, run
-from workloads import LEFT_OUT, ROOT, Case, Side, cpu_cases, cuda_cases, quick
+from workloads import LEFT_OUT, OURS, ROOT, Case, Side, cpu_cases, cuda_cases, quick
 
 from megatron.model.formulas import peak_tflops
 
@@ -98,6 +99,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="for the JSON",
     )
     parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="CLONE",
+        help="a clone of another version, set up: in place of the peers its pretrain_gpt.py takes "
+        "turns with ours, and its time over ours is the ratio",
+    )
+    parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit"
     )
     return parser.parse_args(arguments)
@@ -116,6 +124,16 @@ def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
         raise SystemExit(f"--only {' '.join(unknown)}: there is {', '.join(sorted(known))}")
     wanted = set(only) | ({"W0"} if {"W2", "W3", "W4"} & set(only) else set())
     return [case for case in cases if case.workload in wanted]
+
+
+def beside(case: Case, clone: Path) -> Case:
+    """The case with our sides alone, each followed by that of another version."""
+    pairs = [
+        (side, replace(side, name=f"{side.name}, beside", root=clone, version_of=side))
+        for side in case.sides
+        if side.program == OURS.program
+    ]
+    return replace(case, sides=tuple(side for pair in pairs for side in pair))
 
 
 def play(
@@ -192,7 +210,7 @@ def rows_of(
             case.dtype, case.processes, max(1, threads // case.processes), case.device
         )
         rate = ceiling.get(name)
-        reference = outcomes[case, case.sides[0]]
+        reference = outcomes[case, side.version_of or case.sides[0]]
         rows.append(
             results.row_of(
                 case, side, outcomes[case, side], reference, 1e9 * rate["median"] if rate else None
@@ -265,6 +283,11 @@ def main() -> int:
     else:
         cases = cpu_cases()
     cases = choose(cases, options.only)
+    if options.beside:
+        if not (options.beside / OURS.program).is_file():
+            print(f"error: --beside {options.beside}: it has no {OURS.program}", file=sys.stderr)
+            return 2
+        cases = [beside(case, options.beside.resolve()) for case in cases]
     parts_wanted = options.device == "cpu" and (not options.only or "parts" in options.only)
     small = [quick(case) for case in cases] if options.quick else cases
     folder = options.output.resolve() / "last"

@@ -200,7 +200,11 @@ def run(
             if save
             else []
         )
-        command = [str(ROOT / side.program), *our_arguments(case, side, warm_up + steps), *more]
+        command = [
+            str(side.root / side.program),
+            *our_arguments(case, side, warm_up + steps),
+            *more,
+        ]
         command += ["--metrics-file", str(output)]
     else:
         task = peer_task(case, side, warm_up + steps, output) | (

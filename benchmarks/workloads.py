@@ -32,6 +32,7 @@ class Side:
 
     `untouched`: nothing is set in its environment. `defaults`: nothing is set that its libraries
     have a default for, also where that is slower. `less`: what it does less than the others.
+    `root`: the clone whose pretrain_gpt.py runs, and `version_of` the side that it is compared with.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Side:
     untouched: bool = False
     defaults: bool = False
     less: str = ""
+    root: Path = ROOT
+    version_of: Side | None = None
 
 
 @dataclass(frozen=True)

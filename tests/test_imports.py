@@ -34,6 +34,7 @@ ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "metrics_file"}
 ROOMS["planner"] = ROOMS["training"] | {"training", "drawing"}
 ROOMS["program"] = ROOMS["planner"] | {"planner"}
+ROOMS["__main__"] = {"program"}
 ROOMS["jobs"] = ROOMS["planner"] | {"planner"}
 
 
