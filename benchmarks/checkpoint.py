@@ -94,7 +94,7 @@ class Training:
 
     def step(self) -> float:
         """One step; its seconds."""
-        from megatron.data.batch import make_micro_batch
+        from megatron.data.sampler import make_micro_batch
 
         began = time.perf_counter()
         batches = [

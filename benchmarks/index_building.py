@@ -37,7 +37,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data import gpt_dataset, index_helpers, packing
+from megatron.data import gpt_dataset, indexed_dataset, packing
 from tests.data import numpy_loops
 
 SEQ_LENGTH, SEED, BLOCK = 2048, 1234, 1 << 20
@@ -95,7 +95,7 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
     rows = timed(
         seconds,
         "sample index",
-        index_helpers.build_sample_index,
+        indexed_dataset.build_sample_index,
         sizes,
         index,
         SEQ_LENGTH,
@@ -145,7 +145,7 @@ def pack(documents: int) -> dict[str, Any]:
 
 def worker(options: argparse.Namespace) -> None:
     if options.side == "numpy":
-        index_helpers.compiled = numpy_loops
+        indexed_dataset.compiled = numpy_loops
     result = (
         pack(options.documents) if options.packing else build(options.documents, options.epochs)
     )
@@ -220,18 +220,18 @@ def compare_packing(options: argparse.Namespace) -> None:
 
 
 def compare_blends(repeat: int) -> None:
-    compiled = index_helpers.compiled
+    compiled = indexed_dataset.compiled
     print(f"{'data sets':>10s}{'C++':>14s}{'numpy':>14s}   per sample")
     for count in (1, 2, 8, 30, 100, 300, 1000):
         weights = np.random.RandomState(count).gamma(1.0, size=count) + 1e-3
         weights /= weights.sum()
         size, each = 20_000_000 // (count + 20), {}
         for side, module, samples in (("C++", compiled, size), ("numpy", numpy_loops, size // 100)):
-            index_helpers.compiled = module
+            indexed_dataset.compiled = module
             times = []
             for _ in range(repeat):
                 started = time.perf_counter()
-                index_helpers.build_blend_index(weights, samples)
+                indexed_dataset.build_blend_index(weights, samples)
                 times.append((time.perf_counter() - started) / samples)
             each[side] = statistics.median(times) * 1e9
         print(
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--blend", action="store_true", help="time the order of blends instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if index_helpers.compiled is None:
+    if indexed_dataset.compiled is None:
         raise SystemExit(
             "the C++ extension is not built, so there is nothing to compare: pip install -e ."
         )

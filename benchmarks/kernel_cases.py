@@ -577,7 +577,7 @@ _SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2
 _WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
 _MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
 
-# Blocks as megatron/layers/blocked_attention.py cuts them, the last of each sequence.
+# Blocks as megatron/layers/attention.py cuts them, the last of each sequence.
 _BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
 
 OPERATORS: dict[str, Operator] = {

@@ -30,12 +30,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import delayed_links  # noqa: E402
 
-from megatron.parallel.sink import WeightGradients  # noqa: E402
+from megatron.parallel.sharding import WeightGradients  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline import executor as executor_module  # noqa: E402
 from megatron.pipeline import lists  # noqa: E402
-from megatron.pipeline.exchange import Exchange  # noqa: E402
-from megatron.pipeline.executor import Executor  # noqa: E402
+from megatron.pipeline.executor import Exchange, Executor  # noqa: E402
 from megatron.pipeline.instructions import Instruction  # noqa: E402
 
 

@@ -33,12 +33,12 @@ from workloads import OURS, ROOT, Case, cpu_cases, cuda_cases, quick
 
 from megatron.checkpoint.tensors import Shards, Snapshot
 from megatron.config import Config
-from megatron.data.batch import make_micro_batch
-from megatron.layers.embedding import look_up
+from megatron.data.sampler import make_micro_batch
+from megatron.layers.vocabulary import look_up
 from megatron.model.gpt import build_chunks
-from megatron.parallel import sink
+from megatron.parallel import sharding
 from megatron.parallel.processes import gpus_here
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink
 from megatron.parallel.topology import Layout, Topology
 
 GIB = 2**30
@@ -144,7 +144,7 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
     dy, x = (
         torch.randn(tokens, n, device=place.device, dtype=torch.bfloat16) for n in (rows, columns)
     )
-    if in_fp32 and not sink._adds_in_fp32(dy.device, dy.dtype):
+    if in_fp32 and not sharding._adds_in_fp32(dy.device, dy.dtype):
         raise Cannot("torch.addmm has no out_dtype here")
     ours = GradientSink(
         torch.nn.Parameter(x.new_empty(rows, columns)),
@@ -157,7 +157,7 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
             total[first : first + 256] += torch.mm(dy[:, first : first + 256].t(), x, out=product)
 
     def after() -> None:
-        with mock.patch.object(sink, "_adds_in_fp32", lambda *_: in_fp32):
+        with mock.patch.object(sharding, "_adds_in_fp32", lambda *_: in_fp32):
             ours.add_product(dy, x)
 
     expected = dy[:, ::97].double().t() @ x.double()

@@ -71,7 +71,7 @@ class Optimizer(Protocol):
 
     One that needs parameters in their global shape, such as the matrices of Muon, has a function
     whole(name, global_shape) -> bool besides. Parameters for which that is true are in groups of
-    their own, in whose key "whole" is a megatron.engine.buckets.WholeParameters when steps are
+    their own, in whose key "whole" is a megatron.engine.gradients.WholeParameters when steps are
     taken; it is None in other groups.
     """
 
@@ -97,7 +97,7 @@ class Order(Protocol):
 
 class Callback:
     """What is called on every rank while a run goes on; derive from it what is wanted. `run` is a
-    megatron.training.run.state.Run. Where ranks differ in what they do here, they must not
+    megatron.training.run.loop.Run. Where ranks differ in what they do here, they must not
     communicate."""
 
     def on_start(self, run: Any) -> None:

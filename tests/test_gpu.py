@@ -19,7 +19,7 @@ import torch
 from benchmarks import parity
 from benchmarks.parity import LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
-from megatron.data.batch import make_micro_batch
+from megatron.data.sampler import make_micro_batch
 from megatron.layers.attention import flash_attention, torch_attention
 from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes

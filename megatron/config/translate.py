@@ -373,7 +373,10 @@ class _Stages:
             return next(iter(numbers.values()))
         if per_chunk is None or self.layers is None:
             return 1
-        return max(1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk))
+        result: int = max(
+            1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk)
+        )
+        return result
 
     def _is_on(self, flag: str) -> bool:
         if self.flags.get(flag, []) not in ([], ["true"], ["True"]):

@@ -25,8 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import Arrays, load_or_build
-from megatron.data.index_helpers import INT32_MAX, build_blend_index, build_sample_index, shuffle
-from megatron.data.indexed_dataset import IndexedDataset, bin_path
+from megatron.data.indexed_dataset import (
+    INT32_MAX,
+    IndexedDataset,
+    bin_path,
+    build_blend_index,
+    build_sample_index,
+    shuffle,
+)
 from megatron.errors import DataError
 
 Tokens = npt.NDArray[np.int64]

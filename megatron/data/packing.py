@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from megatron.data.gpt_dataset import FileDataset, IndexRequest, Pieces
 from megatron.data.index_cache import Arrays
-from megatron.data.index_helpers import best_fit_pack, group_by_bin, shuffle
+from megatron.data.indexed_dataset import best_fit_pack, group_by_bin, shuffle
 from megatron.errors import DataError
 
 PARTS = ("pieces", "bin_starts", "counts")
@@ -211,7 +211,10 @@ def _lengths(
     capacity: int,
 ) -> npt.NDArray[np.int64]:
     """Return the tokens of each piece: to the end of its sequence, or a whole bin."""
-    return np.minimum(sizes[sequences].astype(np.int64) - offsets, capacity)
+    result: npt.NDArray[np.int64] = np.minimum(
+        sizes[sequences].astype(np.int64) - offsets, capacity
+    )
+    return result
 
 
 def packing_fits(arrays: Arrays, request: PackedRequest, sizes: npt.NDArray[np.int32]) -> bool:

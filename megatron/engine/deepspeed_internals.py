@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.engine.buckets import Bucket, sum_of_squares
 from megatron.engine.fragments import is_copy
+from megatron.engine.gradients import Bucket, sum_of_squares
 from megatron.engine.optimizer import FusedAdamW
 from megatron.errors import ConfigError
 from megatron.kernels.library import available

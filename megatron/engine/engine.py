@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.buckets import Bucket, WeightGather, WholeParameters
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_internals import (
     ModelParallelUnit,
@@ -26,7 +25,7 @@ from megatron.engine.deepspeed_internals import (
 )
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.fragments import Fragment, is_copy
-from megatron.engine.gradients import Gradients, Terms
+from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather, WholeParameters
 from megatron.engine.optimizer import (
     build_optimizer,
     check_groups,
@@ -40,7 +39,7 @@ from megatron.engine.optimizer_state import bucket_elements, optimizer_state
 from megatron.kernels.choose import choose_fusions
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.processes import HostCopy, release_free_memory
+from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
@@ -114,6 +113,26 @@ class StepResult:
     loss_scale: float
     num_zeros: float | None = None
     params_norm: float | None = None
+
+
+class _HostCopy:
+    """Numbers that a device sends to the host while the host continues.
+
+    `read` waits until they have arrived, and for nothing that was queued on the device after them.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._copy = x.detach().to("cpu", non_blocking=True, copy=True)  # into page-locked memory
+        self._arrived: Any = None
+        if x.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers of a tensor [n]."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [x.item() for x in self._copy.unbind()]
 
 
 class Engine:
@@ -209,7 +228,7 @@ class Engine:
         create_state(self._basic, self._state)
         self._scale = LossScale(config.precision)
         # a step whose figures were not read yet
-        self._under_way: tuple[float, HostCopy] | None = None
+        self._under_way: tuple[float, _HostCopy] | None = None
         self._result: StepResult | None = None
         self._fragments = [
             Fragment(
@@ -231,7 +250,8 @@ class Engine:
     ) -> torch.optim.Optimizer:
         own = config.pieces.optimizer
         if own is not None:
-            return own(groups, config.optimizer)
+            result: torch.optim.Optimizer = own(groups, config.optimizer)
+            return result
         fused = choose_fusions(
             config.kernels, self.topology.device, config.precision.dtype_name
         ).optimizer
@@ -330,7 +350,7 @@ class Engine:
         self._gradients.renew()
         self._weights.start()
         squares = [self._params_squares()] if self.log_params_norm else []
-        self._under_way = scale, HostCopy(torch.stack([(norm / scale).double(), *zeros, *squares]))
+        self._under_way = scale, _HostCopy(torch.stack([(norm / scale).double(), *zeros, *squares]))
         if not self._gradients.counted:
             self._settle()
 

@@ -206,6 +206,6 @@ class WeightDecaySchedule:
         """Weight decay of the step that starts after this much was consumed."""
         x = min(1.0, self._clock.now(iteration, samples, tokens) / self.length)
         if self.style == "constant" or x >= 1.0:
-            return self.end
+            return float(self.end)
         part = x if self.style == "linear" else 0.5 * (1.0 - math.cos(math.pi * x))
-        return self.start + part * (self.end - self.start)
+        return float(self.start + part * (self.end - self.start))

@@ -119,7 +119,8 @@ def build_optimizer(
         )
         for group in apex.param_groups:
             group["step"] = 0
-        return apex
+        result: torch.optim.Optimizer = apex
+        return result
     if fused:
         return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
     return AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
@@ -179,7 +180,8 @@ class Untraced:
 
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The method `step` of one of torch's optimizers; like that one it records no gradients."""
-    return torch.no_grad()(inspect.unwrap(optimizer.step))
+    result: Callable[..., Any] = torch.no_grad()(inspect.unwrap(optimizer.step))
+    return result
 
 
 class AdamW(Untraced, torch.optim.AdamW):

@@ -259,7 +259,8 @@ def _try_on_gpu(handle: Any) -> str:
             0, address, address, one, one, one, ctypes.c_float(1.0), stream
         )
         if code:
-            return handle.mk_error(code).decode()
+            result: str = handle.mk_error(code).decode()
+            return result
         return "" if x.item() == 1.0 else "a test kernel left no result"
     except (AttributeError, RuntimeError) as error:
         return _short(error)

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
-from megatron.parallel.sink import deliver, sink_of
+from megatron.parallel.sharding import deliver, sink_of
 
 LEAST_TOKENS = 256
 """Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
@@ -244,7 +244,8 @@ def column_parallel_matmul(
     x: Tensor, weight: Tensor, context: LayerContext, again: Again = None
 ) -> Tensor:
     """Return x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
-    return _Linear.apply(x, weight, True, context, again)
+    result: Tensor = _Linear.apply(x, weight, True, context, again)  # type: ignore[no-untyped-call]
+    return result
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -296,4 +297,4 @@ class RowParallelLinear(torch.nn.Module):
         )
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
-        return _Linear.apply(x, self.weight, False, self.context, again), self.bias
+        return _Linear.apply(x, self.weight, False, self.context, again), self.bias  # type: ignore[no-untyped-call]

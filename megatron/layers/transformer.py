@@ -27,7 +27,7 @@ from megatron.layers.context import (
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.random import WHOLE, Place, Site
-from megatron.parallel.sink import wide
+from megatron.parallel.sharding import wide
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -101,9 +101,14 @@ class Norm(torch.nn.Module):
 
     def _by_apex(self, x: Tensor) -> Tensor:
         gain = self.weight + 1.0 if self.one_plus else self.weight
+        normed: Tensor
         if self.bias is None:
-            return self.apex.fused_rms_norm_affine(x, gain, gain.shape, eps=self.epsilon)
-        return self.apex.fused_layer_norm_affine(x, gain, self.bias, gain.shape, eps=self.epsilon)
+            normed = self.apex.fused_rms_norm_affine(x, gain, gain.shape, eps=self.epsilon)
+        else:
+            normed = self.apex.fused_layer_norm_affine(
+                x, gain, self.bias, gain.shape, eps=self.epsilon
+            )
+        return normed
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -158,10 +163,10 @@ class MLP(torch.nn.Module):
             else (self.dense_h_to_4h(x, again), None)
         )
         activated = self._activate(up, bias)
-        if not self.activation_again:
-            return self.dense_4h_to_h(activated)
         # The gradient of the activation function keeps `up` anyway.
-        return self.dense_4h_to_h(activated, partial(self._activate, up.detach(), bias))
+        recompute = partial(self._activate, up.detach(), bias) if self.activation_again else None
+        result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
+        return result
 
     def _activate(self, up: Tensor, bias: Tensor | None) -> Tensor:
         return (

@@ -11,20 +11,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_attention, choose_fusions
 from megatron.kernels.ops.dropout import keyed_dropout
 from megatron.kernels.work import once_and_again
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
-from megatron.layers.embedding import (
+from megatron.layers.positions import Documents
+from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
+from megatron.layers.vocabulary import (
     WORD_EMBEDDINGS,
     PositionEmbedding,
     VocabParallelEmbedding,
+    Vocabulary,
+    scores,
+    vocabulary_loss,
     word_embedding_weight,
 )
-from megatron.layers.positions import Documents
-from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
-from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
 from megatron.parallel.sharding import sharding_of

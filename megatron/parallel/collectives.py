@@ -179,4 +179,4 @@ def reduce_from_tensor_region(
     passes are those of Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.
     (arXiv 2205.05198, section 4.2.2).
     """
-    return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)
+    return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.errors import LaunchError, MegatronError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
 _LAUNCHED = (
@@ -136,28 +136,6 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-class HostCopy:
-    """Numbers that a device sends to the host while the host continues.
-
-    `read` waits until they have arrived, and for nothing that was queued on the device after them.
-    """
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._copy = x.detach().to("cpu", non_blocking=True, copy=True)  # into page-locked memory
-        self._arrived: Any = None
-        if x.is_cuda:
-            import torch
-
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers of a tensor [n]."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [x.item() for x in self._copy.unbind()]
 
 
 # -- other processes -----------------------------------------------------------------------------

@@ -1,15 +1,26 @@
-"""The part of a global parameter that a local tensor holds.
+"""What a parameter carries: the part of the global parameter that it holds, and the sum of its
+gradient.
 
 Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are
 reduced, the checkpoint under which name and at which place a tensor is stored; neither needs to
 know the layer that made it.
+
+An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes
+a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
+weight's size is needed and nothing iterates over all parameters after a backward pass. A parameter
+without a sink, or with one that is not `direct`, gets its gradient from autograd as usual; in the
+second case the sink's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     import torch
@@ -93,4 +104,216 @@ def sharding_of(parameter: torch.Tensor) -> Sharding:
     assert found is not None, (
         "parameter without sharding: create it through megatron.layers.context"
     )
-    return found
+    result: Sharding = found
+    return result
+
+
+# --- sink
+
+
+_BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
+_GPU_BYTES = 1 << 27
+
+
+@cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without
+    rounding it.
+
+    CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it
+    raise, and some returned wrong sums (pytorch issue 154086), so a small product whose sum is
+    exact is tried once for each device.
+    """
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    a = (torch.arange(32, device=device) % 7).to(dtype).expand(64, 32)
+    b = (torch.arange(48, device=device) % 5).to(dtype).expand(64, 48)
+    small = 2.0**-12  # beside a sum of up to 1536 it is exact in fp32 and lost in 16 bit
+    total = torch.full((32, 48), small, device=device)
+    try:
+        torch.addmm(
+            total, a.contiguous().t(), b.contiguous(), out_dtype=torch.float32, beta=1.0, out=total
+        )
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
+
+
+def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
+    """Return how many rows of a weight [rows, columns] one product computes where it goes through a
+    buffer.
+
+    On a CPU a buffer that stays in the cache: a product the size of an embedding table would be
+    read from memory once more, and from fresh pages where the allocator has no such piece (464 ms
+    instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
+    products: all rows, in equal parts where they are above 128 MiB.
+    """
+    if device_type == "cpu":
+        return min(rows, max(_BLOCK // columns, 256))
+    products = -(-rows * columns * element_bytes // _GPU_BYTES)
+    return min(rows, -(-rows // (128 * products)) * 128)  # 128: whole tiles of the product
+
+
+class GradientSink:
+    """The gradient sum of one parameter.
+
+    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and
+            reads
+    added   called with the parameter after each complete contribution, e.g. to count those of a
+            bucket
+    direct  whether layers may add here; False leaves it to autograd
+            (--no-gradient-accumulation-fusion)
+
+    The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
+    `complete()` does that where no contribution came.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        total: torch.Tensor,
+        added: Callable[[torch.nn.Parameter], None] | None = None,
+        direct: bool = True,
+    ) -> None:
+        assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
+            "a sum is in fp32 or bf16, and in the weight's shape"
+        )
+        self.parameter, self.total, self.added, self.direct = parameter, total, added, direct
+        self.fresh = True
+
+    def renew(self) -> None:
+        """Forget the sum: the next contribution begins a new one."""
+        self.fresh = True
+
+    def complete(self) -> torch.Tensor:
+        """Return the sum; zeros where nothing was contributed."""
+        if self.fresh:
+            self.total.zero_()
+            self.fresh = False
+        return self.total
+
+    @torch.no_grad()
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a gradient in the parameter's shape, in any floating format."""
+        if self.fresh:
+            self.total.copy_(gradient)
+        else:
+            self.total.add_(gradient)
+        self.done()
+
+    @torch.no_grad()
+    def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
+        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format, for a weight whose last
+        dimension is `in`.
+
+        `last` False: more parts of this pass' contribution follow.
+        """
+        total, keep = self.total.view(dy.shape[-1], x.shape[-1]), 0.0 if self.fresh else 1.0
+        if dy.dtype == total.dtype:
+            torch.addmm(total, dy.t(), x, beta=keep, out=total)
+        elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
+            torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
+        else:
+            self._add_by_rows(total, dy, x)
+        self.fresh = False
+        if last:
+            self.done()
+
+    def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Add through a buffer, in blocks of rows of the weight."""
+        rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
+        product = dy.new_empty(rows, total.shape[1])
+        for part, of_part in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
+            values = torch.mm(of_part.t(), x, out=product[: len(part)])
+            if self.fresh:
+                part.copy_(values)
+            else:
+                part.add_(values)
+
+    def done(self) -> None:
+        """Complete a contribution; also called by a layer that added one to what `complete()`
+        returned.
+        """
+        self.fresh = False
+        if self.added is not None:
+            self.added(self.parameter)
+
+
+def _any_sink(parameter: torch.Tensor) -> GradientSink | None:
+    return getattr(parameter, "gradient_sink", None)
+
+
+def sink_of(parameter: torch.Tensor) -> GradientSink | None:
+    """Return the sink to which a layer adds; None where it leaves its gradient to autograd."""
+    found = _any_sink(parameter)
+    return found if found is not None and found.direct else None
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+        ctx.sink = sink
+        return parameter.detach().float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.sink.add(gradient)
+        return None, None
+
+
+def wide(parameter: torch.Tensor) -> torch.Tensor:
+    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded; others
+    unchanged.
+
+    For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over
+    its own, and in fp16 the whole sum could overflow where the ranks' parts do not.
+    """
+    found = _any_sink(parameter)
+    if found is None or parameter.dtype != torch.float16:
+        return parameter
+    wider: torch.Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
+    return wider
+
+
+@torch.no_grad()
+def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient outside of a backward pass, where no hook would see `.grad`: to the sink, else
+    to `.grad`.
+    """
+    found = _any_sink(parameter)
+    if found is not None:
+        found.add(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+class WeightGradients:
+    """The queue of deferred weight gradients that one rank's linear layers and its pipeline
+    executor share.
+
+    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
+    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and leave
+    the weight's part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
+    runs it later.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False  # layers must leave their weight gradients here
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Defer every weight gradient until `take`."""
+        assert not self._waiting, "weight gradients of another backward pass were never taken"
+        self.deferring = True
+
+    def add(self, compute: Callable[[], None]) -> None:
+        assert self.deferring, "a weight gradient was deferred outside begin() ... take()"
+        self._waiting.append(compute)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Stop deferring and return what was deferred, in order."""
+        waiting, self._waiting, self.deferring = self._waiting, [], False
+        return waiting

@@ -3,7 +3,7 @@ lists on a clock.
 
 Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in
 flight and messages that follow each other on their links, as the executor runs it (lists.py,
-exchange.py). Nothing is a formula for a bubble. Times are counted in whole ticks, a power of two of
+executor.py). Nothing is a formula for a bubble. Times are counted in whole ticks, a power of two of
 the caller's unit, so that sums are exact in any order.
 """
 

@@ -131,7 +131,7 @@ def run(
     cores: float | None = None,
     demand: float = 1.0,
 ) -> Times:
-    """Run the lists on a clock, as the executor does (exchange.py). A deadlock raises ValueError.
+    """Run the lists on a clock, as the executor does (executor.py). A deadlock raises ValueError.
 
     Other arguments: as replay.actions_of and replay.replay take them.
     """
@@ -154,7 +154,8 @@ def run(
 
     def duration(i: Instruction) -> float:
         first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
-        return first + passes[i.op][i.stage]
+        result: float = first + passes[i.op][i.stage]
+        return result
 
     def message(part: int) -> replay.Latency:
         return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]

@@ -251,7 +251,7 @@ def actions_of(
                      function of the send
     latency          time from leaving the link to arriving, likewise
     sends_in_flight  messages of a rank under way at most: it waits for the oldest before it sends
-                     another (exchange.py)
+                     another (executor.py)
     posted           by the lists; without, results travel by themselves as soon as they are
                      computed
     posted_ahead     as the lists have it; without, receives are posted where their message is

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megatron.config.parallel import SCHEDULES
 from megatron.errors import ConfigError
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
 from megatron.pipeline.lists import Lists, with_messages
 from megatron.pipeline.orders import (
     ORDERS,
-    SCHEDULES,
     AnyOrder,
     check_sizes,
     name_of,

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
 from megatron.kernels.operators import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
-from megatron.parallel.sharding import sharding_of
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink, sharding_of
 from megatron.parallel.topology import Group, Layout, Topology
 from megatron.planner.events import (
     Again,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink
 from tests.helpers.launching import ROOT
 
 

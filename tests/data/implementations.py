@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from megatron.data import index_helpers
+from megatron.data import indexed_dataset
 from tests.data import numpy_loops
 
 NEEDS_COMPILED = pytest.mark.skipif(
-    index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
+    indexed_dataset.compiled is None, reason="the C++ extension is not built: pip install -e ."
 )
 IMPLEMENTATIONS = [
     pytest.param(numpy_loops, id="numpy"),
-    pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
+    pytest.param(indexed_dataset.compiled, id="compiled", marks=NEEDS_COMPILED),
 ]
 
 
 def call(module: ModuleType, function: str, *arguments: Any, **options: Any) -> Any:
     """A function of index_helpers with one of them, for short arrays too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_helpers, "compiled", module)
-        patch.setattr(index_helpers, "_FEW", 0)
-        return getattr(index_helpers, function)(*arguments, **options)
+        patch.setattr(indexed_dataset, "compiled", module)
+        patch.setattr(indexed_dataset, "_FEW", 0)
+        return getattr(indexed_dataset, function)(*arguments, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.index_helpers import TOKEN_TYPES
+from megatron.data.indexed_dataset import TOKEN_TYPES
 
 _BLOCK = 1 << 20  # so many entries are taken at once, which keeps memory flat
 

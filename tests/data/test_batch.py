@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron.data.batch import MicroBatch, make_micro_batch
+from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.errors import DataError
 
 EOD = 3

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data import gpt_dataset, index_helpers
+from megatron.data import gpt_dataset, indexed_dataset
 from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
 from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS
@@ -27,8 +27,8 @@ def build(
     unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as an .idx file has them
     unaligned[:] = sizes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_helpers, "compiled", module)
-        patch.setattr(index_helpers, "_FEW", 0)  # the compiled shuffle for short arrays too
+        patch.setattr(indexed_dataset, "compiled", module)
+        patch.setattr(indexed_dataset, "_FEW", 0)  # the compiled shuffle for short arrays too
         return build_index(request, unaligned, **options)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.data import index_helpers
+from megatron.data import indexed_dataset
 from megatron.data.datasets import samples_of_part
 from megatron.errors import DataError
 from tests.data import numpy_loops
@@ -19,9 +19,9 @@ from tests.data.implementations import IMPLEMENTATIONS, NEEDS_COMPILED, call
 
 
 def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_helpers, "compiled", None)
+    monkeypatch.setattr(indexed_dataset, "compiled", None)
     with pytest.raises(DataError, match=r"pip install -e \."):
-        index_helpers.build_blend_index(np.ones(1), 4)
+        indexed_dataset.build_blend_index(np.ones(1), 4)
 
 
 # shuffle
@@ -70,13 +70,13 @@ def test_shuffle_draws_for_huge_arrays(last: int) -> None:
     """From element 2^32 on a draw takes two words. randint of one number draws like shuffle for
     that place.
     """
-    assert index_helpers.compiled is not None
+    assert indexed_dataset.compiled is not None
     random = np.random.RandomState(5)
     before: Any = random.get_state()
     expected = [
         random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)
     ]
-    partners, (state, position) = index_helpers.compiled.shuffle_partners(
+    partners, (state, position) = indexed_dataset.compiled.shuffle_partners(
         last, 300, before[1], before[2]
     )
     after: Any = random.get_state()
@@ -175,14 +175,14 @@ def test_blend_of_many(count: int) -> None:
         [1.0] * count,
         np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist(),
     ):
-        which, sample = build_blend(index_helpers.compiled, weights, 3 * count)
+        which, sample = build_blend(indexed_dataset.compiled, weights, 3 * count)
         expected_which, expected_sample = build_blend(numpy_loops, weights, 3 * count)
         assert which.dtype == expected_which.dtype == (np.uint8 if count <= 255 else np.int32)
         assert (
             which.tobytes() == expected_which.tobytes()
             and sample.tobytes() == expected_sample.tobytes()
         )
-    assert sorted(build_blend(index_helpers.compiled, [1.0] * count, count)[0].tolist()) == list(
+    assert sorted(build_blend(indexed_dataset.compiled, [1.0] * count, count)[0].tolist()) == list(
         range(count)
     )
 
@@ -192,7 +192,7 @@ def test_blend_of_many(count: int) -> None:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(
-    code=st.sampled_from(sorted(index_helpers.TOKEN_TYPES)),
+    code=st.sampled_from(sorted(indexed_dataset.TOKEN_TYPES)),
     seed=st.integers(0, 99),
     runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9),
 )
@@ -298,7 +298,7 @@ def test_best_fit_of_many(capacity: int) -> None:
         np.minimum(capacity, random.geometric(5 / capacity, 3000)),
         random.choice([1, capacity // 7, capacity // 3, capacity // 2 + 1, capacity - 1], 3000),
     ):
-        bins, num_bins = call(index_helpers.compiled, "best_fit_pack", lengths, capacity)
+        bins, num_bins = call(indexed_dataset.compiled, "best_fit_pack", lengths, capacity)
         expected, expected_bins = call(numpy_loops, "best_fit_pack", lengths, capacity)
         assert bins.tobytes() == expected.tobytes() and num_bins == expected_bins
 

@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import index_helpers
+from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
-from megatron.data.index_helpers import build_blend_index
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, build_blend_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare.merge import merge
 from tests.data.implementations import IMPLEMENTATIONS
@@ -137,7 +136,7 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
 def test_orders_and_blends_are_megatron_cores(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_helpers, "compiled", module)
+    monkeypatch.setattr(indexed_dataset, "compiled", module)
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
     assert [order for order, _ in found] == golden["orders"]

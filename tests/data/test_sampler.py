@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
-from megatron.data.sampler import MicroBatchStream, permute
+from megatron.data.sampler import MicroBatch, MicroBatchStream, permute
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.engine import buckets as engine_buckets
-from megatron.engine.buckets import Bucket, WeightGather, sum_of_squares
+from megatron.engine import gradients as engine_gradients
+from megatron.engine.gradients import Bucket, WeightGather, sum_of_squares
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Group, Topology
@@ -60,7 +60,9 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
     parameters = unique_parameters(chunk)
     with torch.no_grad():
         loss, logits = chunk(batch, None), chunk.logits(batch, None)
-        monkeypatch.setattr(engine_buckets, "gather_from_owners", lambda bucket, _: [Late(bucket)])
+        monkeypatch.setattr(
+            engine_gradients, "gather_from_owners", lambda bucket, _: [Late(bucket)]
+        )
         gather = WeightGather(buckets_of(parameters), Group((0, 1), 0), [chunk], overlap=True)
         gather.start()
         assert all(p.isnan().any() for p in parameters), "nothing is waited for before it is needed"
@@ -82,7 +84,7 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """Of the model as of a module within: what is saved must not be the weights of the step
     before.
     """
-    monkeypatch.setattr(engine_buckets, "gather_from_owners", lambda bucket, _: [Late(bucket)])
+    monkeypatch.setattr(engine_gradients, "gather_from_owners", lambda bucket, _: [Late(bucket)])
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
     gather = WeightGather(
         buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True

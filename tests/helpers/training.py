@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.pieces import load_pieces
-from megatron.data.batch import MicroBatch, make_micro_batch
+from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import DEFAULT_ORDER
 from tests.helpers.groups import join

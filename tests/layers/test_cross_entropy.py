@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.layers.vocabulary_loss import vocab_parallel_cross_entropy
+from megatron.layers.vocabulary import vocab_parallel_cross_entropy
 from megatron.parallel.sharding import shard
 from megatron.parallel.topology import Group
 from tests.helpers.groups import join

@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.layers.context import LayerContext, ParameterFactory, normal
-from megatron.layers.embedding import (
+from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
     word_embedding_weight,
 )
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

@@ -24,7 +24,7 @@ from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import RotaryEmbedding
 from megatron.layers.transformer import MLP, Norm, TransformerLayer, bias_dropout_add
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink
 from tests.helpers.fusions import Operators, context
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

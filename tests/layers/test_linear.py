@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.sink import GradientSink
+from megatron.parallel.sharding import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch, make_micro_batch
+from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology

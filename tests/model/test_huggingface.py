@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology

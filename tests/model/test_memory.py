@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.model.gpt import build_chunks, stages_of
 from megatron.parallel.topology import Layout, Topology
 from megatron.planner.events import Give, Part, Take

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import sink as module
-from megatron.parallel.sink import GradientSink, deliver, sink_of
+from megatron.parallel import sharding as module
+from megatron.parallel.sharding import GradientSink, deliver, sink_of
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -16,10 +16,9 @@ import torch
 
 from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.flight import Call, FlightRecorder, FlightState
-from megatron.parallel.sink import WeightGradients
+from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
-from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
-from megatron.pipeline.executor import Executor
+from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange, Executor
 from megatron.pipeline.instructions import Instruction, Op
 from megatron.pipeline.orders import AnyOrder
 from megatron.pipeline.schedule import build_schedule, peak_activations

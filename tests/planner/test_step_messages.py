@@ -100,7 +100,7 @@ def test_data_parallel_messages() -> None:
 def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:
     """(call, kind of group, bytes) of everything that a rank posts in one step."""
     from megatron.parallel.flight import FlightRecorder
-    from megatron.pipeline.exchange import Exchange
+    from megatron.pipeline.executor import Exchange
 
     found: list[tuple[str, str, int]] = []
     enter, send = FlightRecorder.enter, Exchange.send

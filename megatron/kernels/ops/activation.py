@@ -147,4 +147,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     gate before value, bias [2n]. The gradient of the bias is summed in fp32. Raises KernelError for
     other kinds and shapes, and for types other than fp32, fp16 and bf16.
     """
-    return _bias_activation(x.contiguous(), None if bias is None else bias.contiguous(), kind)
+    result: Tensor = _bias_activation(
+        x.contiguous(), None if bias is None else bias.contiguous(), kind
+    )
+    return result

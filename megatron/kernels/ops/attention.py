@@ -1,6 +1,6 @@
 """Softmax of one block of causal attention scores, forward and backward, in place.
 
-The matrix products around it are torch's (megatron/layers/blocked_attention.py). For each row the
+The matrix products around it are torch's (megatron/layers/attention.py). For each row the
 backward pass keeps the logarithm of the sum of exponentials, as in Dao et al., arXiv 2205.14135,
 and recomputes the weights from it.
 

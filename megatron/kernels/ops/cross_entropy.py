@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary, or over the part of it that a tensor-parallel rank holds.
 
 `local_pass` and `gradient_` are the two halves between which a group exchanges three numbers per
-token (megatron/layers/vocabulary_loss.py); `cross_entropy` is the whole for a group of one.
+token (megatron/layers/vocabulary.py); `cross_entropy` is the whole for a group of one.
 
 Bytes moved for logits of N elements of e bytes: the local pass N e in, whatever the width of a row;
 the gradient N e in and N e out, in place. Padding columns are not read. Numbers per token (labels
@@ -254,7 +254,8 @@ def local_pass(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
     maximum. The target is 0 where the label is another rank's. Has no gradient: see `gradient_`.
     Raises KernelError for other types, shapes or layouts.
     """
-    return _cross_entropy_local(logits, labels, first, real)
+    result: Three = _cross_entropy_local(logits, labels, first, real)
+    return result
 
 
 def gradient_(
@@ -297,6 +298,7 @@ def cross_entropy(
     whole = logits if logits._base is None else logits._base
     if whole.is_leaf and logits.requires_grad:
         logits = logits.clone()
-    return _cross_entropy(
+    result: Tensor = _cross_entropy(
         logits.contiguous(), labels, first, logits.shape[-1] if real is None else real
     )[0]
+    return result

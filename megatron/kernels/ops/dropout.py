@@ -218,7 +218,10 @@ def bias_dropout_add(
     """
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    return _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
+    result: Tensor = _bias_dropout_add(
+        x.contiguous(), bias, residual, probability, seed, list(place)
+    )
+    return result
 
 
 def keyed_dropout(

@@ -318,7 +318,8 @@ def layer_norm(
     rounded if these are in fp32 beside x in 16 bits. With `one_plus` the gain is weight + 1. Raises
     KernelError for types other than fp32, fp16 and bf16, or other shapes.
     """
-    return _norm_operator(x.contiguous(), weight, bias, eps, one_plus, False)[0]
+    result: Tensor = _norm_operator(x.contiguous(), weight, bias, eps, one_plus, False)[0]
+    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
@@ -327,7 +328,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 
     Arguments and errors as for `layer_norm`.
     """
-    return _norm_operator(x.contiguous(), weight, None, eps, one_plus, True)[0]
+    result: Tensor = _norm_operator(x.contiguous(), weight, None, eps, one_plus, True)[0]
+    return result
 
 
 def add_layer_norm(

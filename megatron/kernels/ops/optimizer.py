@@ -297,4 +297,5 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
-    return _scale_and_norm_(tensors, float(factor))
+    result: Tensor = _scale_and_norm_(tensors, float(factor))
+    return result

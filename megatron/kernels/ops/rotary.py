@@ -105,4 +105,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         not (cos.requires_grad or sin.requires_grad),
         "cos and sin get no gradient; detach them",
     )
-    return _rotary(_packed(x), cos.contiguous(), sin.contiguous(), False)
+    result: Tensor = _rotary(_packed(x), cos.contiguous(), sin.contiguous(), False)
+    return result

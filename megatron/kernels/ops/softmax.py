@@ -166,7 +166,8 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     q. A query that sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
     types other than fp32, fp16 and bf16.
     """
-    return _causal_softmax(scores.contiguous(), scale)
+    result: Tensor = _causal_softmax(scores.contiguous(), scale)
+    return result
 
 
 def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
@@ -176,4 +177,5 @@ def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
     other types or shapes.
     """
-    return _masked_softmax(scores.contiguous(), mask.contiguous(), scale)
+    result: Tensor = _masked_softmax(scores.contiguous(), mask.contiguous(), scale)
+    return result

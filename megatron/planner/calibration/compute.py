@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.config.parallel import RecomputeConfig
-from megatron.engine.buckets import sum_of_squares
+from megatron.engine.gradients import sum_of_squares
 from megatron.engine.optimizer import build_optimizer, create_state
 from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.kernels.choose import choose_fusions

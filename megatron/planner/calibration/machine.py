@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.formulas import peak_tflops
 from megatron.model.gpt import build_chunks

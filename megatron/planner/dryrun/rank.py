@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.tensors import snapshot_bytes, tensors_to_save
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.engine.deepspeed_internals import import_deepspeed
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import optimizer_state

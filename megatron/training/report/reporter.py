@@ -17,8 +17,12 @@ from megatron.config import Config
 from megatron.config.files import LoggingConfig
 from megatron.data.ledger import Ledger
 from megatron.errors import ConfigError
-from megatron.training.report.metrics import IterationReport, MetricsFile, StepRecord
-from megatron.training.report.timers import StragglerReport
+from megatron.training.report.metrics import (
+    IterationReport,
+    MetricsFile,
+    StepRecord,
+    StragglerReport,
+)
 from megatron.training.run.batches import Progress
 
 _GROWTH = 1.05  # of memory since it was last reported, which is worth another line

@@ -24,11 +24,10 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data import index_cache
-from megatron.data.batch import MicroBatch
 from megatron.data.datasets import Datasets, data_prefixes
 from megatron.data.file_lock import flush_to_disk, temporary_name
 from megatron.data.gpt_dataset import TokenDataset
-from megatron.data.sampler import MicroBatchStream
+from megatron.data.sampler import MicroBatch, MicroBatchStream
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Topology
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology

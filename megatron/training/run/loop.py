@@ -10,18 +10,17 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.sampler import MicroBatch
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
 from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
-from megatron.training.run.state import Run
+from megatron.training.run.state import Run, Spike, StepUnderWay
 from megatron.training.run.stopping import Stop
-from megatron.training.safety.bad_steps import check_step, roll_back
-from megatron.training.safety.rules import Spike, StepUnderWay
+from megatron.training.safety.bad_steps import count_skip, roll_back
 
 
 def train(run: Run) -> Stop | None:
@@ -217,7 +216,10 @@ def finish_step(run: Run) -> StepRecord | None:
     if under_way is None:
         return None
     result = run.engine.finish_step()
-    check_step(run, under_way, result)
+    if result.skipped:
+        count_skip(run, under_way, result)
+    else:
+        run.skips.reset()
     run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
     step = StepRecord(
         under_way.iteration,

@@ -38,9 +38,8 @@ from megatron.parallel.launch import Launch, detect_launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
-from megatron.training.report.metrics import Interval, Rates
+from megatron.training.report.metrics import Interval, Profiler, Rates, Stragglers, Timers
 from megatron.training.report.reporter import Reporter
-from megatron.training.report.timers import Profiler, Stragglers, Timers
 from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
 from megatron.training.run.checkpoints import (
     Saves,
@@ -60,9 +59,8 @@ from megatron.training.run.host import (
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, versions
-from megatron.training.run.state import Run
+from megatron.training.run.state import Run, SkipRules, SpikeRule
 from megatron.training.run.stopping import Agreement, JobEnd, SlurmEnd, StopRules, WallTime, requeue
-from megatron.training.safety.rules import SkipRules, SpikeRule
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes

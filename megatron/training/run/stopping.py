@@ -131,7 +131,7 @@ class StopRules:
         training, start = config.training, clock()
         self._interval, self._kill_switch = training.exit_interval, training.kill_switch_file
         self._wall_time = wall_time
-        self._minutes = lambda: (clock() - start) / 60.0
+        self._minutes: Callable[[], float] = lambda: (clock() - start) / 60.0
         limit = training.exit_duration_in_mins
         if signals.enabled:
             agreement.add("signal", lambda: signals.received)

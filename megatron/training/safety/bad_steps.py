@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.find import Found, find
-from megatron.data.batch import MicroBatch
-from megatron.data.sampler import around, merged, sample_order
+from megatron.data.sampler import MicroBatch, around, merged, sample_order
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
@@ -30,8 +29,7 @@ from megatron.parallel.sharding import sharding_of
 from megatron.training.run.batches import Progress
 from megatron.training.run.checkpoints import load_checkpoint, say_found
 from megatron.training.run.data import open_stream
-from megatron.training.run.state import Run
-from megatron.training.safety.rules import Spike, StepUnderWay
+from megatron.training.run.state import Run, Spike, StepUnderWay
 
 MOST = 5
 """How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
@@ -342,15 +340,14 @@ def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
             yield ".".join(parts), module
 
 
-def check_step(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
-    """Count the step with `result` as skipped or not. All ranks call this.
+def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
+    """Count a skipped step, before the weights change again. All ranks call this.
 
-    When too many are skipped in a row, raises TrainingError on every rank, which names the first
-    bad value.
+    After too many in a row, raises TrainingError on every rank, which names the first bad value.
     """
     skips, step = run.skips, under_way.iteration
     over = skips.are_too_many(under_way, result)
-    if result.skipped and not skips.scale_falls:
+    if not skips.scale_falls:
         run.reporter.say(
             f"WARNING: iteration {step} is skipped: loss or gradients are not finite "
             f"({skips.consecutive} in a row)"

@@ -138,7 +138,7 @@ def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
     without arguments.
     """
     from megatron.config import Config
-    from megatron.data.batch import make_micro_batch
+    from megatron.data.sampler import make_micro_batch
     from megatron.model.gpt import build_chunks
 
     topology = join()
@@ -242,7 +242,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     """Load a converted checkpoint: logits for some tokens, and the weights after one step."""
     from megatron.checkpoint.load import load, read_config
     from megatron.config import Config
-    from megatron.data.batch import MicroBatch
+    from megatron.data.sampler import MicroBatch
     from megatron.engine.engine import Engine
     from megatron.model.gpt import (
         build_chunks,

@@ -207,7 +207,7 @@ def test_cross_entropy(
 def test_a_cut_vocabulary(
     device: str, dtype: torch.dtype, data: st.DataObject, tokens: int, seed: int
 ) -> None:
-    """The parts of 2 to 4 ranks, combined as megatron/layers/vocabulary_loss.py combines them, are
+    """The parts of 2 to 4 ranks, combined as megatron/layers/vocabulary.py combines them, are
     the whole.
     """
     parts = data.draw(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline.exchange import Exchange
+from megatron.pipeline.executor import Exchange
 from megatron.planner.dryrun.rehearsal import dry_run
 from megatron.planner.memory import CATEGORIES
 from tests.helpers.launching import launch

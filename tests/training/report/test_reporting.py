@@ -19,9 +19,8 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.report.metrics import Interval, Rates, StepRecord
+from megatron.training.report.metrics import Interval, Profiler, Rates, StepRecord, Stopwatch
 from megatron.training.report.reporter import Console, TensorBoard
-from megatron.training.report.timers import Profiler, Stopwatch
 from megatron.training.run.process import run_guarded
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes

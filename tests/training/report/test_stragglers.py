@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.parallel.topology import Layout
-from megatron.training.report.timers import summarise
+from megatron.training.report.metrics import summarise
 
 
 def test_ranks_are_compared_with_those_of_their_stage() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library
 from megatron.model.gpt import build_chunks
@@ -26,8 +26,14 @@ from megatron.parallel import device_calls
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
-from megatron.training.report.metrics import Interval, Peak, Rates, StepRecord, local_loss
-from megatron.training.report.timers import Stragglers
+from megatron.training.report.metrics import (
+    Interval,
+    Peak,
+    Rates,
+    StepRecord,
+    Stragglers,
+    local_loss,
+)
 from megatron.training.run.data import PlaceholderStream
 from megatron.training.run.generate import Sampling, generate
 from megatron.training.run.host import check_kernels, masks_on_this_node, share_cores

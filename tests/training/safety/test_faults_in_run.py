@@ -86,11 +86,14 @@ def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
     from megatron.errors import TrainingError
     from megatron.training.run import loop
 
-    def check_step(run: Any, under_way: Any, *_: Any) -> None:
-        if under_way.iteration == 3:
-            raise TrainingError("NaN")
+    finish_step = loop.finish_step
 
-    loop.check_step = check_step
+    def third_fails(run: Any) -> Any:
+        if run.under_way is not None and run.under_way.iteration == 3:
+            raise TrainingError("NaN")
+        return finish_step(run)
+
+    loop.finish_step = third_fails
     with pytest.raises(TrainingError) as caught:
         run(rank, {**SMALL, **fields})
     return str(caught.value)

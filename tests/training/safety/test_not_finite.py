@@ -18,12 +18,12 @@ from megatron.config import Config
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
-from megatron.layers.vocabulary_loss import Vocabulary, vocabulary_loss
+from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import read_metrics
+from megatron.training.run.state import SkipRules, StepUnderWay
 from megatron.training.safety import bad_steps
-from megatron.training.safety.rules import SkipRules, StepUnderWay
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
@@ -276,7 +276,10 @@ def steps_until_error(
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             taken = StepUnderWay(number, 0, 0, 1, 0.1, None, [], [torch.tensor(1.0)], None)
-            bad_steps.check_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
+            if skipped:
+                bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
+            else:
+                run.skips.reset()
         except TrainingError:
             return number
     return None

@@ -21,7 +21,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import StepRecord, read_metrics
 from megatron.training.run.batches import Progress
-from megatron.training.safety.rules import Spike, SpikeRule
+from megatron.training.run.state import Spike, SpikeRule
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 
