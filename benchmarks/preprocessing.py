@@ -50,10 +50,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.data.prepare.encode import PreprocessOptions, texts_of_block
 from megatron.data.prepare.preprocess import Listeners, Totals, preprocess
 from megatron.data.prepare.sources import read_blocks
-from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import byte_letters
 from tools.build_corpus import build_corpus
+from tools.train_tokenizer import train_vocabulary
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("MEGATRON_TEST_DATA") or ROOT.parent / "shared" / "data")

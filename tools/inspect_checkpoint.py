@@ -16,17 +16,43 @@ do not count); 2 for an error, such as a path that does not exist.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.files import (
+    BOXES,
+    CONFIG,
+    MANIFEST,
+    PASSPORT,
+    STATE,
+    Manifest,
+    read_manifest,
+)
+from megatron.checkpoint.find import (
+    Checkpoint,
+    find,
+    folders,
+    iteration_of,
+    open_checkpoint,
+    read_tracker,
+    required,
+)
+from megatron.checkpoint.folder import folder_name
+from megatron.checkpoint.load import read_shards, read_whole
+from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
+from megatron.checkpoint.tensors import MASTER
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.process import as_tool
@@ -71,6 +97,351 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+PART = 1 << 24  # elements that are processed together, in float64
+_PER_FILE = 3  # damaged shards of a file that are reported one by one
+
+Count = Callable[[int], object]
+"""Called with the number of bytes that were read since the last call."""
+Change = tuple[str, Any, Any]
+"""Name, value in the first checkpoint, value in the second; ABSENT where it is missing."""
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint without the values of its tensors.
+
+    stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
+    files      bytes of all files in the folder
+    passport   provenance; empty where nothing is known
+    """
+
+    checkpoint: Checkpoint
+    stored: dict[str, Stored] = field(repr=False)
+    files: dict[str, int]
+    passport: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """The kinds of tensors that there are of each parameter."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.stored:
+            kind, _, parameter = name.partition(".")
+            found[parameter] = (*found.get(parameter, ()), kind)
+        return {
+            name: tuple(sorted(kinds, key=lambda kind: (kind != MASTER, kind)))
+            for name, kinds in found.items()
+        }
+
+    @property
+    def weights(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(
+            math.prod(s["shape"])
+            for name, s in self.stored.items()
+            if name.startswith(f"{MASTER}.")
+        )
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Layout of the job that wrote it, from the provenance or else the configuration."""
+        parallel = self.checkpoint.config.get("parallel", {})
+        fields = {
+            "tensor": "tensor_model_parallel_size",
+            "pipeline": "pipeline_model_parallel_size",
+            "data": "data_parallel_size",
+            "sequence_parallel": "sequence_parallel",
+        }
+        configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
+        layout: dict[str, Any] = self.passport.get("layout") or configured
+        return layout
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of
+    checkpoints.
+    """
+    return iteration_of(path) is not None or any(
+        (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, BOXES)
+    )
+
+
+def locate(path: Path, tag: str | None = None) -> Path:
+    """Return the checkpoint at a path: itself, or the newest good one in it, or the one that `tag`
+    names there.
+
+    Raises CheckpointError.
+    """
+    return path if tag is None and is_checkpoint(path) else required(path, find(path, tag))
+
+
+def contents(folder: Path) -> Contents:
+    """Read the small files of a checkpoint. Raises CheckpointError, naming the file, for damage."""
+    checkpoint = open_checkpoint(folder)
+    manifest = checkpoint.manifest
+    stored = read_stored(manifest)
+    if problems := incomplete(stored):
+        raise CheckpointError(f"the shard lists of {folder} are wrong: {named(problems)}")
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    passport = manifest.read_json(PASSPORT) if PASSPORT in manifest.files else {}
+    return Contents(checkpoint, dict(sorted(stored.items())), files, passport)
+
+
+def matching(found: Contents, pattern: str | None) -> list[str]:
+    """Return the names of tensors that a shell pattern matches, or whose parameters it matches;
+    None matches all.
+    """
+    return [
+        name
+        for name in found.stored
+        if pattern is None
+        or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
+    ]
+
+
+# --- norms
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64; the
+    number of the others.
+    """
+
+    norm: float
+    largest: float
+    not_finite: int
+
+
+def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
+    """Yield the norm of each tensor. Raises CheckpointError naming the file that is damaged."""
+    for name in names:
+        squares, largest, bad = 0.0, 0.0, 0
+        wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
+        for _, shard, values in read_shards(found.folder, wanted, found.stored):
+            for part in values.reshape(-1).split(PART):
+                exact = part.double()
+                finite = exact[exact.isfinite()]
+                bad += exact.numel() - finite.numel()
+                if finite.numel():
+                    squares += float(torch.dot(finite, finite))
+                    largest = max(largest, float(finite.abs().max()))
+            count(shard.length)
+        yield name, Norm(math.sqrt(squares), largest, bad)
+
+
+# --- verification
+
+
+def verify(folder: Path, count: Count = bool) -> list[str]:
+    """List what is wrong with a checkpoint, each problem with the file or tensor it is in.
+
+    Everything is checked, also after a problem was found: the manifest, the small files, every
+    shard of the data files, bytes and files that belong to nothing, and that the shards make up
+    each tensor exactly once.
+    """
+    problems: list[str] = []
+    try:
+        manifest = read_manifest(folder)
+        for name in manifest.files:
+            try:
+                manifest.read_bytes(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if not problems:
+            open_checkpoint(folder)
+        stored = read_stored(manifest)
+    except (CheckpointError, OSError) as error:
+        return list(dict.fromkeys([*problems, str(error)]))
+    problems += _data_files(folder, stored, manifest, count)
+    return problems + incomplete(stored)
+
+
+def _data_files(
+    folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count
+) -> Iterator[str]:
+    """Yield damaged shards, bytes of the data files that no shard accounts for, and files that
+    belong to nothing.
+    """
+    files: dict[str, list[tuple[int, str, Shard]]] = {}
+    for name, entry in stored.items():
+        for shard in entry["boxes"]:
+            files.setdefault(shard.file, []).append((shard.start, name, shard))
+    for file in sorted(files):
+        path, at, damaged = folder / file, 0, 0
+        if not path.is_file():
+            yield f"{path} is missing"
+            continue
+        for start, name, shard in sorted(files[file]):
+            if start > at:
+                yield f"{path} has bytes {at} to {start} that belong to no tensor"
+            elif start < at:
+                yield f"{path} has {name} at byte {start}, before the end of another tensor"
+            at = max(at, start + shard.length)
+            try:
+                for _ in read_shards(folder, [(name, shard)], stored):
+                    pass
+            except CheckpointError as error:
+                damaged += 1
+                if damaged <= _PER_FILE:
+                    yield str(error)
+            count(shard.length)
+        if damaged > _PER_FILE:
+            yield f"{path} has {damaged} damaged shards of {len(files[file])}"
+        size = path.stat().st_size
+        if size > at:
+            yield f"{path} has bytes {at} to {size} that belong to no tensor"
+    known = {MANIFEST} | files.keys() | manifest.files.keys()
+    if extra := sorted(path.name for path in folder.iterdir() if path.name not in known):
+        yield f"{folder} has files that do not belong to the checkpoint: {named(extra)}"
+
+
+def verify_tracker(directory: Path) -> list[str]:
+    """List what is wrong with the tracker file of a folder of checkpoints."""
+    tracker, there = read_tracker(directory), [folder.name for folder in folders(directory)]
+    if tracker.problem is not None:
+        return [f"{tracker.path} {tracker.problem}"]
+    if tracker.iteration is None:
+        return [f"{tracker.path} is missing"] if there else []
+    if folder_name(tracker.iteration) not in there:
+        return [f"{tracker.path} names iteration {tracker.iteration}, whose folder is missing"]
+    return []
+
+
+# --- comparison
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Difference of one tensor between two checkpoints.
+
+    elements     number of elements whose bits differ
+    of           elements of the tensor
+    largest      largest absolute difference; inf where one of them is not finite
+    relative     Euclidean norm of the difference over that of the first; inf where that is 0 or not
+                 finite
+    """
+
+    elements: int
+    of: int
+    largest: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences between two checkpoints.
+
+    only_first, only_second    tensors that only one of them has
+    kinds                      tensors of another shape or dtype
+    tensors                    tensors of other values
+    equal                      number of tensors that are the same to the bit
+    settings, state            values of the configuration, and of what else a run keeps
+    """
+
+    only_first: list[str]
+    only_second: list[str]
+    kinds: list[Change]
+    tensors: dict[str, TensorDifference]
+    equal: int
+    settings: list[Change]
+    state: list[Change]
+
+    @property
+    def same(self) -> bool:
+        """Whether tensors and state are the same; settings may differ."""
+        return not (self.only_first or self.only_second or self.kinds or self.tensors or self.state)
+
+
+def compare(
+    first: Contents, second: Contents, pattern: str | None = None, count: Count = bool
+) -> Difference:
+    """Compare two checkpoints, whatever layouts wrote them; of tensors, only those that `pattern`
+    matches.
+
+    Raises CheckpointError naming the file that is damaged.
+    """
+    names, others = matching(first, pattern), set(matching(second, pattern))
+    kinds: list[Change] = []
+    tensors: dict[str, TensorDifference] = {}
+    equal = 0
+    for name in names:
+        if name not in others:
+            continue
+        ours, theirs = first.stored[name], second.stored[name]
+        if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
+            kinds.append(
+                (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
+            )
+            continue
+        a, b = (
+            read_whole(first.folder, name, first.stored),
+            read_whole(second.folder, name, second.stored),
+        )
+        count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
+        difference = tensor_difference(a, b)
+        if difference is None:
+            equal += 1
+        else:
+            tensors[name] = difference
+    return Difference(
+        [name for name in names if name not in others],
+        sorted(others - set(names)),
+        kinds,
+        tensors,
+        equal,
+        _changes(first.checkpoint.config, second.checkpoint.config),
+        # Older versions kept the time of the save in the state.
+        _changes(*({**c.checkpoint.state, "saved_at_s": None} for c in (first, second))),
+    )
+
+
+def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
+    """Compare two tensors of one shape and dtype, in float64; None where all bits are the same."""
+    elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
+    for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
+        bytes_of = (x.numel(), x.element_size())
+        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(
+            dim=1
+        )
+        elements += int(different.sum())
+        exact, other = x.double(), y.double()
+        norm += float(torch.dot(exact, exact))
+        apart = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
+        largest = max(largest, float(apart.max())) if apart.numel() else largest
+        squares += float(torch.dot(apart, apart))
+    if not elements:
+        return None
+    relative = math.sqrt(squares) / math.sqrt(norm) if norm and math.isfinite(norm) else math.inf
+    return TensorDifference(elements, a.numel(), largest, relative)
+
+
+def _changes(first: Any, second: Any) -> list[Change]:
+    """Return the values in which two nested dicts differ, under names joined by dots.
+
+    >>> _changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": 4})
+    [('a.y', 2, 3), ('b', '(absent)', 4)]
+    """
+    ours, theirs = dict(_flat(first)), dict(_flat(second))
+    return [
+        (name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or ours[name] != theirs[name]
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
 @as_tool
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit code."""
@@ -103,7 +474,6 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Show one checkpoint and, for a folder of checkpoints, a list of all."""
-    from megatron.checkpoint.inspect import contents, is_checkpoint, locate, matching, norms
 
     there = [] if is_checkpoint(args.path) else overview(args.path)
     report: dict[str, Any] = {"checkpoints": there} if there else {}
@@ -258,7 +628,6 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Verify one checkpoint, or all of a folder and its tracker file."""
     from megatron.checkpoint.find import find, folders
-    from megatron.checkpoint.inspect import is_checkpoint, verify, verify_tracker
 
     if args.tag is not None or is_checkpoint(args.path):
         chosen, problems = [args.path if args.tag is None else tagged(args.path, args.tag)], {}
@@ -298,7 +667,6 @@ def tagged(directory: Path, tag: str) -> Path:
 
 def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Show how two checkpoints differ."""
-    from megatron.checkpoint.inspect import compare, contents, locate, matching
 
     for path in args.diff if args.tag is not None else ():
         tagged(path, args.tag)

@@ -11,16 +11,24 @@ The second form merges all data sets of a folder, sorted by name.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
-from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
+from megatron.data.indexed_dataset import TYPE_CODES, IndexedDataset, bin_path, idx_path
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare.progress import ByteProgress
+from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
 
 
@@ -41,6 +49,173 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
     return parser
+
+
+_COPY_BYTES = 1 << 22
+_BLOCK_ENTRIES = 1 << 18
+
+
+def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the data sets of a folder by name, which is Megatron's order. Other files are ignored.
+
+    Raises DataError if there is none, and for a .bin or .idx without the other.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder")
+    files = {
+        entry.name
+        for entry in path.iterdir()
+        if entry.suffix in (".bin", ".idx") and entry.is_file()
+    }
+    names = sorted({name[:-4] for name in files})
+    for name in names:
+        for suffix, other in ((".bin", ".idx"), (".idx", ".bin")):
+            if name + suffix not in files:
+                raise DataError(
+                    f"{path / name}{other} exists, but {name}{suffix} does not: complete or remove "
+                    "this data set"
+                )
+    if not names:
+        raise DataError(f"{path}: no .bin and .idx files in it")
+    return [str(path / name) for name in names]
+
+
+def merge(
+    inputs: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[int], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> IndexedDatasetWriter:
+    """Write the sequences and documents of `inputs`, one after the other, as one data set; return
+    its closed writer.
+
+    Different integer types become the smallest type that can represent all, reported with `say`.
+    The output appears when it is complete; the next merge removes leftovers of one that was killed.
+    `on_progress` gets the bytes of .bin files copied so far. Raises ConfigError if the output is
+    one of the inputs or the inputs cannot be joined, and DataError for damaged inputs and for an
+    output that cannot be written or does not fit on the disk.
+    """
+    if not inputs:
+        raise ConfigError("nothing to merge: name at least one data set")
+    _check_output(inputs, output_prefix)
+    dtypes, tokens = list[np.dtype[Any]](), 0
+    # one open at a time: there may be more than a process can have open files
+    for prefix in inputs:
+        dataset = IndexedDataset(prefix, mmap=False)
+        if dataset.modes is not None:
+            raise ConfigError(
+                f"{dataset.prefix} has modes (multimodal data), but only text can be merged"
+            )
+        dtypes.append(dataset.dtype)
+        tokens += dataset.num_tokens
+    dtype = _common_dtype(inputs, dtypes)
+    for prefix, found in zip(inputs, dtypes, strict=True):
+        if found != dtype:
+            say(
+                f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can "
+                "represent all"
+            )
+    done = 0
+    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+        _check_space(output_prefix, inputs, tokens * dtype.itemsize)
+        for prefix in inputs:
+            dataset = IndexedDataset(prefix, mmap=False)
+            _add_structure(writer, dataset)
+            for part in _tokens(dataset):
+                writer.append_tokens(part)
+                done += part.nbytes
+                on_progress(done)
+    return writer
+
+
+def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
+    """Return the bytes of the .bin files, for a progress bar; missing files count as empty."""
+    return sum(bin_path(p).stat().st_size for p in inputs if bin_path(p).is_file())
+
+
+def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    targets = {os.path.realpath(bin_path(output)), os.path.realpath(idx_path(output))}
+    for prefix in inputs:
+        if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
+            raise ConfigError(
+                f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose "
+                "another name, or "
+                f"another folder if the inputs are all of a folder"
+            )
+
+
+def _common_dtype(
+    inputs: Sequence[str | os.PathLike[str]], dtypes: Sequence[np.dtype[Any]]
+) -> np.dtype[Any]:
+    kinds = {
+        dtype.kind == "f": (os.fspath(prefix), dtype)
+        for prefix, dtype in zip(inputs, dtypes, strict=True)
+    }
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{kinds[False][0]} has tokens of type {kinds[False][1]} and {kinds[True][0]} of type "
+            f"{kinds[True][1]}: "
+            f"integers and floats cannot be merged without loss"
+        )
+    dtype = np.result_type(*dtypes).newbyteorder("<")
+    assert dtype in TYPE_CODES, f"{dtype} is no type of the format"
+    return dtype
+
+
+def _check_space(
+    output: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], token_bytes: int
+) -> None:
+    folder = Path(os.path.abspath(output)).parent
+    # For a moment the parts of the index exist twice: in their own files and joined.
+    needed = token_bytes + 2 * sum(idx_path(prefix).stat().st_size for prefix in inputs)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} "
+            "GB: make room or "
+            f"choose another --output-prefix; nothing was written"
+        )
+
+
+def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> None:
+    """Append sizes and document ends. Raises DataError for a damaged .idx."""
+    dataset.check(0, len(dataset))
+    before, last = writer.num_sequences, 0
+    for start in range(0, len(dataset), _BLOCK_ENTRIES):
+        writer.append_sequences(dataset.sizes[start : start + _BLOCK_ENTRIES])
+    for start in range(1, len(dataset.document_indices), _BLOCK_ENTRIES):
+        ends = dataset.document_indices[start : start + _BLOCK_ENTRIES].astype(np.int64)
+        wrong = (np.diff(ends, prepend=last) < 0) | (ends > len(dataset))
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{idx_path(dataset.prefix)}: document {start + at - 1} ends before sequence "
+                f"{ends[at]}, which is "
+                f"before its start or beyond the last of {len(dataset)}: the file is damaged"
+            )
+        last = int(ends[-1])
+        writer.append_document_ends(before + ends)
+
+
+def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
+    """Yield all tokens in pieces."""
+    path, left = bin_path(dataset.prefix), dataset.num_tokens
+    try:
+        with path.open("rb") as file:
+            while left:
+                part = np.fromfile(
+                    file, dataset.dtype, min(_COPY_BYTES // dataset.dtype.itemsize, left)
+                )
+                left -= len(part)
+                if not len(part):
+                    raise DataError(
+                        f"{path}: ends {left} tokens early: it was truncated while being merged"
+                    )
+                yield part
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 @as_tool

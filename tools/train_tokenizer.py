@@ -10,15 +10,19 @@ Use the model with --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, real, whole
-from megatron.data.prepare.vocabulary import train_vocabulary
+from megatron.data.file_lock import renamed_into
+from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
 
 
@@ -57,6 +61,101 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)"
     )
     return parser
+
+
+# Control symbols <unk>, <s>, </s>, a newline, a tab and 256 bytes are always in the vocabulary.
+MIN_VOCAB_SIZE = 300
+_MAX_LINE_BYTES = 4000
+
+
+def train_vocabulary(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    vocab_size: int = 4096,
+    json_key: str = "text",
+    sample_bytes: int = 4_000_000,
+    num_threads: int = 2,
+    seed: int = 1234,
+) -> int:
+    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file;
+    return its size.
+
+    Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
+    give the same model. Text is not normalised, white space is kept, and characters without a piece
+    are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
+    mark for a space, becomes a space. Raises DataError for unusable input, ConfigError for a
+    vocabulary that the text cannot fill.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
+    import sentencepiece
+
+    documents = list(_texts(inputs, json_key))
+    random.Random(seed).shuffle(documents)
+    lines = _sample_lines(documents, sample_bytes)
+    if not lines:
+        raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0 if sum(map(len, lines)) < 100_000 else 0.9995,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=["\n", "\t"],
+            max_sentence_length=1 << 20,
+            shuffle_input_sentence=False,
+            num_threads=num_threads,
+            minloglevel=1,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of "
+            f"text: {error}"
+        ) from error
+    path = Path(output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with renamed_into(path) as file:
+            file.write(model.getvalue())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    return vocab_size
+
+
+def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[str]:
+    from megatron.data.prepare.encode import PreprocessOptions, texts_of_block
+    from megatron.data.prepare.sources import read_blocks
+
+    options = PreprocessOptions(tokenizer={}, json_keys=(json_key,))
+    for block in read_blocks(inputs, json_keys=(json_key,)):
+        yield from texts_of_block(block, options)[0]
+
+
+def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
+    """Return lines of the first documents, up to `sample_bytes`. Newlines are symbols, so no piece
+    spans lines.
+    """
+    lines: list[str] = []
+    size = 0
+    for document in documents:
+        for line in document.split("\n"):
+            encoded = len(line.encode())
+            # Tabs are symbols too, and reserved in training. A long line is data, not text.
+            if line.strip() and encoded <= _MAX_LINE_BYTES:
+                lines += [part for part in line.split("\t") if part]
+                size += encoded
+            if size >= sample_bytes:
+                return lines
+    return lines
 
 
 @as_tool

@@ -16,7 +16,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import write_manifest
-from megatron.checkpoint.inspect import (
+from megatron.checkpoint.load import read_whole
+from megatron.errors import CheckpointError
+from tests.checkpoint.made import PASSPORT, make, tensors
+from tools.inspect_checkpoint import (
     TensorDifference,
     compare,
     contents,
@@ -27,9 +30,6 @@ from megatron.checkpoint.inspect import (
     verify,
     verify_tracker,
 )
-from megatron.checkpoint.load import read_whole
-from megatron.errors import CheckpointError
-from tests.checkpoint.made import PASSPORT, make, tensors
 
 VALUES = tensors()
 

@@ -17,13 +17,13 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.inspect import contents, verify, verify_tracker
 from megatron.checkpoint.load import read_whole
 from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for
+from tools.inspect_checkpoint import contents, verify, verify_tracker
 
 TRACKER = "latest_checkpointed_iteration.txt"
 KEPT = {"keep_last": 2}

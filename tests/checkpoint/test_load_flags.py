@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.inspect import contents
 from megatron.checkpoint.load import read_whole
 from megatron.training.report.metrics import read_metrics
 from tests.helpers.processes import run_processes
+from tools.inspect_checkpoint import contents
 
 pytestmark = pytest.mark.slow
 

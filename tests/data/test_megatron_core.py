@@ -28,9 +28,9 @@ from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.prepare.merge import merge
 from tests.data.implementations import IMPLEMENTATIONS
 from tests.helpers.launching import ROOT
+from tools.merge_datasets import merge
 
 VERSION = "0.16.1"
 GOLDEN = Path(__file__).with_name("core_golden.json")

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from megatron.data.indexed_dataset import map_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.prepare import inspect as library
-from megatron.data.prepare.inspect import count_lengths, decode_leniently, inspect
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from tests.data.struct_format import Documents, packed
 from tools import inspect_dataset
+from tools import inspect_dataset as library
+from tools.inspect_dataset import count_lengths, decode_leniently, inspect
 
 Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.prepare import merge as library
-from megatron.data.prepare.merge import merge, prefixes_in
 from megatron.errors import ConfigError, DataError
 from tests.data.forks import MOMENTS, killed_at_each
 from tests.data.struct_format import Documents, packed, unpacked
 from tools import merge_datasets
+from tools import merge_datasets as library
+from tools.merge_datasets import merge, prefixes_in
 
 
 def write(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import ConfigError, DataError
+from tools.train_tokenizer import train_vocabulary
 
 
 @pytest.fixture(scope="module")
