@@ -160,7 +160,7 @@ def test_our_own_format(
             for arguments in (
                 [root, "--verify"],
                 [root],
-                [bad, "--norms", "--passport"],
+                [bad, "--norms", "--provenance"],
                 ["--diff", bad, good],
             ):
                 assert inspect(list(map(str, arguments))) in (0, 1)

@@ -32,10 +32,10 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.files import (
-    BOXES,
     CONFIG,
     MANIFEST,
-    PASSPORT,
+    PROVENANCE,
+    SHARD_INDEX,
     STATE,
     Manifest,
     read_manifest,
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--match", metavar="PATTERN", help="only tensors whose name matches; * and ? are wildcards"
     )
     parser.add_argument(
-        "--passport",
+        "--provenance",
         action="store_true",
         help="show provenance: versions, layout, data, command line",
     )
@@ -113,13 +113,13 @@ class Contents:
 
     stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
     files      bytes of all files in the folder
-    passport   provenance; empty where nothing is known
+    provenance   provenance; empty where nothing is known
     """
 
     checkpoint: Checkpoint
     stored: dict[str, Stored] = field(repr=False)
     files: dict[str, int]
-    passport: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def folder(self) -> Path:
@@ -157,7 +157,7 @@ class Contents:
             "sequence_parallel": "sequence_parallel",
         }
         configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
-        layout: dict[str, Any] = self.passport.get("layout") or configured
+        layout: dict[str, Any] = self.provenance.get("layout") or configured
         return layout
 
 
@@ -166,7 +166,7 @@ def is_checkpoint(path: Path) -> bool:
     checkpoints.
     """
     return iteration_of(path) is not None or any(
-        (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, BOXES)
+        (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, SHARD_INDEX)
     )
 
 
@@ -187,8 +187,8 @@ def contents(folder: Path) -> Contents:
     if problems := incomplete(stored):
         raise CheckpointError(f"the shard lists of {folder} are wrong: {named(problems)}")
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    passport = manifest.read_json(PASSPORT) if PASSPORT in manifest.files else {}
-    return Contents(checkpoint, dict(sorted(stored.items())), files, passport)
+    provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
+    return Contents(checkpoint, dict(sorted(stored.items())), files, provenance)
 
 
 def matching(found: Contents, pattern: str | None) -> list[str]:
@@ -463,7 +463,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
                 "checkpoints"
             )
     if args.diff is not None:
-        if args.verify or args.norms or args.passport:
+        if args.verify or args.norms or args.provenance:
             raise ConfigError("--diff can be combined with --match, --tag and --json only")
         return show_difference(args)
     return check(args) if args.verify else show(args)
@@ -497,7 +497,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     check_match(args.match, names)
     described = describe(found)
     if not args.json:
-        shown = {k: v for k, v in described.items() if k != "passport" or args.passport}
+        shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
         table(f"{folder}", ("", ""), [(name, plain_text(value)) for name, value in shown.items()])
     measured: dict[str, Any] = {}
     problem = None
@@ -517,7 +517,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         name: {
             "shape": list(found.stored[name]["shape"]),
             "dtype": found.stored[name]["dtype"],
-            "boxes": len(found.stored[name]["boxes"]),
+            "shards": len(found.stored[name]["boxes"]),
             "bytes": read_bytes(found, [name]),
             "files": sorted({shard.file for shard in found.stored[name]["boxes"]}),
             **(vars(measured[name]) if name in measured else {}),
@@ -584,7 +584,7 @@ def describe(found: Any) -> dict[str, Any]:
         "model": {name: value for name, value in model.items() if value is not None},
         "state": state["state"],
         "engine": state["engine"],
-        "passport": found.passport,
+        "provenance": found.provenance,
     }
 
 

@@ -33,8 +33,8 @@ import xxhash
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes
 
-STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
-MANIFEST, PASSPORT = "manifest.json", "passport.json"
+STATE, CONFIG, METADATA, SHARD_INDEX = "state.json", "config.json", ".metadata", "boxes.json"
+MANIFEST, PROVENANCE = "manifest.json", "passport.json"
 FORMAT = 3
 
 Written = tuple[int, str]

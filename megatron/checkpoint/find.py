@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import (
-    BOXES,
     CONFIG,
     FORMAT,
     MANIFEST,
+    SHARD_INDEX,
     STATE,
     Manifest,
     read_manifest,
@@ -237,7 +237,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 + (f". It looks foreign: {_CONVERT}" if any(map(_FOREIGN.fullmatch, names)) else "")
             )
         manifest = read_manifest(folder)
-        lacking = {STATE, CONFIG, BOXES} - manifest.files.keys()
+        lacking = {STATE, CONFIG, SHARD_INDEX} - manifest.files.keys()
         if lacking:
             raise CheckpointError(
                 f"the manifest of {folder} does not list {', '.join(sorted(lacking))}"

@@ -23,7 +23,7 @@ from megatron.checkpoint.files import (
     FORMAT,
     MANIFEST,
     METADATA,
-    PASSPORT,
+    PROVENANCE,
     STATE,
     Written,
     file_digest,
@@ -161,14 +161,14 @@ class Saver:
         iteration: int,
         engine: Engine,
         state: dict[str, Any],
-        passport: Any = None,
+        provenance: Any = None,
         background: bool = False,
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
         state       the caller's own counters, JSON-ready and the same on every rank; `load` returns
                     them
-        passport    provenance of the run, JSON-ready; that of rank 0 is written
+        provenance    provenance of the run, JSON-ready; that of rank 0 is written
         background  copy the state to host memory, which takes as much as a rank's part of it, and
                     let a thread write the copy. Returns None as soon as the copy is made: from then
                     on the engine may change. `commit` completes the checkpoint.
@@ -183,7 +183,7 @@ class Saver:
         try:
             with together(self._topology, pending.what):
                 texts = _texts(
-                    iteration, self._config, state, engine.scalars(), self._optimizer, passport
+                    iteration, self._config, state, engine.scalars(), self._optimizer, provenance
                 )
                 tensors = tensors_to_save(engine, self._topology, self._optimizer)
                 pending.tensors = self._snapshot.take(tensors) if background else tensors
@@ -322,7 +322,7 @@ def save(
     topology: Topology,
     config: Any,
     state: dict[str, Any],
-    passport: Any = None,
+    provenance: Any = None,
 ) -> Path:
     """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks
     call it.
@@ -330,7 +330,7 @@ def save(
     Arguments and errors are those of `Saver`.
     """
     saver = Saver(directory, topology, config)
-    saved = saver.start(iteration, engine, state, passport)
+    saved = saver.start(iteration, engine, state, provenance)
     saver.finish()
     assert saved is not None, "it was not written in the background"
     return saved.folder
@@ -348,7 +348,7 @@ def _texts(
     state: Mapping[str, Any],
     scalars: Mapping[str, Any],
     optimizer: bool,
-    passport: Any,
+    provenance: Any,
 ) -> dict[str, str]:
     """Return the small files that are known when a save starts, by name."""
     contents = {
@@ -361,7 +361,7 @@ def _texts(
     return {
         STATE: to_json(contents, "the state of the training loop"),
         CONFIG: to_json(plain(config), "the configuration"),
-        PASSPORT: to_json({} if passport is None else passport, "the provenance"),
+        PROVENANCE: to_json({} if provenance is None else provenance, "the provenance"),
     }
 
 
@@ -486,7 +486,7 @@ def write_offline(
     state: Mapping[str, Any],
     scalars: Mapping[str, Any],
     optimizer: bool,
-    passport: Mapping[str, Any],
+    provenance: Mapping[str, Any],
 ) -> Path:
     """Write DIRECTORY/iter_NNNNNNN from whole tensors, make it the last checkpoint, and return its
     path.
@@ -498,13 +498,13 @@ def write_offline(
     state      counters of the training loop
     scalars    those of the engine: optimizer_step, skipped_steps, loss_scale
     optimizer  whether its state is among the tensors
-    passport   provenance of the checkpoint, JSON-ready
+    provenance   provenance of the checkpoint, JSON-ready
 
     Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no
     checkpoint has appeared.
     """
     folder = Path(directory).absolute() / folder_name(iteration)
-    texts = _texts(iteration, config, dict(state), dict(scalars), optimizer, dict(passport))
+    texts = _texts(iteration, config, dict(state), dict(scalars), optimizer, dict(provenance))
     temporary = None
     try:
         temporary = start_folder(folder)

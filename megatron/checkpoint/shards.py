@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.checkpoint.files import BOXES, Manifest, Written, write_text
+from megatron.checkpoint.files import SHARD_INDEX, Manifest, Written, write_text
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name
 
@@ -187,8 +187,8 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
     for number, part in enumerate(parts):
         for name in part:
             pieces.setdefault(name, []).append(number)
-    return BOXES, write_text(
-        folder / BOXES, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n"
+    return SHARD_INDEX, write_text(
+        folder / SHARD_INDEX, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n"
     )
 
 
@@ -214,11 +214,11 @@ def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
 
 def read_index(manifest: Manifest) -> dict[str, list[int]]:
     """Return the pieces that list each tensor of a checkpoint, by name. Raises CheckpointError."""
-    listed = manifest.read_json(BOXES).get("pieces")
+    listed = manifest.read_json(SHARD_INDEX).get("pieces")
     if not isinstance(listed, dict) or not all(
         isinstance(n, list) and all(map(is_count, n)) for n in listed.values()
     ):
-        raise _damaged(manifest, BOXES)
+        raise _damaged(manifest, SHARD_INDEX)
     return listed
 
 
@@ -241,7 +241,7 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
         for p in parts
         for n, s in p.items()
     ):
-        raise _damaged(manifest, BOXES)
+        raise _damaged(manifest, SHARD_INDEX)
     return stored
 
 

@@ -16,7 +16,7 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.shards import check_complete, merged, totals, write_index, write_piece
 from megatron.checkpoint.writer import ShardWriter
 
-PASSPORT = {
+PROVENANCE = {
     "layout": {"world": 2, "tensor": 1, "pipeline": 1, "data": 2},
     "versions": {"torch": "1.2"},
 }
@@ -73,7 +73,7 @@ def make(
     small = {
         "state.json": contents,
         "config.json": dict(config or {"model": {"num_layers": 1}}),
-        "passport.json": PASSPORT,
+        "passport.json": PROVENANCE,
     }
     for name, content in small.items():
         write_text(folder / name, json.dumps(content))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.files import CONFIG, PASSPORT, STATE, read_manifest
+from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.save import write_offline
 from megatron.checkpoint.shards import read_stored
@@ -41,7 +41,7 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
         state={"iteration": iteration},
         scalars={"optimizer_step": 2},
         optimizer=False,
-        passport={"from": "a test"},
+        provenance={"from": "a test"},
     )
 
 
@@ -60,7 +60,7 @@ def test_boxes_and_files_of_any_size(
     for name in manifest.files:
         manifest.read_bytes(name)
     assert manifest.read_json(STATE)["state"] == {"iteration": 3} and manifest.read_json(
-        PASSPORT
+        PROVENANCE
     ) == {"from": "a test"}
     assert manifest.read_json(CONFIG)["model"]["num_layers"] == 2
     stored = read_stored(manifest)

@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.load import read_whole
 from megatron.errors import CheckpointError
-from tests.checkpoint.made import PASSPORT, make, tensors
+from tests.checkpoint.made import PROVENANCE, make, tensors
 from tools.inspect_checkpoint import (
     TensorDifference,
     compare,
@@ -41,7 +41,7 @@ def test_contents(tmp_path: Path) -> None:
     assert {name: tuple(s["shape"]) for name, s in found.stored.items()} == shapes
     assert found.weights == 30 + 7 + 24
     assert found.parameters["embedding.weight"] == ("master", "exp_avg", "exp_avg_sq")
-    assert found.passport == PASSPORT and found.layout["data"] == 2
+    assert found.provenance == PROVENANCE and found.layout["data"] == 2
     for name, value in VALUES.items():
         assert torch.equal(read_whole(found.folder, name, found.stored), value)
     assert verify(found.folder) == []

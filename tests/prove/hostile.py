@@ -97,7 +97,7 @@ TARGETS: Sequence[Target] = (
         "deepspeed",
     ),
     ("tools/generate_text.py", "--load {f}/run --prompt 5 --tokens 2", "spoken"),
-    ("tools/inspect_checkpoint.py", "{f}/run --norms --passport", "run"),
+    ("tools/inspect_checkpoint.py", "{f}/run --norms --provenance", "run"),
     ("tools/inspect_checkpoint.py", "{f}/run --verify --json", "run"),
     ("tools/inspect_checkpoint.py", "--diff {f}/run/iter_0000001 {f}/run/iter_0000002", "run"),
     ("tools/inspect_checkpoint.py", "{f}/run --verify", "legacy"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,19 +11,9 @@ import pytest
 import torch
 
 from tests.checkpoint.made import make, tensors
-from tests.helpers.launching import ROOT
+from tools import inspect_checkpoint
 
 VALUES = tensors()
-
-
-def tool() -> Any:
-    specification = importlib.util.spec_from_file_location(
-        "inspect_checkpoint", ROOT / "tools/inspect_checkpoint.py"
-    )
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 Run = Any  # Callable[..., tuple[int, str]]
@@ -33,7 +22,7 @@ Run = Any  # Callable[..., tuple[int, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the tool: (exit code, output)."""
-    main = tool().main
+    main = inspect_checkpoint.main
 
     def call(*arguments: object) -> tuple[int, str]:
         code = main([str(a) for a in arguments])
@@ -62,10 +51,10 @@ def test_contents(tmp_path: Path, run: Run) -> None:
     assert row.split() == expected.split()
     assert any(line.split() == ["parameters", "61"] for line in lines)
     assert any(line.split() == ["iteration", "100"] for line in lines)
-    assert '"torch": "1.2"' not in output and '"torch": "1.2"' in run(folder, "--passport")[1]
+    assert '"torch": "1.2"' not in output and '"torch": "1.2"' in run(folder, "--provenance")[1]
     code, output = run(folder, "--json")
     found = json.loads(output)
-    assert found["checkpoint"]["passport"]["versions"] == {"torch": "1.2"}
+    assert found["checkpoint"]["provenance"]["versions"] == {"torch": "1.2"}
     assert found["tensors"]["master.embedding.weight"]["shape"] == [10, 3]
 
 

@@ -207,12 +207,12 @@ def _check_names(source: Source, shapes: Mapping[str, Any]) -> None:
 def convert(
     plan: Plan,
     directory: str | os.PathLike[str],
-    passport: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
-    passport   provenance to be kept beside that of the source
+    provenance   provenance to be kept beside that of the source
     progress   called with (parameters written, all parameters)
 
     Raises CheckpointError when the optimizer's masters are not those of the weights, or when it
@@ -248,7 +248,7 @@ def convert(
             state=state,
             scalars=scalars,
             optimizer=plan.optimizer,
-            passport={**(passport or {}), "converted_from": origin},
+            provenance={**(provenance or {}), "converted_from": origin},
         )
 
 

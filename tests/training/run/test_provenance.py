@@ -43,24 +43,24 @@ def write(prefix: Path, documents: list[int]) -> str:
     return str(prefix)
 
 
-def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
+def test_a_provenance_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", [5, 7])
     places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
-    passport = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
+    provenance = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
     assert (
-        passport["program"]["version"] in (megatron.__version__, None)
-        and passport["iteration"] == 40
+        provenance["program"]["version"] in (megatron.__version__, None)
+        and provenance["iteration"] == 40
     )
     assert (
-        passport["versions"]["torch"] == torch.__version__
-        and passport["versions"]["numpy"] == np.__version__
+        provenance["versions"]["torch"] == torch.__version__
+        and provenance["versions"]["numpy"] == np.__version__
     )
-    layout = passport["layout"]
+    layout = provenance["layout"]
     assert (layout["world"], layout["tensor"], layout["pipeline"], layout["data"]) == (4, 2, 1, 2)
-    assert passport["nodes"] == ["frontier1", "frontier2"]
-    assert passport["git"].keys() >= {"revision", "dirty"}
-    assert [data["prefix"] for data in passport["data"]] == [prefix]
-    assert passport["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
+    assert provenance["nodes"] == ["frontier1", "frontier2"]
+    assert provenance["git"].keys() >= {"revision", "dirty"}
+    assert [data["prefix"] for data in provenance["data"]] == [prefix]
+    assert provenance["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
     assert Provenance(config(prefix), topology(rank=1))(40) == {}
 
 

@@ -34,7 +34,7 @@ class FakeSaver:
             raise CheckpointError(f"{call}: ENOSPC")
 
     def start(
-        self, iteration: int, engine: Any, state: Any, passport: Any, background: bool
+        self, iteration: int, engine: Any, state: Any, provenance: Any, background: bool
     ) -> Any:
         assert not self.pending, "a save was under way"
         self._do("start", iteration, background)
