@@ -38,8 +38,11 @@ OWN_FLAGS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """What one spelling does. kind: 'value', 'set' (to `value`), 'weak' (set unless another flag
-    does), 'translated', 'foreign' or 'own'."""
+    """Meaning of one spelling.
+
+    kind: 'value', 'set' (to `value`), 'weak' (set unless another flag sets it), 'translated',
+    'foreign' or 'own'.
+    """
 
     kind: str
     option: Option | None = None
@@ -49,13 +52,13 @@ class Flag:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the settings that it may give."""
+        """Return the names of the settings that it may set."""
         return self.translated if self.option is None else (self.option.name,)
 
 
 @functools.cache
 def settings_flags() -> Mapping[str, Flag]:
-    """Every spelling that gives a setting. One that two settings claim is a mistake of ours."""
+    """Return every spelling that sets a setting, with its meaning."""
     table: dict[str, Flag] = {}
 
     def add(spelling: str, flag: Flag) -> None:
@@ -84,9 +87,7 @@ def settings_flags() -> Mapping[str, Flag]:
 
 
 class _AllFlags(Mapping[str, Flag]):
-    """Every accepted spelling. Those that are no settings are looked up in their file, and only
-    when asked for.
-    """
+    """Mapping of every accepted spelling. Foreign flags are looked up in their file on demand."""
 
     def __getitem__(self, spelling: str) -> Flag:
         flag = settings_flags().get(spelling)
@@ -106,14 +107,14 @@ class _AllFlags(Mapping[str, Flag]):
 
 
 def flag_table() -> Mapping[str, Flag]:
-    """Every spelling that a command line may have."""
+    """Return every spelling that a command line may contain."""
     return _AllFlags()
 
 
 @dataclass
 class Scanned:
-    """The words of a command line, by flag. `flags` has each spelling once, with the words of its
-    last use.
+    """Words of a command line by flag. `flags` has each spelling once, with the words of its last
+    use.
     """
 
     flags: dict[str, list[str]]
@@ -121,14 +122,14 @@ class Scanned:
 
 
 def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
-    """Give a tool the option of a model by name; `more`: other names that it takes."""
+    """Add the option --preset to a tool's parser. `more` names further accepted values."""
     text = f"the model: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py win over its values"
     parser.add_argument("--preset", "--model", metavar="NAME", help=text)
 
 
 def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
-    """The flags of pretrain_gpt.py with the preset that a tool was given. Raises ConfigError for
-    two presets.
+    """Return the training flags with a tool's preset in front. Raises ConfigError for two
+    presets.
     """
     if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
         raise ConfigError(f"--preset {name} stands beside another --preset: give one")
@@ -136,9 +137,7 @@ def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The words of a tool, and after the first -- the flags of pretrain_gpt.py. None: the words of
-    this process.
-    """
+    """Split a tool's words at the first --: its own, and the training flags. None: sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -174,8 +173,8 @@ def scan(argv: Sequence[str]) -> Scanned:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word is meant as a flag: it begins with a dash, is no negative number, and no text
-    with spaces.
+    """Return whether a word is a flag: it begins with a dash, and is neither a negative number nor
+    text with spaces.
     """
     return (
         word.startswith("-")
@@ -188,9 +187,9 @@ def _is_flag(word: str) -> bool:
 def parse_command_line(
     argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
 ) -> tuple[Config, list[str]]:
-    """(configuration, notices) of a training command line.
+    """Return the configuration of a training command line, and its notices.
 
-    world_size: processes that the launcher started; None when there is no launcher. --help and
+    world_size: number of processes that the launcher started; None without a launcher. --help and
     --print-config print and raise SystemExit(0). Raises ConfigError with all problems as a numbered
     list.
     """
@@ -214,15 +213,17 @@ def parse_command_line(
 
 
 def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
-    """The configuration of a command line that is looked at before a launch: --world-size says how
-    many processes there will be, and what only a run needs (data, a length, a learning rate) may be
-    absent. Raises ConfigError."""
+    """Return the configuration of a command line for planning, before a launch.
+
+    --world-size gives the number of processes. Settings that only a run needs (data, length,
+    learning rate) may be absent. Raises ConfigError.
+    """
     return finish(read_settings(argv, pieces))
 
 
 def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
-    """What a command line chooses, a preset's values included: not yet resolved; what is wrong is
-    among `problems`.
+    """Return the settings that a command line chooses, including those of a preset, before they are
+    resolved. Problems are collected in `problems`.
     """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
@@ -233,9 +234,7 @@ def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
 def parse_args(
     argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
 ) -> Config:
-    """The configuration of a training command line, with pieces of one's own; see
-    parse_command_line.
-    """
+    """Return the configuration of a training command line; see parse_command_line."""
     return parse_command_line(argv, world_size, pieces)[0]
 
 
@@ -292,8 +291,8 @@ def _give_pieces(settings: Settings, words: list[str]) -> None:
 def _chosen_values(
     settings: Settings, flags: Mapping[str, list[str]]
 ) -> dict[str, tuple[str, Any]]:
-    """setting -> (flag as written, value). Two flags that give one setting different values are a
-    problem.
+    """Return (flag as written, value) by setting. Two flags with different values for a setting are
+    a problem.
     """
     chosen: dict[str, tuple[str, Any]] = {}
     weak: dict[str, tuple[str, Any]] = {}
@@ -317,7 +316,7 @@ def _chosen_values(
 
 
 def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> dict[str, Any]:
-    """The settings that one flag gives; what is wrong with its words is noted."""
+    """Return the settings that one flag sets. Invalid words are recorded as problems."""
     direct = DIRECT.get(spelling)
     names = (
         direct.settings
@@ -363,7 +362,7 @@ def _value(flag: Flag, words: list[str]) -> Any:
 
 
 def _foreign(settings: Settings, spelling: str, foreign: Foreign, words: list[str]) -> None:
-    """A flag that is no setting: a notice or a problem."""
+    """Record a notice or a problem for a flag that is not a setting."""
 
     def value_of(name: str) -> Any:
         return settings.given.get(name, all_options()[name].default)
@@ -381,8 +380,8 @@ def _foreign(settings: Settings, spelling: str, foreign: Foreign, words: list[st
 
 
 def command_line_of(config: Config) -> list[str]:
-    """A command line that gives the same configuration: only what was chosen, in the order of the
-    sections.
+    """Return a command line for the same configuration, with the chosen settings only, by
+    section.
     """
     argv: list[str] = []
     for name, option in all_options().items():

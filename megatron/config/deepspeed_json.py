@@ -1,18 +1,17 @@
-"""Merge a DeepSpeed JSON into the settings.
+"""Merging of a DeepSpeed JSON into the settings.
 
-"auto" leaves a value to the command line. A value that only the JSON has is taken over. A value
-that contradicts a chosen one is a problem that names both values, both places, and the line of the
-file to change. Entries that the engine sets itself are reported, and unknown ones are handed to
-DeepSpeed as they are.
+"auto" leaves a value to the command line. A value that only the JSON has is used. A value that
+contradicts a chosen one is a problem that names both values, both places and the line of the file.
+Entries that the engine sets itself are reported; unknown ones are passed to DeepSpeed unchanged.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.config.json_lines import key_lines
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
@@ -147,14 +146,14 @@ _MOST_BYTES = 1 << 20  # of such a file, which has a few thousand
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The object in the file. ConfigError when it is missing, no JSON (with line and column) or no
-    object.
+    """Return the object in the file. Raises ConfigError if it is missing, is not JSON (with line
+    and column), or is not an object.
     """
     return _read(path)[0]
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The object in the file, and the line of each of its keys."""
+    """Return the object in the file, and the line of each of its keys."""
     try:
         text = read_text(path, _MOST_BYTES, error=ConfigError)
         content = parse_json(
@@ -175,7 +174,9 @@ def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
 
 
 def merge_deepspeed_json(settings: Settings) -> None:
-    """Merge the file named by `deepspeed_config`, if any; problems and notices go to `settings`."""
+    """Merge the file named by `deepspeed_config`, if any. Problems and notices are added to
+    `settings`.
+    """
     path = settings.given.get("deepspeed_config")
     if path is None:
         return
@@ -188,9 +189,7 @@ def merge_deepspeed_json(settings: Settings) -> None:
 
 
 class _Merge:
-    """One merge. Entries leave `rest` as they are dealt with; what is left at the end is
-    unknown.
-    """
+    """One merge. Handled entries leave `rest`; what remains at the end is unknown."""
 
     def __init__(
         self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]
@@ -238,7 +237,7 @@ class _Merge:
                 self._drop(parent)
 
     def _at(self, key: str) -> str:
-        """FILE:LINE of a key that is in the file."""
+        """Return FILE:LINE of a key of the file."""
         return f"{self.path}:{self.lines[key]}"
 
     def _find(self, key: str, tree: dict[str, Any] | None = None) -> Any:
@@ -274,8 +273,9 @@ class _Merge:
             self._contradiction(name, key, value, as_it_is=convert is _same)
 
     def _dynamic(self, place: str) -> None:
-        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its
-        file alone: runs with such a flag, of which there are many, had a dynamic one."""
+        """Ignore a static loss scale of the command line where the file says dynamic: DeepSpeed
+        reads the scale from its file alone, so existing runs with both had a dynamic one.
+        """
         scale, where = self.settings.given["loss_scale"], self.settings.origins["loss_scale"]
         self.settings.give("loss_scale", None, place)
         self.settings.notices.append(
@@ -285,8 +285,8 @@ class _Merge:
         )
 
     def _both_precisions(self) -> None:
-        """Two places that each switch on another format; `_take` finds one format switched on here
-        and off there.
+        """Record a contradiction where the command line and the file switch on different
+        formats.
         """
         given, origins = self.settings.given, self.settings.origins
         if not (given.get("fp16") and given.get("bf16")) or origins["fp16"] == origins["bf16"]:
@@ -308,8 +308,8 @@ class _Merge:
         self.settings.mark_bad("bf16", problem, "argument")
 
     def _contradiction(self, name: str, key: str, value: Any, as_it_is: bool) -> None:
-        """`as_it_is`: the file has the setting's own value, so that the message can say what to
-        write there.
+        """Record a contradiction. `as_it_is`: the file has the setting's own value, so the message
+        can say what to write.
         """
         chosen, where = self.settings.given[name], self.settings.origins[name]
         option = all_options()[name]
@@ -327,8 +327,8 @@ class _Merge:
             self._drop(key)
 
     def _accumulation(self) -> None:
-        """gradient_accumulation_steps x micro-batch x replicas = global batch: check it, or find
-        the missing one.
+        """Check gradient_accumulation_steps x micro-batch x replicas = global batch, or derive the
+        missing one.
         """
         steps = self._find("gradient_accumulation_steps")
         if steps is None or steps == "auto":
@@ -402,3 +402,40 @@ def _parents(key: str) -> list[str]:
 
 def _only_empty(value: Any) -> bool:
     return isinstance(value, dict) and all(v == "auto" or _only_empty(v) for v in value.values())
+
+
+# --- json lines
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Return the line (from 1) of every key of the object in `text`, by its dotted path. `text` is
+    valid JSON; objects within lists are left out.
+
+    >>> key_lines('{"fp16": {\\n "enabled": true}}')
+    {'fp16': 1, 'fp16.enabled': 2}
+    """
+    lines: dict[str, int] = {}
+    # of each open object the key that is being read, of each open list None
+    open_keys: list[str | None] = []
+    awaits_key = False
+    line, counted = 1, 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        line, counted = line + text.count("\n", counted, match.start()), match.start()
+        if token in "{[":
+            open_keys.append("" if token == "{" else None)
+            awaits_key = token == "{"
+        elif token in "}]":
+            open_keys.pop()
+            awaits_key = False
+        elif token == ",":
+            awaits_key = open_keys[-1] is not None
+        elif awaits_key:
+            open_keys[-1] = json.loads(token)
+            awaits_key = False
+            if None not in open_keys:
+                lines.setdefault(".".join(key for key in open_keys if key is not None), line)
+    return lines

@@ -1,4 +1,4 @@
-"""Durations as Slurm writes them."""
+"""Durations in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ _FORMS = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})
 
 
 def duration_s(text: str) -> int | None:
-    """Seconds of D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS or whole minutes; None for anything
-    else, such as Slurm's UNLIMITED, NOT_SET and INVALID. The first part may have nine digits, those
-    after it are less than 60 (hours after days less than 24). The forms are those of sbatch's
-    --time.
+    """Return the seconds of D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS or whole minutes (the forms
+    of sbatch --time); None for anything else, such as UNLIMITED or INVALID.
+
+    The first part may have nine digits. Minutes and seconds are below 60, hours after days below
+    24.
 
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")
     (93630, 5400, 7200, None)
@@ -36,7 +37,7 @@ def duration_s(text: str) -> int | None:
 
 
 def show_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as Slurm shows them.
+    """Return seconds in Slurm's notation.
 
     >>> show_duration(93630.4), show_duration(5), show_duration(-5)
     ('1-02:00:30', '0:05', '-0:05')

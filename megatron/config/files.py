@@ -1,4 +1,4 @@
-"""Settings of what is read and written: data, checkpoints, logs."""
+"""Settings of data, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -15,84 +15,87 @@ _NO_RANDOM_STATES = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from."""
+    """Training data and how it is read."""
 
     title: ClassVar[str] = "data"
 
     data_path: tuple[str, ...] | None = option(
         None,
-        "Prefixes of .bin and .idx files: one, or WEIGHT PREFIX pairs.",
+        "Prefix of .bin and .idx files, or a blend: WEIGHT PREFIX pairs.",
         metavar="[WEIGHT] PREFIX ...",
     )
     data_file_list: str | None = option(
-        None, "File of lines 'weight prefix corpus' instead of --data-path.", metavar="FILE"
+        None, "File with lines 'weight prefix corpus', instead of --data-path.", metavar="FILE"
     )
-    split: str = option("969, 30, 1", "Parts for training, validation and test.")
+    split: str = option("969, 30, 1", "Proportions of the training, validation and test split.")
     train_data_path: tuple[str, ...] | None = option(
-        None, "Prefixes for training alone.", metavar="[WEIGHT] PREFIX ..."
+        None, "Training data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     valid_data_path: tuple[str, ...] | None = option(
-        None, "Prefixes for validation alone.", metavar="[WEIGHT] PREFIX ..."
+        None, "Validation data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     test_data_path: tuple[str, ...] | None = option(
-        None, "Prefixes for test alone.", metavar="[WEIGHT] PREFIX ..."
+        None, "Test data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     train_data_exact_num_epochs: int | None = option(
         None,
-        "Repeat the training data so often, shuffled together, whatever the length of the run.",
+        "Train for exactly N epochs, shuffled together.",
         at_least=1,
         at_most=10**5,
     )
-    mock_data: bool = option(False, "Made-up tokens instead of files.")
+    mock_data: bool = option(False, "Use synthetic data.")
     data_cache_path: str | None = option(
         None,
-        "Folder that index files are written to, needed where the data's cannot be written; "
-        "without it they go "
-        "to index-cache beside the data.",
+        "Folder for index files. Required where the data folder is read-only; otherwise they are "
+        "stored in index-cache beside the data.",
         metavar="FOLDER",
     )
     stage_data_to: str | None = option(
         None,
-        "Folder on a disk of each node that the data are copied to before training, as far as they "
-        "fit; $NAME "
-        "stands for an environment variable.",
+        "Copy the data to this folder on each node's disk before training, as far as they fit. May "
+        "contain $NAME of environment variables.",
         metavar="FOLDER",
     )
     data_packing: str = option(
         "concat",
-        "How documents fill samples: concat joins and cuts them; best-fit keeps them whole and "
-        "apart, as "
-        "--reset-position-ids and --reset-attention-mask do, and pads.",
+        "How documents are packed into samples. concat: concatenate documents and cut them. "
+        "best-fit: keep documents whole, pad, and separate them as --reset-position-ids and "
+        "--reset-attention-mask do.",
         choices=("concat", "best-fit"),
     )
     num_workers: int = option(
-        2, "Threads that read data ahead; 0 reads when a step begins.", at_least=0, at_most=512
+        2,
+        "Number of threads that read data ahead. 0: read at the start of each step.",
+        at_least=0,
+        at_most=512,
     )
     dataloader_type: str = option(
         None,
-        "single goes through the samples once, cyclic again and again, in another order each time.",
+        "single: one pass over the samples. cyclic: repeated passes, each in a new order.",
         choices=("single", "cyclic"),
         derived="single",
     )
     data_sharding: bool = option(
         True,
-        "With --dataloader-type cyclic, draw from the whole data set on every rank instead of from "
-        "a part each.",
+        "Draw samples from the whole data set on every rank with --dataloader-type cyclic, instead "
+        "of from one shard per rank.",
         flags=(),
         off_flags=("--no-data-sharding",),
         inert="every rank always draws from the whole data set, so that the order does not depend "
-        "on their number",
+        "on the number of ranks",
     )
-    reset_position_ids: bool = option(False, "Positions start at 0 after each end of document.")
+    reset_position_ids: bool = option(
+        False, "Restart position ids after each end-of-document token."
+    )
     reset_attention_mask: bool = option(
         False,
-        "Attention stays within a document.",
+        "Restrict attention to the same document.",
         flags=("--reset-attention-mask", "--dataloader-inter-document-masking"),
     )
-    eod_mask_loss: bool = option(False, "No loss on end-of-document tokens.")
+    eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
     mmap_bin_files: bool = option(
         True,
-        "Map .bin files into memory instead of reading them by position.",
+        "Memory-map .bin files instead of reading them by position.",
         flags=(),
         off_flags=("--no-mmap-bin-files",),
     )
@@ -100,57 +103,67 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, where, and what is loaded."""
+    """Saving and loading of checkpoints."""
 
     title: ClassVar[str] = "checkpoints"
 
-    save: str | None = option(None, "Folder that checkpoints go to.", metavar="FOLDER")
+    save: str | None = option(None, "Folder to save checkpoints to.", metavar="FOLDER")
     save_interval: int | None = option(
         None,
-        "Iterations between checkpoints.",
+        "Number of iterations between checkpoints.",
         at_least=1,
         flags=("--save-interval", "--persistent-save-interval"),
     )
     save_interval_minutes: float | None = option(
         None,
-        "Minutes between checkpoints, beside --save-interval or instead of it.",
+        "Minutes between checkpoints, alone or in addition to --save-interval.",
         above=0,
         metavar="MINUTES",
     )
     async_save: bool = option(
         False,
-        "Training stops only until the state is copied; threads write the copy while it goes on.",
+        "Save in the background: training stops only while the state is copied.",
     )
     keep_last: int | None = option(
         None,
-        "Keep the newest so many checkpoints and remove older ones; without it none is removed.",
+        "Keep the newest N checkpoints and remove older ones. Unset: keep all.",
         at_least=1,
     )
     keep_every: int | None = option(
         None,
-        "With --keep-last, also keep those of iterations that are multiples of this.",
+        "With --keep-last, also keep checkpoints whose iteration is a multiple of N.",
         at_least=1,
         flags=("--keep-every", "--save-retain-interval"),
     )
-    no_save_optim: bool = option(False, "Leave the optimizer state out.")
-    no_save_rng: bool = option(False, "Leave the random states out.", inert=_NO_RANDOM_STATES)
-    load: str | None = option(None, "Folder to load the last checkpoint from.", metavar="FOLDER")
+    no_save_optim: bool = option(False, "Do not save the optimizer state.")
+    no_save_rng: bool = option(
+        False,
+        "Do not save random number generator states.",
+        inert="checkpoints need no generator states: data order and dropout masks follow from "
+        "--seed and the counters",
+    )
+    load: str | None = option(None, "Folder to load the latest checkpoint from.", metavar="FOLDER")
     load_tag: str | None = option(
         None,
-        "Name or iteration of the checkpoint to load instead of the last.",
+        "Name or iteration of the checkpoint to load, instead of the latest.",
         flags=("--load-tag", "--ckpt-step", "--load-iteration"),
     )
     no_load_optim: bool = option(False, "Do not load the optimizer state.")
-    no_load_rng: bool = option(False, "Do not load the random states.", inert=_NO_RANDOM_STATES)
-    finetune: bool = option(False, "Load weights only and start at iteration 0.")
-    reset_iteration: bool = option(False, "Load everything, but start at iteration 0.")
-    use_checkpoint_args: bool = option(False, "Take the model's sizes from the checkpoint.")
+    no_load_rng: bool = option(
+        False,
+        "Do not load random number generator states.",
+        inert="checkpoints need no generator states: data order and dropout masks follow from "
+        "--seed and the counters",
+    )
+    finetune: bool = option(False, "Load weights only, and start at iteration 0.")
+    reset_iteration: bool = option(False, "Load the whole checkpoint, but start at iteration 0.")
+    use_checkpoint_args: bool = option(False, "Take the model configuration from the checkpoint.")
     exit_on_missing_checkpoint: bool = option(
-        False, "End when --load holds no checkpoint, instead of starting anew."
+        False, "Exit with an error if --load holds no checkpoint, instead of starting from scratch."
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "The learning-rate settings given here win over the checkpoint's.",
+        "Use the learning rate settings of the command line, not the checkpoint's.",
         flags=(
             "--override-opt_param-scheduler",
             "--override-opt-param-scheduler",
@@ -159,7 +172,7 @@ class CheckpointConfig:
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "The checkpoint's learning-rate settings win over those given here.",
+        "Use the learning rate settings of the checkpoint, not the command line's.",
         flags=(
             "--use-checkpoint-opt_param-scheduler",
             "--use-checkpoint-opt-param-scheduler",
@@ -168,85 +181,100 @@ class CheckpointConfig:
     )
     ckpt_format: str = option(
         "torch_dist",
-        "Format of saved checkpoints.",
+        "Checkpoint format.",
         choices=("torch_dist",),
         value_names=dict.fromkeys(("torch", "torch_dcp", "zarr", "fsdp_dtensor"), "torch_dist"),
         flags=("--ckpt-format", "--dist-ckpt-format"),
-        inert="checkpoints have one format, in which each loads on any layout; --load reads "
-        "others' as well",
+        inert="checkpoints have one format, which loads on any layout; --load also reads other "
+        "frameworks' formats",
     )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is reported, where, and how often."""
+    """Logging, TensorBoard and profiling."""
 
     title: ClassVar[str] = "logging"
 
-    log_interval: int = option(100, "Iterations between log lines.", at_least=1)
+    log_interval: int = option(100, "Number of iterations between log lines.", at_least=1)
     metrics_file: str | None = option(
         None,
-        "JSON-lines file of all figures, unrounded.",
+        "JSON lines file for all metrics, in full precision.",
         metavar="FILE",
         derived="metrics.jsonl in the --save folder",
     )
-    tensorboard_dir: str | None = option(None, "Folder of TensorBoard events.", metavar="FOLDER")
-    tensorboard_log_interval: int = option(1, "Iterations between TensorBoard entries.", at_least=1)
-    tensorboard_queue_size: int = option(
-        1000, "Entries kept before they are written.", at_least=1, at_most=10**6
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard events.", metavar="FOLDER")
+    tensorboard_log_interval: int = option(
+        1, "Number of iterations between TensorBoard entries.", at_least=1
     )
-    log_timers_to_tensorboard: bool = option(False, "Timers to TensorBoard.")
-    log_batch_size_to_tensorboard: bool = option(False, "Batch size to TensorBoard.")
-    log_validation_ppl_to_tensorboard: bool = option(False, "Validation perplexity to TensorBoard.")
+    tensorboard_queue_size: int = option(
+        1000, "Number of TensorBoard entries to buffer.", at_least=1, at_most=10**6
+    )
+    log_timers_to_tensorboard: bool = option(False, "Log timers to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = option(False, "Log the batch size to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = option(
+        False, "Log validation perplexity to TensorBoard."
+    )
     log_optimizer_states_to_tensorboard: bool = option(
         False,
-        "Norms of the optimizer state to TensorBoard.",
-        inert="they are not computed: grad-norm is always written, params-norm with "
+        "Log norms of the optimizer state to TensorBoard.",
+        inert="they are not computed; grad-norm is always logged, params-norm with "
         "--log-params-norm",
     )
     log_learning_rate_to_tensorboard: bool = option(
         True,
-        "Learning rate to TensorBoard.",
+        "Log the learning rate to TensorBoard.",
         flags=(),
         off_flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
     log_loss_scale_to_tensorboard: bool = option(
         True,
-        "Loss scale to TensorBoard.",
+        "Log the loss scale to TensorBoard.",
         flags=(),
         off_flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
     )
-    log_memory_to_tensorboard: bool = option(False, "Most memory of a rank to TensorBoard.")
-    log_world_size_to_tensorboard: bool = option(False, "Number of processes to TensorBoard.")
-    log_params_norm: bool = option(False, "Norm of the parameters in the log line.")
-    log_num_zeros_in_grad: bool = option(False, "Zeros in the gradient in the log line.")
+    log_memory_to_tensorboard: bool = option(
+        False, "Log the peak memory over the ranks to TensorBoard."
+    )
+    log_world_size_to_tensorboard: bool = option(False, "Log the world size to TensorBoard.")
+    log_params_norm: bool = option(False, "Log the norm of the parameters.")
+    log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = option(
         0,
-        "Detail of the timers: 0 none, 1 the parts of a step (2 gives the same).",
+        "Timer detail. 0: none. 1: the parts of a step. 2: same as 1.",
         choices=(0, 1, 2),
     )
     timing_log_option: str = option(
-        "minmax", "Timers over ranks.", choices=("max", "minmax", "all")
+        "minmax", "How timers are combined over ranks.", choices=("max", "minmax", "all")
     )
     straggler_report: bool = option(
         False,
-        "Each rank's own computing time at every log interval, and the ranks that are slow.",
+        "At each log interval, log each rank's own compute time and name slow ranks.",
         flags=("--straggler-report", "--log-straggler"),
     )
-    wandb_project: str = option("", "Weights & Biases project.", inert=_NO_WANDB)
-    wandb_exp_name: str = option("", "Weights & Biases run.", inert=_NO_WANDB)
-    wandb_save_dir: str = option("", "Weights & Biases folder.", inert=_NO_WANDB, metavar="FOLDER")
+    wandb_project: str = option(
+        "", "Weights & Biases project.", inert="metrics go to --metrics-file and --tensorboard-dir"
+    )
+    wandb_exp_name: str = option(
+        "", "Weights & Biases run name.", inert="metrics go to --metrics-file and --tensorboard-dir"
+    )
+    wandb_save_dir: str = option(
+        "",
+        "Weights & Biases folder.",
+        inert="metrics go to --metrics-file and --tensorboard-dir",
+        metavar="FOLDER",
+    )
     profile: str | None = option(
         None,
-        "torch profiler; pt-full also records shapes and stacks.",
+        "Run the torch profiler. pt-full also records shapes and stacks.",
         choices=("pt", "pt-full"),
         implied="pt",
     )
-    profile_step_start: int = option(10, "First iteration that is profiled.", at_least=0)
-    profile_step_end: int = option(12, "Iteration at which profiling ends.", at_least=1)
+    profile_step_start: int = option(10, "First iteration to profile.", at_least=0)
+    profile_step_end: int = option(12, "Iteration at which profiling stops.", at_least=1)
     profile_ranks: tuple[int, ...] = option(
-        (0,), "Ranks that are profiled.", at_least=0, at_most=MOST_PROCESSES, metavar="RANK ..."
+        (0,), "Ranks to profile.", at_least=0, at_most=MOST_PROCESSES, metavar="RANK ..."
     )
     trace_dir: str | None = option(
-        None, "Folder of profiler traces.", metavar="FOLDER", derived="--tensorboard-dir"
+        None, "Folder for profiler traces.", metavar="FOLDER", derived="--tensorboard-dir"
     )

@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that are no settings here.
+"""Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that are not settings here.
 
-They stand in flags_of_others.toml, by family. It is read when a command line has a flag that is
-none of ours, and for --help: most runs do without.
+flags_of_others.toml lists them by family. It is read only for --help and for a command line with a
+flag that is not a setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Family:
-    """Flags that are treated alike for one reason; `flags` as they stand in the file."""
+    """Flags that are handled alike for one reason; `flags` as written in the file."""
 
     name: str
     refused: bool
@@ -30,8 +30,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag. `values`: how many it takes, '0', '1', '?' or '*'. `harmless`: those that
-    leave a feature off.
+    """One such flag.
+
+    values: how many it takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Foreign:
     harmless: tuple[str, ...] = ()
 
     def miscounted(self, words: list[str]) -> str:
-        """What number of values it takes, where these are another; else nothing."""
+        """Return the expected number of values if there are others, else an empty string."""
         switched = self.values == "0" and len(words) == 1 and words[0].lower() in ("true", "false")
         fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[
             self.values
@@ -48,8 +49,9 @@ class Foreign:
         return "" if fits else f"takes {_HOW_MANY[self.values]}, got {len(words)}"
 
     def is_harmless(self, words: list[str], value_of: Callable[[str], Any]) -> bool:
-        """Whether these words leave the feature off; numbers compare as numbers. `value_of` gives
-        the value of a setting, for what is @setting in the file."""
+        """Return whether these words leave the feature off. Numbers are compared as numbers;
+        `value_of` returns the setting for @setting in the file.
+        """
         if self.miscounted(words):
             return False
         if self.values == "0":
@@ -70,7 +72,7 @@ def _equal(a: str, b: str) -> bool:
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """All families, in the order of the file."""
+    """Return all families in the order of the file."""
     is_refused = {"no-op": False, "refused": True}
     return tuple(
         Family(name, is_refused[table["verdict"]], table["reason"], tuple(table["flags"].split()))
@@ -80,7 +82,7 @@ def families() -> tuple[Family, ...]:
 
 @functools.cache
 def _entries() -> Mapping[str, tuple[str, Family]]:
-    """A flag's name with dashes -> what the file says about it."""
+    """Return each flag's entry and family, by its name with dashes."""
     entries: dict[str, tuple[str, Family]] = {}
     for family in families():
         for entry in family.flags:
@@ -95,8 +97,8 @@ def _plain(name: str) -> str:
 
 
 def find(spelling: str) -> Foreign | None:
-    """The flag of this spelling; dashes and underscores are the same, as Primus writes its keys
-    with underscores.
+    """Return the flag of this spelling, or None. Dashes and underscores are equivalent, since
+    Primus writes underscores.
     """
     found = _entries().get(_plain(spelling[2:])) if spelling.startswith("--") else None
     if found is None:
@@ -113,5 +115,5 @@ def find(spelling: str) -> Foreign | None:
 
 
 def spellings() -> Iterator[str]:
-    """Every such flag, as its framework spells it."""
+    """Yield every such flag as its framework spells it."""
     return ("--" + entry.partition("=")[0].partition(":")[0] for entry, _ in _entries().values())

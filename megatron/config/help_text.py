@@ -1,4 +1,4 @@
-"""The text of --help: settings by section, with defaults, at most 100 columns wide."""
+"""Text of --help: settings by section with their defaults, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def render_help() -> str:
-    """The whole help."""
+    """Return the help text."""
     names = ", ".join(PRESETS)
     lines = [
         "usage: pretrain_gpt.py [--preset NAME] [--flag VALUE ...]",
         "",
         *textwrap.wrap(
-            "Train a GPT. Flags have Megatron's names and are written in full; --flag VALUE and "
-            "--flag=VALUE are the "
-            "same, and of a repeated flag the last one counts. Switches have a --no- form.",
+            "Train a GPT. Flags have Megatron's names and cannot be abbreviated. --flag VALUE and "
+            "--flag=VALUE are equivalent; the last use of a flag wins. Switches have a --no- form.",
             WIDTH,
         ),
         "",
         "start:",
-        *_entry("--help, -h", "Show this text and exit."),
+        *_entry("--help, -h", "Show this help and exit."),
         *_entry(
             "--print-config",
-            "Show the resolved configuration, with where each value came from, and exit.",
+            "Print the resolved configuration with the origin of each value, and exit.",
         ),
         *_entry(
             "--dry-run",
-            "Take a step without data or devices, for any --world-size and --cluster: whether it "
-            "runs, "
-            "and what every kind of rank needs of memory; exit with 0, or 3 where it does not fit "
-            "or run.",
+            "Run one training step without data or devices, for any --world-size and --cluster, "
+            "and report the memory of every kind of rank. Exit code 0; 3 if it does not fit or "
+            "fails.",
         ),
         *_entry(
             "--pieces FILE",
-            "A Python file with a layer, optimizer, data ... of your own (docs/extending.md).",
+            "Python file with your own layer, model, optimizer, data or schedule "
+            "(docs/extending.md).",
         ),
-        *_entry("--preset NAME", f"Start from a known model; flags beside it win. One of {names}."),
+        *_entry("--preset NAME", f"Start from a preset; other flags override it. One of {names}."),
     ]
     for section in SECTIONS.values():
         lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]
@@ -57,14 +56,14 @@ def render_help() -> str:
 
 
 def _others() -> list[str]:
-    """The flags of other frameworks: too many to list."""
+    """Return a summary of the flags of other frameworks, which are too many to list."""
     lines = [
         f"flags of other frameworks (megatron/config/{FILE.name} lists them, with the reasons):"
     ]
-    parts = [("Read as settings: " + ", ".join((*DIRECT, *LATE)))]
+    parts = [("Translated into settings: " + ", ".join((*DIRECT, *LATE)))]
     for title, refused in (
         ("Accepted without effect", False),
-        ("Refused with what to use instead, unless the value leaves the feature off", True),
+        ("Refused with the alternative, unless the value leaves the feature off", True),
     ):
         found = [family for family in families() if family.refused == refused]
         total = sum(len(family.flags) for family in found)
@@ -82,7 +81,9 @@ def _others() -> list[str]:
 
 
 def _entry(heading: str, description: str) -> list[str]:
-    """Heading on the left, description on the right; a long heading takes a line of its own."""
+    """Return a heading on the left and a description on the right. A long heading gets its own
+    line.
+    """
     wrapped = textwrap.wrap(description, WIDTH - _INDENT, break_on_hyphens=False)
     left = f"  {heading}"
     if len(left) <= _INDENT - 2:
@@ -95,8 +96,11 @@ def _entry(heading: str, description: str) -> list[str]:
 def _heading(option: Option) -> str:
     if option.kind is bool:
         return option.off_flags[0] if option.shown_off else option.flags[0]
-    listed = "{" + ",".join(_choices(option)) + "}"
-    value = option.metavar or (listed if _choices_fit(option) else _METAVARS[option.kind])
+    value = option.metavar or _METAVARS[option.kind]
+    if _choices_fit(option):
+        value = option.metavar or "{" + ",".join(_choices(option)) + "}"
+    elif option.none_word:
+        value += "|none"
     return f"{option.flags[0]} {value}"
 
 
@@ -105,14 +109,14 @@ def _choices(option: Option) -> list[str]:
 
 
 def _choices_fit(option: Option) -> bool:
-    """Whether the choices stand beside the flag; a longer list goes into the description."""
-    return 0 < len(",".join(_choices(option))) <= 70
+    """Return whether the choices fit beside the flag. A longer list goes into the description."""
+    return option.choices is not None and len(",".join(_choices(option))) <= 70
 
 
 def _description(option: Option) -> str:
     text = option.help
     if option.shown_off:
-        text = f"Turn off: {text[0].lower()}{text[1:]}"
+        text = f"Do not {text[0].lower()}{text[1:]}"
     if option.choices is not None and not _choices_fit(option):
         text += f" One of {', '.join(_choices(option))}."
     also = [*option.flags[1:], *option.shortcuts, *option.weak_shortcuts]

@@ -1,4 +1,4 @@
-"""A layout of a run, and how it is written: tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
+"""Layout of a run, and its notation: tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ MODULES = ("core_attn", "mlp_act", "layernorm")
 
 
 class Layout(NamedTuple):
-    """How a model is divided over devices, and a batch over steps.
+    """Division of a model over devices, and of a batch over steps.
 
-    world, batch  devices in all; samples of a step
-    micro         samples of a micro-batch
+    world         number of devices
+    batch         samples per step
+    micro         samples per micro-batch
     recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
-    rank_order, device_order   "" and (): by the machine
+    rank_order, device_order   "" and (): chosen by the machine
     """
 
     world: int
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """What decides most of its time: all before the switches."""
+        """Return the dimensions that decide most of its time, without the switches."""
         return self[:7]
 
     @property
@@ -47,8 +48,9 @@ class Layout(NamedTuple):
         return self.world // (self.tp * self.pp)
 
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
-        """What Config.replace needs for a model of so many layers; `stages`: its --pipeline-layout,
-        which says the chunks."""
+        """Return the arguments of Config.replace for a model of this many layers. `stages`: its
+        --pipeline-layout, which implies the chunks.
+        """
         chunked = self.chunks > 1 and stages is None
         return {
             "world_size": self.world,
@@ -70,8 +72,8 @@ class Layout(NamedTuple):
         }
 
     def write(self, per_node: int) -> str:
-        """As `parse_layout` reads it, on nodes of so many devices; what makes no difference is left
-        out.
+        """Return the notation that `parse_layout` reads, on nodes of this many devices. Dimensions
+        without effect are left out.
         """
         values = {
             d.names[0]: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.names[0])
@@ -83,8 +85,8 @@ class Layout(NamedTuple):
         )
 
     def has_choice(self, name: str) -> bool:
-        """Whether a dimension can have several values with so many tensor, pipeline and
-        data-parallel ranks.
+        """Return whether a dimension has several values for these tensor, pipeline and
+        data-parallel sizes.
         """
         ranks = {
             "sp": self.tp,
@@ -97,7 +99,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout of a configuration."""
+    """Return the layout of a configuration."""
     parallel, again = config.parallel, config.recompute
     kind, recompute = again.recompute_granularity, "none"
     if kind == "selective":
@@ -122,7 +124,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def recompute_settings(text: str) -> dict[str, Any]:
-    """Settings of none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS.
+    """Return the settings of none, selective:MODULE+MODULE, full:uniform:LAYERS or
+    full:block:LAYERS.
 
     >>> recompute_settings("full:block:3")["recompute_num_layers"]
     3
@@ -139,7 +142,7 @@ def recompute_settings(text: str) -> dict[str, Any]:
 
 
 def kind_of_recompute(text: str) -> str:
-    """Without the number of layers."""
+    """Return the kind of recomputation without its number of layers."""
     return text.rpartition(":")[0] if text.startswith("full:") else text
 
 
@@ -147,8 +150,10 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One thing that is chosen: its names (the first is shown), a title, the field of a layout, and
-    what words mean; `words` says what others may look like, which `pattern` matches."""
+    """One dimension of the search space: its names (the first is shown), title, field of a layout,
+    and the meaning of words. `words` describes accepted words beyond the fixed ones; `pattern`
+    matches them.
+    """
 
     names: tuple[str, ...]
     title: str
@@ -158,12 +163,12 @@ class Dimension(NamedTuple):
     pattern: str = r"0*[1-9]\d{,8}"
 
     def value(self, layout: Layout, per_node: int) -> Any:
-        """Of a layout, on nodes of so many devices."""
+        """Return this dimension's value of a layout, on nodes of this many devices."""
         found = getattr(layout, self.field)
         return -(-found // per_node) if self.field == "world" else found
 
     def read(self, word: str) -> Any:
-        """The value that a word stands for. Raises ValueError for one that stands for none."""
+        """Return the value of a word. Raises ValueError for an invalid word."""
         if word in self.values:
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
@@ -229,11 +234,10 @@ Wanted = Mapping[str, tuple[Any, ...]]
 
 
 def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
-    """The values in tp=4,pp=8,16,recompute=selective: a word without = is one more value of the
-    name before it.
+    """Return the values in a text such as tp=4,pp=8,16,recompute=selective.
 
-    Raises ConfigError that begins with `flag` for an unknown name, an unreadable value and a name
-    given twice.
+    A word without = is another value of the preceding name. Raises ConfigError, beginning with
+    `flag`, for an unknown name, an unreadable value or a repeated name.
     """
     found: dict[str, tuple[Any, ...]] = {}
     name = ""
@@ -270,8 +274,8 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
 
 
 def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Any, ...]]:
-    """What both allow: values named twice must be in both lists, where recompute=full is all that
-    begin so.
+    """Return what both restrictions allow. recompute=full stands for every value that begins with
+    it.
     """
     both = {**first, **second}
     for name in first.keys() & second.keys():
@@ -285,7 +289,7 @@ def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Any, ...]]:
 
 
 def matches(value: Any, pattern: Any) -> bool:
-    """Whether a value is what a pattern allows: selective allows selective:mlp_act.
+    """Return whether a pattern allows a value: selective allows selective:mlp_act.
 
     >>> matches("full:block:2", "full"), matches("full:block:2", "full:block:1")
     (True, False)

@@ -10,36 +10,41 @@ from megatron.config.option import LEAST_NORMAL, MOST_LAYERS, MOST_POSITIONS, MO
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and shape of the GPT."""
+    """Sizes and architecture of the GPT."""
 
     title: ClassVar[str] = "model"
 
     num_layers: int = option(
         None,
-        "Transformer layers.",
+        "Number of transformer layers.",
         at_least=1,
         at_most=MOST_LAYERS,
         flags=("--num-layers", "--encoder-num-layers"),
     )
-    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=MOST_WIDTH)
+    hidden_size: int = option(
+        None, "Hidden size of the transformer.", at_least=1, at_most=MOST_WIDTH
+    )
     ffn_hidden_size: int = option(
         None,
-        "Width of the MLP.",
+        "Hidden size of the MLP.",
         at_least=1,
         at_most=16 * MOST_WIDTH,
-        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64",
+        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, rounded down to a "
+        "multiple of 64",
     )
-    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
+    num_attention_heads: int = option(
+        None, "Number of attention heads.", at_least=1, at_most=MOST_WIDTH
+    )
     kv_channels: int = option(
         None,
-        "Width of one attention head.",
+        "Size of each attention head.",
         at_least=1,
         at_most=MOST_WIDTH,
         derived="hidden-size / num-attention-heads",
     )
     num_key_value_heads: int = option(
         None,
-        "Heads of keys and values (grouped-query attention).",
+        "Number of key and value heads (grouped-query attention).",
         at_least=1,
         at_most=MOST_WIDTH,
         flags=("--num-key-value-heads", "--num-query-groups"),
@@ -47,14 +52,14 @@ class ModelConfig:
     )
     seq_length: int = option(
         None,
-        "Tokens of a sample.",
+        "Sequence length in tokens.",
         at_least=1,
         at_most=MOST_POSITIONS,
         flags=("--seq-length", "--encoder-seq-length"),
     )
     max_position_embeddings: int = option(
         None,
-        "Learned positions.",
+        "Number of learned position embeddings.",
         at_least=1,
         at_most=MOST_POSITIONS,
         derived="seq-length",
@@ -62,47 +67,47 @@ class ModelConfig:
     )
     make_vocab_size_divisible_by: int = option(
         128,
-        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        "Pad the vocabulary to a multiple of this value times the tensor-parallel size.",
         at_least=1,
         at_most=MOST_WIDTH,
     )
     vocab_size: int | None = option(
         None,
-        "Vocabulary entries before padding; the tokenizer knows it, so only needed without one.",
+        "Vocabulary size before padding. Needed only without a tokenizer.",
         at_least=1,
     )
     layernorm_epsilon: float = option(
         1e-5,
-        "Epsilon of the norms.",
+        "Epsilon of the normalization layers.",
         flags=("--layernorm-epsilon", "--norm-epsilon"),
         at_least=LEAST_NORMAL,
         at_most=1,
     )
     normalization: str = option(
         "layernorm",
-        "Kind of norm.",
+        "Normalization layer.",
         choices=("layernorm", "rmsnorm"),
         shortcuts={"--RMSNorm": "rmsnorm"},
     )
     apply_layernorm_1p: bool = option(
-        False, "Store norm weights minus one, so that weight decay pulls them to one."
+        False, "Store norm weights minus one, so that weight decay pulls them towards one."
     )
-    swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
-    squared_relu: bool = option(False, "Squared ReLU instead of GELU in the MLP.")
+    swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
+    squared_relu: bool = option(False, "Use squared ReLU instead of GELU in the MLP.")
     openai_gelu: bool = option(
         False,
-        "The tanh form of GELU, as in GPT-2.",
+        "Use the tanh approximation of GELU, as GPT-2 does.",
         inert="GELU is always computed in its tanh form",
     )
     add_bias_linear: bool = option(
-        True, "Biases of the linear layers.", flags=(), off_flags=("--disable-bias-linear",)
+        True, "Add biases to the linear layers.", flags=(), off_flags=("--disable-bias-linear",)
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "An output layer with weights of its own."
+        False, "Give the output layer its own weights."
     )
     position_embedding_type: str = option(
         "learned_absolute",
-        "How positions enter.",
+        "Position encoding.",
         choices=("learned_absolute", "rope", "none", "alibi"),
         value_names={"absolute": "learned_absolute", "rotary": "rope"},
         shortcuts={
@@ -111,10 +116,12 @@ class ModelConfig:
         },
         weak_shortcuts={"--no-position-embedding": "none"},
     )
-    rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
+    rotary_percent: float = option(
+        1.0, "Fraction of each head to which RoPE is applied.", above=0, at_most=1
+    )
     rotary_base: float = option(
         10000.0,
-        "Base of RoPE's frequencies.",
+        "Base of the RoPE frequencies.",
         above=1,
         at_most=1e15,
         flags=(
@@ -125,39 +132,41 @@ class ModelConfig:
         ),
     )
     apply_residual_connection_post_layernorm: bool = option(
-        False, "Take the residual after the norm instead of before."
+        False, "Take the residual connection after the norm instead of before it."
     )
     apply_query_key_layer_scaling: bool = option(
         False,
-        "Divide scores by the layer number and multiply back in the softmax.",
-        inert="it is the same function, and attention keeps its scores in a safe range",
+        "Divide attention scores by the layer number, and multiply them back in the softmax.",
+        inert="the function is the same, and attention keeps its scores in a safe range",
         off_flags=("--no-query-key-layer-scaling",),
     )
     attention_softmax_in_fp32: bool = option(
-        False, "Softmax of attention in fp32.", inert="the softmax is always computed in fp32"
+        False,
+        "Compute the attention softmax in fp32.",
+        inert="the softmax is always computed in fp32",
     )
     fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
     attention_dropout: float = option(
-        0.1, "Dropout probability of the attention weights.", at_least=0, below=1
+        0.1, "Dropout probability of attention weights.", at_least=0, below=1
     )
     hidden_dropout: float = option(
-        0.1, "Dropout probability of the residual branches.", at_least=0, below=1
+        0.1, "Dropout probability of the hidden states.", at_least=0, below=1
     )
     init_method_std: float = option(
         0.02, "Standard deviation of the initial weights.", above=0, at_most=100
     )
-    init_method_xavier_uniform: bool = option(False, "Xavier uniform initial weights.")
+    init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
 
     @property
     def activation(self) -> str:
-        """'gelu', 'openai_gelu', 'swiglu' or 'squared_relu'."""
+        """Return 'gelu', 'openai_gelu', 'swiglu' or 'squared_relu'."""
         for name in ("swiglu", "squared_relu", "openai_gelu"):
             if getattr(self, name):
                 return name
         return "gelu"
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Vocabulary entries with padding, a multiple of make_vocab_size_divisible_by x
+        """Return the vocabulary size padded to a multiple of make_vocab_size_divisible_by x
         tensor_parallel_size.
         """
         assert self.vocab_size is not None, (
@@ -169,13 +178,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Which tokenizer, and its files."""
+    """Tokenizer and its files."""
 
     title: ClassVar[str] = "tokenizer"
 
     tokenizer_type: str | None = option(
         None,
-        "Kind of tokenizer.",
+        "Tokenizer type.",
         choices=(
             "GPT2BPETokenizer",
             "SentencePieceTokenizer",
@@ -198,8 +207,8 @@ class TokenizerConfig:
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of "
-        "tiktoken.",
+        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or tiktoken "
+        "rank file.",
         metavar="PATH",
         flags=(
             "--tokenizer-model",
@@ -208,32 +217,32 @@ class TokenizerConfig:
             "--hf_tokenizer_path",
         ),
     )
-    vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
-    merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
+    vocab_file: str | None = option(None, "vocab.json of a GPT-2 tokenizer.", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of a GPT-2 tokenizer.", metavar="FILE")
     vocab_extra_ids: int = option(
         0,
-        "Extra entries at the end of a SentencePieceTokenizer's vocabulary.",
+        "Extra ids at the end of a SentencePieceTokenizer's vocabulary.",
         at_least=0,
         at_most=MOST_WIDTH,
     )
     tiktoken_pattern: str | None = option(
         None,
-        "How a TikTokenizer cuts text into pieces before it merges bytes.",
+        "Pre-tokenization pattern of a TikTokenizer.",
         choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
-        derived="known for published rank files, v2 for a JSON vocabulary",
+        derived="that of a published rank file; v2 for a JSON vocabulary",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
-        "Ids that a TikTokenizer keeps for special tokens.",
+        "Number of ids that a TikTokenizer reserves for special tokens.",
         at_least=1,
         at_most=MOST_WIDTH,
-        derived="1000 for a JSON vocabulary, the tokens named or published for a rank file",
+        derived="1000 for a JSON vocabulary; for a rank file as many as are named or published",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
         None,
-        "Names of a TikTokenizer's special tokens, in the order of their ids.",
+        "Special tokens of a TikTokenizer, in id order.",
         metavar="NAME",
         flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
-        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary, <|endoftext|> for "
+        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
         "a rank file",
     )

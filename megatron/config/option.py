@@ -1,8 +1,6 @@
-"""What one setting is: its type, its flags, its limits and its help, kept beside the dataclass
-field itself.
+"""Declaration of a setting: type, flags, limits and help, beside its dataclass field.
 
-The command line, the type checks, the range checks, --help and --print-config are all made from
-these.
+The command line, type and range checks, --help and --print-config are generated from these.
 """
 
 from __future__ import annotations
@@ -84,23 +82,25 @@ class Option:
 
     @property
     def has_none(self) -> bool:
-        """Whether the word none un-sets it on the command line."""
+        """Return whether the word none resets it on the command line."""
         return self.default is None and (self.choices is not None or self.none_word)
 
     @property
     def flag(self) -> str:
-        """The spelling used in messages."""
+        """Return the spelling used in messages."""
         return self.flags[0] if self.flags else self.name
 
     def written(self, value: Any) -> str:
-        """The flag that gives this value."""
+        """Return the flag that sets this value."""
         if self.kind is bool:
             spellings = self.flags if value else self.off_flags
             return spellings[0] if spellings else f"{self.name}={value}"
         return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
 
     def parse(self, texts: list[str]) -> Any:
-        """The value that these command-line words mean; ValueError says what was expected."""
+        """Return the value of these command-line words. Raises ValueError that says what was
+        expected.
+        """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
                 texts = [part for text in texts for part in text.split(",")]
@@ -134,8 +134,8 @@ class Option:
         return text
 
     def accept(self, value: Any) -> Any:
-        """The value in the field's own type and spelling; ValueError for a wrong type, choice or
-        range.
+        """Return the value in the field's type and spelling. Raises ValueError for a wrong type,
+        choice or range.
         """
         if self.many:
             if not isinstance(value, (list, tuple)):
@@ -180,8 +180,9 @@ class Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a tool's own words: a mistake is a ConfigError as any other, names are written in
-    full, and the help keeps the lines of its texts."""
+    """argparse parser for tools: errors are ConfigError, abbreviations are off, and help texts keep
+    their line breaks.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs = {
@@ -196,14 +197,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """An argparse type for the tools: a whole number in this range, written as for a setting."""
+    """Return an argparse type for a whole number in this range."""
     return functools.partial(_number, Option(kind=int, at_least=least, at_most=most))
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """An argparse type for the tools: a number above 0, or from `least` on, written as for a
-    setting.
-    """
+    """Return an argparse type for a number above 0, or from `least` on."""
     above = 0 if least is None else None
     return functools.partial(_number, Option(kind=float, at_least=least, above=above, at_most=most))
 
@@ -216,7 +215,7 @@ def _number(rule: Option, text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; of a long one its beginning."""
+    """Return a value for a message, shortened."""
     try:
         text = str(value)
     except ValueError:  # of thousands of digits
@@ -225,11 +224,10 @@ def _shown(value: Any) -> str:
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
-    """A dataclass field with an Option beside it. `default` None means unset (required, derived or
-    simply off).
+    """Return a dataclass field with an Option. A default of None means unset (required, derived or
+    off).
 
-    `flags` defaults to the field's name with dashes. Use flags=() for a field with no flag of its
-    own.
+    `flags` defaults to the field's name with dashes; flags=() gives a field no flag.
     """
     attributes.setdefault("flags", None)
     metadata = {_KEY: {"help": help, "default": default, **attributes}}
@@ -241,7 +239,7 @@ def option(default: Any, help: str, **attributes: Any) -> Any:
 
 @functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
-    """The Options of a section dataclass in order of their fields."""
+    """Return the Options of a section dataclass, in field order."""
     return tuple(_read(f) for f in dataclasses.fields(section) if _KEY in f.metadata)
 
 

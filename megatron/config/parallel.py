@@ -1,4 +1,4 @@
-"""Settings of the processes: how the work is divided, and how they find each other."""
+"""Settings of parallelism, recomputation, launch and engine."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-d
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Tensor, sequence, pipeline and data parallel sizes, and the launch."""
+    """Parallel sizes, schedule, placement and launch."""
 
     title: ClassVar[str] = "parallelism and launch"
 
     tensor_model_parallel_size: int = option(
-        1, "Processes that share each layer.", at_least=1, at_most=MOST_PROCESSES
+        1, "Tensor-parallel size.", at_least=1, at_most=MOST_PROCESSES
     )
     pipeline_model_parallel_size: int = option(
-        1, "Processes that share the layers as stages.", at_least=1, at_most=MOST_PROCESSES
+        1, "Pipeline-parallel size.", at_least=1, at_most=MOST_PROCESSES
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "Interleave: each process holds several chunks of this many layers; none: one chunk.",
+        "Use the interleaved schedule with chunks of this many layers; none: one chunk per rank.",
         at_least=1,
         at_most=MOST_LAYERS,
         none_word=True,
     )
     pipeline_layout: str | None = option(
         None,
-        "Layers of each stage in order of the stages, such as 3,4,4,3; twice as many numbers as "
-        "processes of the "
-        "pipeline interleave two chunks each.",
+        "Number of layers of each pipeline stage, for example 3,4,4,3. With twice as many numbers "
+        "as pipeline ranks, each rank holds two interleaved chunks.",
         metavar="N,N,...",
         flags=("--pipeline-layout", "--num-layer-list"),
     )
     virtual_pipeline_model_parallel_size: int = option(
-        1, "Chunks (virtual stages) of each process.", internal=True
+        1, "Number of chunks (virtual stages) per pipeline rank.", internal=True
     )
     sequence_parallel: bool = option(
         False,
-        "Divide norms, dropout and the residual stream over the tensor-parallel processes along "
-        "the sequence.",
+        "Shard norms, dropout and the residual stream along the sequence over the tensor-parallel "
+        "ranks.",
         off_flags=("--no-sequence-parallel",),
     )
-    enable_zbh1_pipeline: bool = option(False, "Zero-bubble (ZB-H1) pipeline schedule.")
+    enable_zbh1_pipeline: bool = option(False, "Use the zero-bubble schedule ZB-H1.")
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         "Overlap the all-reduce of input gradients with the weight gradient.",
@@ -60,19 +59,19 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool = option(
         False,
-        "Cut the products of tensor-parallel layers into chunks of tokens and send one chunk's "
-        "message behind "
-        "the product of the next.",
+        "Overlap tensor-parallel communication with computation: split the matrix products into "
+        "chunks of tokens, and communicate one chunk while the next is computed.",
         off_flags=("--no-tp-comm-overlap",),
     )
     tp_comm_overlap_chunks: int = option(
         4,
-        "Chunks of --tp-comm-overlap; fewer where a chunk would have under 256 tokens.",
+        "Number of chunks for --tp-comm-overlap. Fewer are used where a chunk would have less than "
+        "256 tokens.",
         at_least=2,
     )
     distributed_backend: str | None = option(
         None,
-        "Communication library.",
+        "Communication backend.",
         choices=("nccl", "gloo"),
         value_names={"rccl": "nccl"},
         hint="use nccl on a GPU, which is RCCL on ROCm, and gloo on a CPU",
@@ -81,14 +80,15 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(
         # a year
         10.0,
-        "A collective that takes longer ends the job.",
+        "Time after which a collective fails and the job ends.",
         above=0,
         at_most=525600,
         metavar="MINUTES",
     )
     rank_order: str | None = option(
         None,
-        "Directions over ranks, the fastest first. auto: the cheapest on --cluster.",
+        "Order of the parallel dimensions over the ranks, fastest-varying first. auto: the "
+        "cheapest order on --cluster.",
         choices=RANK_ORDERS,
         value_names={"auto": None},
         shortcuts={"--use-tp-pp-dp-mapping": "tp-pp-dp"},
@@ -97,7 +97,7 @@ class ParallelConfig:
     )
     device_order: tuple[int, ...] | None = option(
         None,
-        "Devices of a node in the order of its ranks, such as 0,1,6,7,2,3,4,5.",
+        "Devices of a node in rank order, for example 0,1,6,7,2,3,4,5.",
         at_least=0,
         at_most=4096,
         metavar="N,N,...",
@@ -105,47 +105,49 @@ class ParallelConfig:
     )
     cluster: str | None = option(
         None,
-        "Machine by whose links ranks are placed: a known name or a TOML file; none: leave ranks "
-        "as launched.",
+        "Machine whose links decide how ranks are placed: a known name or a TOML file. none: keep "
+        "the launcher's order.",
         metavar="NAME|FILE",
         none_word=True,
         derived="variable MEGATRON_CLUSTER",
     )
     local_rank: int | None = option(
         None,
-        "Rank on the node; the launcher knows it.",
+        "Local rank on the node. Set by the launcher.",
         flags=("--local_rank", "--local-rank"),
         at_least=0,
         at_most=MOST_PROCESSES,
     )
     master_addr: str | None = option(
-        None, "Address of rank 0; the launcher knows it.", metavar="HOST"
+        None, "Address of rank 0. Set by the launcher.", metavar="HOST"
     )
     master_port: int | None = option(
-        None, "Port of rank 0; the launcher knows it.", at_least=1, at_most=65535
+        None, "Port of rank 0. Set by the launcher.", at_least=1, at_most=65535
     )
     world_size: int = option(
         None,
-        "Number of processes; only for --print-config, a launcher knows it.",
+        "Number of processes, for --print-config and --dry-run. Otherwise the launcher sets it.",
         at_least=1,
         at_most=MOST_PROCESSES,
-        derived="the launcher, else one replica",
+        derived="set by the launcher, else one replica",
     )
-    data_parallel_size: int = option(1, "Replicas of the model.", internal=True)
+    data_parallel_size: int = option(1, "Data-parallel size.", internal=True)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks (virtual stages) that each process holds; 1 when not interleaved."""
+        """Return the number of chunks (virtual stages) per pipeline rank; 1 without
+        interleaving.
+        """
         return self.virtual_pipeline_model_parallel_size
 
     @property
     def num_stages(self) -> int:
-        """Stages in all: processes of the pipeline times chunks."""
+        """Return the number of stages: pipeline ranks times chunks."""
         return self.pipeline_model_parallel_size * self.num_chunks
 
     @property
     def schedule(self) -> str:
-        """'1f1b', 'interleaved' or 'zb-h1'."""
+        """Return '1f1b', 'interleaved' or 'zb-h1'."""
         if self.enable_zbh1_pipeline:
             return "zb-h1"
         return "interleaved" if self.num_chunks > 1 else "1f1b"
@@ -153,39 +155,39 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Which activations are computed again in the backward pass instead of being kept."""
+    """Activation recomputation."""
 
     title: ClassVar[str] = "recomputation"
 
     recompute_granularity: str | None = option(
         None,
-        "Recompute whole layers, or only --recompute-modules of them.",
+        "Recompute whole layers (full), or only the modules named by --recompute-modules "
+        "(selective).",
         choices=("full", "selective"),
         flags=("--recompute-granularity", "--activations-checkpoint-granularity"),
         shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
     )
     recompute_modules: tuple[str, ...] = option(
         None,
-        "What --recompute-granularity selective makes again: core_attn the scores of attention; "
-        "mlp_act the "
-        "output of the activation function, layernorm that of the norms, each for a percent of a "
-        "step or less.",
+        "Modules to recompute with --recompute-granularity selective: core_attn (attention "
+        "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
+        "mlp_act and layernorm cost at most about 1 % of a step each.",
         choices=("core_attn", "mlp_act", "layernorm"),
         metavar="MODULE ...",
         derived="core_attn",
     )
     recompute_method: str | None = option(
         None,
-        "uniform: groups of recompute-num-layers layers; block: that many first layers of each "
-        "stage.",
+        "uniform: recompute groups of --recompute-num-layers layers. block: recompute that many "
+        "layers at the start of each stage.",
         choices=("uniform", "block"),
-        derived="uniform with full recomputation",
+        derived="uniform with --recompute-granularity full",
         flags=("--recompute-method", "--activations-checkpoint-method"),
         implies={"--activations-checkpoint-method": {"recompute_granularity": "full"}},
     )
     recompute_num_layers: int = option(
         1,
-        "Layers of a group (uniform) or of a stage (block).",
+        "Number of layers per recomputed group (uniform), or per stage (block).",
         at_least=1,
         at_most=MOST_LAYERS,
         flags=(
@@ -198,56 +200,74 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The DeepSpeed engine."""
+    """DeepSpeed engine."""
 
     title: ClassVar[str] = "DeepSpeed engine"
 
     zero_stage: int = option(
         1,
-        "0: every replica keeps the whole optimizer state. 1: it is divided over the replicas.",
+        "ZeRO stage. 0: each data-parallel rank holds the whole optimizer state. 1: the state is "
+        "sharded over the data-parallel ranks.",
         choices=(0, 1),
         shortcuts=dict.fromkeys(
             ("--use-distributed-optimizer", "--overlapped-distributed-optimizer"), 1
         ),
-        hint="stages 2 and 3 do not go with a pipeline; use --zero-stage 1 with more tensor or "
-        "pipeline parallelism",
+        hint="stages 2 and 3 do not support pipelines; use --zero-stage 1 with larger tensor or "
+        "pipeline sizes",
     )
     overlap_grad_reduce: bool = option(
         True,
-        "Reduce gradients over the replicas while backward passes run.",
+        "Reduce gradients over the data-parallel ranks while backward passes run.",
         flags=("--overlap-grad-reduce",),
         off_flags=("--no-overlap-grad-reduce",),
     )
     overlap_param_gather: bool = option(
         True,
-        "Gather updated weights from the replicas while forward passes run.",
+        "Gather updated weights from the data-parallel ranks while forward passes run.",
         flags=("--overlap-param-gather",),
         off_flags=("--no-overlap-param-gather",),
     )
     zero_reduce_bucket_size: int = option(
         0,
-        "Most elements reduced, and gathered, in one message; 0: a million for each replica, at "
-        "least 4 million.",
+        "Maximum number of elements per reduction or gather message. 0: 1M per data-parallel rank, "
+        "at least 4M.",
         at_least=0,
         at_most=10**12,
         flags=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
     )
     zero_allgather_bucket_size: int = option(
         50_000_000,
-        "Elements gathered in one message.",
+        "Number of elements per gather message.",
         at_least=0,
         at_most=10**12,
-        inert="weights are gathered in the buckets in which gradients are reduced",
+        inert="weights are gathered in the same buckets as gradients are reduced",
     )
     deepspeed: bool = option(
-        False, "Accepted for existing scripts; the engine is always DeepSpeed."
+        False, "Accepted for existing scripts. The engine is always DeepSpeed."
     )
     deepspeed_config: str | None = option(
         None,
-        "DeepSpeed JSON that is merged into this configuration.",
+        "DeepSpeed JSON to merge into this configuration.",
         flags=("--deepspeed_config", "--deepspeed-config"),
         metavar="FILE",
     )
     extra: dict[str, object] = option(  # noqa: RUF009
-        dict, "Entries of the DeepSpeed JSON that the engine gets as they are.", flags=()
+        dict, "Entries of the DeepSpeed JSON that are passed to the engine unchanged.", flags=()
     )
+
+
+def layout_counts(layout: str) -> list[int] | None:
+    """Return the numbers of a pipeline layout such as '3,4,4,3'; None for anything else."""
+    parts = [part.strip() for part in layout.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts):
+        return None
+    return [int(part) for part in parts]
+
+
+def even_counts(number: int, stages: int) -> list[int]:
+    """Distribute layers over stages: each gets the quotient, and the stages just before the last
+    one get the remainder.
+    """
+    each, left_over = divmod(number, stages)
+    before_last = stages - 1
+    return [each + (before_last - left_over <= stage < before_last) for stage in range(stages)]

@@ -1,6 +1,4 @@
-"""Pieces of one's own: what a run takes in place of the project's. megatron/protocols.py has their
-protocols.
-"""
+"""The user's own pieces, which replace the project's. megatron/protocols.py has their protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a run; None is the project's own. `file` is where --pieces read them."""
+    """Pieces of a run; None selects the project's own. `file` is the file given by --pieces."""
 
     layer: Callable[..., Any] | None = None
     model: Callable[..., Any] | None = None
@@ -37,7 +35,7 @@ class Pieces:
                 )
 
     def own(self) -> Iterator[tuple[str, Any]]:
-        """(name, piece) of those that are not the project's."""
+        """Return (name, piece) of the user's own pieces."""
         for field in dataclasses.fields(self):
             piece = getattr(self, field.name)
             if field.name == "callbacks":
@@ -46,14 +44,16 @@ class Pieces:
                 yield field.name, piece
 
     def describe(self) -> dict[str, str]:
-        """{name: where it is defined}, for logs and for comparing ranks."""
+        """Return where each of the user's own pieces is defined, for logs and for comparing
+        ranks.
+        """
         return {
             name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
             for name, p in self.own()
         }
 
     def files(self) -> list[str]:
-        """The files in which they are defined."""
+        """Return the files in which they are defined."""
         found = set()
         for _, piece in self.own():
             try:
@@ -68,10 +68,8 @@ PLAIN = Pieces()
 
 
 def load_pieces(file: str) -> Pieces:
-    """Run a Python file, which the user has named, and take its PIECES: a dictionary of what Pieces
-    has.
-
-    Raises ConfigError for a file that is not there, and for one without them.
+    """Run the Python file named by the user, and return its dictionary PIECES as Pieces. Raises
+    ConfigError if the file or the dictionary is missing.
     """
     path = Path(file)
     # under which functions and classes are found again in another process

@@ -1,4 +1,4 @@
-"""Named starting points. Every flag or argument given beside a preset wins over it."""
+"""Presets: named starting points, which every other flag or argument overrides."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
 
 
 def _ours(paper: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The paper's model in a recipe of ours. No layer is recomputed as a whole: that is a quarter
-    of all work.
+    """Return the paper's model in a recipe of this project, without full recomputation, which costs
+    a quarter of all work.
     """
     values = {
         **paper,
@@ -204,7 +204,7 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> None:
-    """Give a preset's values, except for `chosen` settings and those that a chosen one makes
+    """Set a preset's values, except for `chosen` settings and those that a chosen one makes
     meaningless.
     """
     if name not in PRESETS:
@@ -221,7 +221,9 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> Non
 
 
 def _cannot_interleave(preset: Mapping[str, Any], pipeline_size: Any) -> bool:
-    """Whether the preset's chunks do not make two or more on each rank of another pipeline size."""
+    """Return whether the preset's chunk size gives fewer than two chunks per rank for another
+    pipeline size.
+    """
     each = preset.get("num_layers_per_virtual_pipeline_stage")
     if each is None or not isinstance(pipeline_size, int) or pipeline_size < 1:
         return False

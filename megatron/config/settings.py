@@ -1,6 +1,4 @@
-"""The flat form of a configuration while it is put together: values, where each came from, and what
-is wrong.
-"""
+"""Settings by name while a configuration is put together: values, origins and problems."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ SECTIONS: Mapping[str, type] = {
 
 @functools.cache
 def all_options() -> Mapping[str, Option]:
-    """Every setting by name, in order of the sections."""
+    """Return every setting by name, in section order."""
     return {o.name: o for section in SECTIONS.values() for o in options_of(section)}
 
 
@@ -54,12 +52,14 @@ def _defaults() -> Mapping[str, Any]:
 
 @functools.cache
 def section_of(name: str) -> str:
-    """The section that holds a setting."""
+    """Return the section that holds a setting."""
     return next(s for s, cls in SECTIONS.items() if any(o.name == name for o in options_of(cls)))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """', did you mean --x or --y?', or nothing. Names that begin with the word come first."""
+    """Return ', did you mean --x or --y?', or an empty string. Names that begin with the word come
+    first.
+    """
     names = sorted(known)
     longer = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
     near = (
@@ -71,8 +71,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """ConfigError with all problems as a numbered list, or one alone on one line; nothing when
-    there are none.
+    """Raise ConfigError with all problems, numbered if there are several. Return if there are
+    none.
     """
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
@@ -84,11 +84,10 @@ def raise_problems(problems: list[str]) -> None:
 
 @dataclass
 class Settings:
-    """Values by setting name. `given` holds what somebody chose; `values` adds defaults and what
-    follows from them.
+    """Values by setting name. `given` holds chosen values; `values` adds defaults and derived
+    values.
 
-    A setting in `bad` had an unusable value: its problem is on the list, and checks that need it
-    are left out.
+    Settings in `bad` had an invalid value: checks that need them are skipped.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class Settings:
     pieces: Pieces = PLAIN
 
     def give(self, name: str, value: Any, origin: str) -> None:
-        """Choose a value. None un-chooses it, so that it is derived or its default again."""
+        """Choose a value. None resets the setting to its derived or default value."""
         known = all_options()
         if name not in known:
             self.problems.append(f"unknown setting '{name}'{did_you_mean(name, known)}")
@@ -121,23 +120,23 @@ class Settings:
         self.origins[name] = origin
 
     def mark_bad(self, name: str, problem: str, origin: str) -> None:
-        """Record that a setting has no usable value."""
+        """Record that a setting has no valid value."""
         self.bad.add(name)
         self.problems.append(
             problem if origin in ("command line", "argument") else f"{problem} ({origin})"
         )
 
     def fill_defaults(self) -> None:
-        """Start `values` from the defaults and what was given."""
+        """Initialize `values` from the defaults and the chosen values."""
         defaults = {name: dict(v) if isinstance(v, dict) else v for name, v in _defaults().items()}
         self.values.update(defaults | self.given)
         self.origins = dict.fromkeys(defaults, "default") | self.origins
 
     def derive(self, name: str, value: Any, origin: str) -> None:
-        """Fill in a value that follows from others; `origin` says how."""
+        """Set a derived value; `origin` says how it was derived."""
         self.values[name] = value
         self.origins[name] = origin
 
     def usable(self, *names: str) -> bool:
-        """Whether all of these have a value to compute with."""
+        """Return whether all of these settings have valid values."""
         return all(n not in self.bad and self.values.get(n) is not None for n in names)

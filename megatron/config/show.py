@@ -15,7 +15,7 @@ _VALUE_WIDTH = 28
 
 
 def render_config(config: Config) -> str:
-    """All settings grouped by section: name, value, and where the value came from."""
+    """Return all settings by section, with their values and origins."""
     lines = ["------------------------ arguments ------------------------"]
     for attribute, section in SECTIONS.items():
         lines.append(f"{section.title}:")  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Flags of other frameworks that say in their own way what settings here say.
+"""Flags of other frameworks that express settings in another way.
 
-DIRECT ones mean settings by themselves. LATE ones depend on other settings, such as the number of
-layers, so that they are read when a preset and all flags have given theirs. Each is accepted with a
-notice of what it means here.
+DIRECT flags map to settings by themselves. LATE flags depend on other settings, such as the number
+of layers, and are read after the preset and all other flags. Each is accepted with a notice of its
+meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.resolve import even_counts
+from megatron.config.parallel import even_counts
 from megatron.config.settings import Settings, all_options
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
@@ -42,8 +42,8 @@ LATE: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Direct:
-    """A flag that means settings by itself. `read` gives values of some; ValueError says what is
-    wrong with words.
+    """A flag that maps to settings by itself. `read` returns values of some of them, or raises
+    ValueError.
     """
 
     settings: tuple[str, ...]
@@ -51,12 +51,12 @@ class Direct:
 
 
 def is_off(words: Sequence[str]) -> bool:
-    """Whether the words un-set a flag, as null and false in a YAML do."""
+    """Return whether the words reset a flag, as null and false in YAML do."""
     return len(words) == 1 and words[0].lower() in ("none", "null", "false")
 
 
 def meaning(written: str, values: Mapping[str, Any]) -> str:
-    """The notice of a flag that means these settings."""
+    """Return the notice of a flag with this meaning."""
     said = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not said:
         return f"{written} has no effect: that is always so here"
@@ -93,8 +93,8 @@ def _gated_activation(words: list[str]) -> dict[str, Any]:
 
 
 def _profiled_steps(words: list[str]) -> dict[str, Any]:
-    """The first and the last profiled step, counted from 1; --profile-step-end is the iteration at
-    which it ends.
+    """Return the profiled steps of FIRST,LAST, counted from 1; --profile-step-end is the iteration
+    at which profiling stops.
     """
     first, comma, last = _one(words).partition(",")
     if not comma:
@@ -117,8 +117,8 @@ _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
 def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
-    """The WEIGHT PREFIX pairs of BigScience's weighted paths, which also have a name and a part of
-    each file.
+    """Return the WEIGHT PREFIX pairs of BigScience's weighted paths, which also have a name and a
+    part of each file.
     """
     if len(groups) != 1:
         raise ValueError(
@@ -205,7 +205,7 @@ DIRECT: Mapping[str, Direct] = {
 
 
 def translate_late(settings: Settings, flags: Flags) -> None:
-    """Give the settings that the LATE flags among `flags` mean."""
+    """Set the settings that the LATE flags among `flags` mean."""
     present = {flag: words for flag, words in flags.items() if flag in LATE and not is_off(words)}
     if NO_PIPELINE in present:
         _no_pipeline(settings)
@@ -229,8 +229,8 @@ def _no_pipeline(settings: Settings) -> None:
 
 
 class _Stages:
-    """How many layers each stage has, from flags that say it by what the first and the last stage
-    have besides.
+    """Layers per stage, from flags that describe what the first and the last stage hold besides
+    layers.
     """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
@@ -240,8 +240,8 @@ class _Stages:
         self.embedding, self.loss = self._is_on(EMBEDDING), self._is_on(LOSS)
 
     def give(self) -> None:
-        """Give pipeline_layout, or the layers of a chunk. Raises ValueError for what cannot be had
-        here.
+        """Set pipeline_layout, or the layers of a chunk. Raises ValueError for what is not
+        possible.
         """
         ways: dict[Callable[[int, int], list[int]], list[str]] = {
             self._by_partition: [PARTITION],
@@ -296,8 +296,8 @@ class _Stages:
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
-        """Megatron-DeepSpeed's kinds of layers that count; none where they are those that count
-        here anyway.
+        """Return counts by Megatron-DeepSpeed's partition method; none for the method that is used
+        anyway.
         """
         method = _one(self.flags[PARTITION]).lower()
         if method == "type:transformer":
@@ -339,8 +339,9 @@ class _Stages:
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 
     def _by_text(self, layers: int, chunks: int) -> list[int]:
-        """Megatron's notation: E, t and L for embedding, layer and loss, | between stages, *n for n
-        times the letter or the brackets before it."""
+        """Return counts from Megatron's notation: E, t and L for embedding, layer and loss, |
+        between stages, *n to repeat the preceding letter or bracket.
+        """
         layout = _one(self.flags[LAYOUT])
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
         stages = _unroll(r"([EtL|])\*([0-9]{1,6})", text)
@@ -355,9 +356,7 @@ class _Stages:
         return counts
 
     def _chunks(self) -> int:
-        """Chunks of each process: as given, or from the layers of a chunk; 1 where nothing says
-        it.
-        """
+        """Return the chunks of each rank: as given, or from the layers of a chunk; else 1."""
         per_chunk = self.settings.given.get("num_layers_per_virtual_pipeline_stage")
         preset = self.settings.origins.get("num_layers_per_virtual_pipeline_stage", "").startswith(
             "preset"
@@ -405,14 +404,18 @@ class _Stages:
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:
-    """Layers of stages whose ends have something in the place of so many of them."""
+    """Return the layers of stages whose first and last ones hold something in place of some
+    layers.
+    """
     return [
         count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)
     ]
 
 
 def _unroll(pattern: str, text: str) -> str:
-    """The text with each X*n written out. ValueError where that is more than any layout has."""
+    """Return the text with each X*n expanded. Raises ValueError if it becomes longer than any
+    layout.
+    """
     pieces, end, length = list[str](), 0, 0
     for match in re.finditer(pattern, text):
         length += len(match[1]) * int(match[2])

@@ -1,30 +1,29 @@
-"""Every check of a resolved configuration. All problems are found together; none needs a process
-group or a file.
+"""Checks of a resolved configuration. All problems are collected; no check needs a process group or
+a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
-from megatron.config.resolve import layout_counts
+from megatron.config.parallel import layout_counts
 from megatron.config.settings import Settings, all_options
 
-Check = Callable[[dict[str, Any]], Iterator[str]]
-_CHECKS: list[tuple[tuple[str, ...], Check]] = []
+Values = dict[str, Any]
 
 
-def check(*needs: str) -> Callable[[Check], Check]:
-    """Register a check that runs when all of these settings have usable values; it yields
-    problems.
-    """
+class Check(NamedTuple):
+    """A check of some settings: `problems` yields what is wrong with their values."""
 
-    def register(function: Check) -> Check:
-        _CHECKS.append((needs, function))
-        return function
+    needs: tuple[str, ...]
+    problems: Callable[[Values], Iterator[str]]
 
-    return register
+
+def check(*needs: str) -> Callable[[Callable[[Values], Iterator[str]]], Check]:
+    """Make a check that runs when all of these settings have valid values, and yields problems."""
+    return lambda problems: Check(needs, problems)
 
 
 def validate(settings: Settings) -> None:
@@ -34,15 +33,13 @@ def validate(settings: Settings) -> None:
             settings.problems.append(
                 f"{all_options()[name].flag} is missing: give it, or a --preset"
             )
-    for needs, function in _CHECKS:
-        if settings.usable(*needs):
-            settings.problems.extend(function(settings.values))
+    for one in CHECKS:
+        if settings.usable(*one.needs):
+            settings.problems.extend(one.problems(settings.values))
 
 
 def run_requirements(settings: Settings) -> None:
-    """Problems of a configuration that lacks what a training run needs; before defaults stand in
-    for it.
-    """
+    """Add problems for missing settings that a training run needs, before defaults replace them."""
     known, add = {*settings.given, *settings.bad}, settings.problems.append
     skips_training = settings.given.get("skip_train")
     if not known & {"train_iters", "train_samples", "train_tokens"} and not skips_training:
@@ -63,7 +60,7 @@ def run_requirements(settings: Settings) -> None:
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """'640 or 768': the nearest multiples of step around a value that is none."""
+    """Return the multiples of `step` nearest to a value, as '640 or 768'."""
     below = value // step * step
     return f"{below} or {below + step}" if below else f"{step}"
 
@@ -72,7 +69,7 @@ def nearest_multiples(value: int, step: int) -> str:
 
 
 @check("hidden_size", "num_attention_heads")
-def _head_width(v: dict[str, Any]) -> Iterator[str]:
+def _head_width(v: Values) -> Iterator[str]:
     if v["kv_channels"] is None:
         hidden, heads = v["hidden_size"], v["num_attention_heads"]
         yield (
@@ -82,14 +79,14 @@ def _head_width(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("num_attention_heads", "num_key_value_heads")
-def _grouped_queries(v: dict[str, Any]) -> Iterator[str]:
+def _grouped_queries(v: Values) -> Iterator[str]:
     heads, kv = v["num_attention_heads"], v["num_key_value_heads"]
     if heads % kv:
         yield f"--num-attention-heads {heads} is not a multiple of --num-key-value-heads {kv}"
 
 
 @check("seq_length", "max_position_embeddings", "position_embedding_type")
-def _positions(v: dict[str, Any]) -> Iterator[str]:
+def _positions(v: Values) -> Iterator[str]:
     if (
         v["position_embedding_type"] == "learned_absolute"
         and v["seq_length"] > v["max_position_embeddings"]
@@ -103,7 +100,7 @@ def _positions(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("position_embedding_type", "kv_channels", "rotary_percent")
-def _rotary_width(v: dict[str, Any]) -> Iterator[str]:
+def _rotary_width(v: Values) -> Iterator[str]:
     if v["position_embedding_type"] == "rope":
         width = int(v["kv_channels"] * v["rotary_percent"])
         if width < 2 or width % 2:
@@ -115,7 +112,7 @@ def _rotary_width(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check()
-def _activations(v: dict[str, Any]) -> Iterator[str]:
+def _activations(v: Values) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "squared_relu", "openai_gelu") if v[n]]
     if len(chosen) > 1:
         yield (
@@ -128,7 +125,7 @@ def _activations(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("tensor_model_parallel_size")
-def _tensor_parallel(v: dict[str, Any]) -> Iterator[str]:
+def _tensor_parallel(v: Values) -> Iterator[str]:
     tp = v["tensor_model_parallel_size"]
     names = ["num_attention_heads", "num_key_value_heads", "ffn_hidden_size"]
     if v["sequence_parallel"]:
@@ -149,7 +146,7 @@ def _tensor_parallel(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("num_layers", "pipeline_model_parallel_size")
-def _pipeline(v: dict[str, Any]) -> Iterator[str]:
+def _pipeline(v: Values) -> Iterator[str]:
     layers, pp = v["num_layers"], v["pipeline_model_parallel_size"]
     per_chunk, chunks = (
         v["num_layers_per_virtual_pipeline_stage"],
@@ -221,7 +218,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
 
 
 @check("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-def _world(v: dict[str, Any]) -> Iterator[str]:
+def _world(v: Values) -> Iterator[str]:
     world, tp, pp = (
         v["world_size"],
         v["tensor_model_parallel_size"],
@@ -237,7 +234,7 @@ def _world(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("device_order")
-def _device_order(v: dict[str, Any]) -> Iterator[str]:
+def _device_order(v: Values) -> Iterator[str]:
     order = v["device_order"]
     if sorted(order) != list(range(len(order))):
         yield (
@@ -251,7 +248,7 @@ def _device_order(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("micro_batch_size", "global_batch_size", "data_parallel_size")
-def _batch(v: dict[str, Any]) -> Iterator[str]:
+def _batch(v: Values) -> Iterator[str]:
     mbs, gbs, dp = v["micro_batch_size"], v["global_batch_size"], v["data_parallel_size"]
     step = mbs * dp
     if gbs < step:
@@ -269,7 +266,7 @@ def _batch(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("rampup_batch_size", "global_batch_size")
-def _rampup(v: dict[str, Any]) -> Iterator[str]:
+def _rampup(v: Values) -> Iterator[str]:
     ramp, gbs = v["rampup_batch_size"], v["global_batch_size"]
     if len(ramp) != 3:
         yield f"--rampup-batch-size takes START INCREMENT SAMPLES, got {len(ramp)} values"
@@ -300,7 +297,7 @@ def _rampup(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check()
-def _lengths(v: dict[str, Any]) -> Iterator[str]:
+def _lengths(v: Values) -> Iterator[str]:
     if v["train_iters"] is not None and v["train_samples"] is not None:
         yield (
             f"--train-iters {v['train_iters']} and --train-samples {v['train_samples']} both give "
@@ -317,7 +314,7 @@ def _units(v: dict[str, Any], prefix: str) -> list[str]:
 
 
 @check()
-def _rate_units(v: dict[str, Any]) -> Iterator[str]:
+def _rate_units(v: Values) -> Iterator[str]:
     decay, warmup = _units(v, "lr_decay"), _units(v, "lr_warmup")
     for what, units in (("lr-decay", decay), ("lr-warmup", warmup)):
         if len(units) > 1:
@@ -344,7 +341,7 @@ def _wsd_units(v: dict[str, Any]) -> list[str]:
 
 
 @check("lr_decay_style")
-def _rate_lengths(v: dict[str, Any]) -> Iterator[str]:
+def _rate_lengths(v: Values) -> Iterator[str]:
     for unit in ("iters", "samples", "tokens"):
         warmup, decay = v[f"lr_warmup_{unit}"], v[f"lr_decay_{unit}"]
         # constant and inverse-square-root never end, so that a warm-up may be as long as the run
@@ -370,13 +367,13 @@ def _rate_lengths(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("lr", "min_lr")
-def _lowest_rate(v: dict[str, Any]) -> Iterator[str]:
+def _lowest_rate(v: Values) -> Iterator[str]:
     if v["min_lr"] > v["lr"]:
         yield f"--min-lr {v['min_lr']:g} is greater than --lr {v['lr']:g}"
 
 
 @check("weight_decay", "start_weight_decay", "end_weight_decay")
-def _weight_decay(v: dict[str, Any]) -> Iterator[str]:
+def _weight_decay(v: Values) -> Iterator[str]:
     start, end, style = v["start_weight_decay"], v["end_weight_decay"], v["weight_decay_incr_style"]
     if style == "constant" and not start == end == v["weight_decay"]:
         yield (
@@ -395,7 +392,7 @@ def _weight_decay(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("fp16", "bf16", "main_grads_dtype")
-def _precision(v: dict[str, Any]) -> Iterator[str]:
+def _precision(v: Values) -> Iterator[str]:
     if v["fp16"] and v["bf16"]:
         yield "--fp16 and --bf16 contradict each other: choose one"
     if v["main_grads_dtype"] == "bf16" and not v["bf16"]:
@@ -403,14 +400,14 @@ def _precision(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("initial_loss_scale", "min_loss_scale")
-def _loss_scale(v: dict[str, Any]) -> Iterator[str]:
+def _loss_scale(v: Values) -> Iterator[str]:
     if v["min_loss_scale"] > v["initial_loss_scale"]:
         low, first = v["min_loss_scale"], v["initial_loss_scale"]
         yield f"--min-loss-scale {low:g} is greater than --initial-loss-scale {first:g}"
 
 
 @check("recompute_num_layers")
-def _recompute(v: dict[str, Any]) -> Iterator[str]:
+def _recompute(v: Values) -> Iterator[str]:
     granularity, method, number = (
         v["recompute_granularity"],
         v["recompute_method"],
@@ -446,7 +443,7 @@ def _recompute(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("split")
-def _split(v: dict[str, Any]) -> Iterator[str]:
+def _split(v: Values) -> Iterator[str]:
     text = v["split"]
     try:
         parts = [float(part) for part in text.replace("/", ",").split(",")]
@@ -460,7 +457,7 @@ def _split(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check()
-def _data(v: dict[str, Any]) -> Iterator[str]:
+def _data(v: Values) -> Iterator[str]:
     separate = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if v[n]]
     whole = [n for n in ("data_path", "data_file_list") if v[n]]
     flags = [all_options()[n].flag for n in (*whole, *separate)]
@@ -478,7 +475,7 @@ def _data(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("data_packing")
-def _packing(v: dict[str, Any]) -> Iterator[str]:
+def _packing(v: Values) -> Iterator[str]:
     if v["data_packing"] != "best-fit" or v["mock_data"]:
         return
     for name in ("reset_position_ids", "reset_attention_mask"):
@@ -513,7 +510,7 @@ def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
 
 
 @check()
-def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
+def _checkpoints(v: Values) -> Iterator[str]:
     for name in ("save_interval_minutes", "async_save", "keep_last", "requeue"):
         if v[name] and v["save"] is None:
             yield f"{all_options()[name].flag} needs --save FOLDER"
@@ -549,14 +546,14 @@ def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("walltime")
-def _walltime(v: dict[str, Any]) -> Iterator[str]:
+def _walltime(v: Values) -> Iterator[str]:
     given = v["walltime"]
     if given not in (None, "none") and not duration_s(given):
         yield f"--walltime {given}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
 
 
 @check()
-def _kernels(v: dict[str, Any]) -> Iterator[str]:
+def _kernels(v: Values) -> Iterator[str]:
     if v["norm_implementation"] == "fused" and not v["persist_layer_norm"]:
         yield (
             "--norm-implementation fused and --no-persist-layer-norm contradict each other: "
@@ -571,7 +568,7 @@ def _kernels(v: dict[str, Any]) -> Iterator[str]:
 
 
 @check("profile_step_start", "profile_step_end")
-def _profile(v: dict[str, Any]) -> Iterator[str]:
+def _profile(v: Values) -> Iterator[str]:
     if v["profile"] and v["profile_step_end"] <= v["profile_step_start"]:
         yield (
             f"--profile-step-end {v['profile_step_end']} is not after --profile-step-start "
@@ -591,8 +588,39 @@ _TOKENIZER_NEEDS = {
 
 
 @check("tokenizer_type")
-def _tokenizer(v: dict[str, Any]) -> Iterator[str]:
+def _tokenizer(v: Values) -> Iterator[str]:
     kind = v["tokenizer_type"]
     for name in _TOKENIZER_NEEDS.get(kind, ()):
         if v[name] is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
+
+
+CHECKS = (
+    _head_width,
+    _grouped_queries,
+    _positions,
+    _rotary_width,
+    _activations,
+    _tensor_parallel,
+    _pipeline,
+    _world,
+    _device_order,
+    _batch,
+    _rampup,
+    _lengths,
+    _rate_units,
+    _rate_lengths,
+    _lowest_rate,
+    _weight_decay,
+    _precision,
+    _loss_scale,
+    _recompute,
+    _split,
+    _data,
+    _packing,
+    _checkpoints,
+    _walltime,
+    _kernels,
+    _profile,
+    _tokenizer,
+)

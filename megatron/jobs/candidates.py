@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import parse_args, read_settings, scan
+from megatron.config.config import resolve
 from megatron.config.layout import layout_of, write_value
-from megatron.config.resolve import resolve
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.space import (

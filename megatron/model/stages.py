@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.resolve import even_counts
+from megatron.config.parallel import even_counts
 from megatron.errors import ConfigError
 
 

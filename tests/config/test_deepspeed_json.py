@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import parse_command_line
-from megatron.config.json_lines import key_lines
+from megatron.config.deepspeed_json import key_lines
 from megatron.errors import ConfigError
 
 BASE = (

@@ -211,7 +211,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     )
     assert (
         "receive of 32 bytes from rank 1" in text
-        and "exchange.py" in text.split("Python stacks of rank 0")[1]
+        and "executor.py" in text.split("Python stacks of rank 0")[1]
     )
     assert ends == [ENDED, KILLED]
 
