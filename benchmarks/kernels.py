@@ -20,7 +20,7 @@ On a CPU the ratio is that of times, torch's over ours, above 1 where ours is fa
 the same ratio in bytes, true where memory is the limit. Caches are as the call before left them.
 The verdicts of an operator's sizes are compared with HOST_FASTER of megatron/kernels/choose.py.
 
---output writes kernels.json and kernels.md, tables as in docs/kernels.md.
+--output writes kernels.json and kernels.md, tables as in docs/measured/kernels.md.
 """
 
 from __future__ import annotations

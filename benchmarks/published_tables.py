@@ -119,7 +119,7 @@ def _layout(model: Published, gcds: int, micro_batch: int, sequences: int) -> st
 
 
 def _throughput(model: Published) -> Comparison:
-    """Of one replica: the only reading whose rate of products is possible (docs/planning.md)."""
+    """Of one replica: the only reading whose rate of products is possible (docs/measured/published.md)."""
     gcds, sequences = model.replica_gcds, model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(

@@ -309,7 +309,7 @@ def tables(record: Record) -> list[tuple[str, Table]]:
 
 
 def markdown(record: Record) -> str:
-    """The run as it goes into docs/performance.md."""
+    """The run as it goes into docs/measured/training.md."""
     text = [*heading(record), ""]
     for title, table in tables(record):
         if len(table) > 1:

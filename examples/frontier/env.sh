@@ -37,7 +37,7 @@ if [[ -e $_net/hsn0 ]]; then
     # A ring may enter a node by one NIC and leave it by another; found faster on large systems.
     _choose NCCL_CROSS_NIC 1
     # NICs read and write the GCDs' memory themselves (RDMA), up to a distance of one host bridge. OLCF's advice; on LUMI
-    # it hangs (docs/frontier.md).
+    # it hangs (docs/frontier-environment.md).
     _choose NCCL_NET_GDR_LEVEL PHB
     # Lets peers address the whole memory of a GCD over PCIe.
     _choose HSA_FORCE_FINE_GRAIN_PCIE 1

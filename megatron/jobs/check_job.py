@@ -486,7 +486,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
 def check_network(job: Job, cluster: Cluster) -> None:
     """Check the number of processes, and variables of RCCL's network plugin on Slingshot.
 
-    The variables' sources are in examples/frontier/env.sh and docs/frontier.md.
+    The variables' sources are in examples/frontier/env.sh and docs/frontier-environment.md.
     """
     if job.tasks != job.nodes * cluster.devices_per_node:
         where = f"{job.nodes} nodes of {cluster.devices_per_node} devices"

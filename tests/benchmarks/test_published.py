@@ -193,11 +193,11 @@ def rows_of(page: str, name: str) -> list[list[str]]:
 def test_the_page_has_these_predictions(
     machine_name: str, mark: str, comparisons: list[table.Comparison]
 ) -> None:
-    """docs/planning.md against the time model of today;
-    `python benchmarks/published.py --update docs/planning.md`.
+    """docs/measured/published.md against the time model of today;
+    `python benchmarks/published.py --update docs/measured/published.md`.
     """
     cluster = load_cluster(machine_name)
-    written = rows_of((ROOT / "docs/planning.md").read_text(), mark)
+    written = rows_of((ROOT / "docs/measured/published.md").read_text(), mark)
     assert [row[:2] for row in written] == [[each.result, each.layout] for each in comparisons]
     for row, each in zip(written, comparisons, strict=True):
         value = each.value([table.estimated_seconds(argv, cluster) for argv in each.runs])
@@ -219,17 +219,17 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
         factors = [row[-1] for row in rows]
         return f"{min(factors)} to {max(factors)}"
 
-    text = (ROOT / "docs/planning.md").read_text()
+    text = (ROOT / "docs/measured/published.md").read_text()
     others, authors = rows_of(text, "mi250x"), rows_of(text, "frontier")[: len(MODELS)]
     new = told(*(row for row in others if "2025" in row[0]))
     old = told(*(row for row in others if "2023" in row[0]), *authors)
-    for name in ("README.md", "docs/planning.md"):
+    for name in ("README.md", "docs/planning.md", "docs/measured/published.md"):
         page = " ".join((ROOT / name).read_text().split())
         assert f"{new} times" in page and f"{old} times" in page, name
 
 
 def test_the_page_has_these_tables() -> None:
-    page, cluster = (ROOT / "docs/planning.md").read_text(), load_cluster("frontier")
+    page, cluster = (ROOT / "docs/measured/published.md").read_text(), load_cluster("frontier")
     for name, made in (
         ("asked", table.implied_table(cluster)),
         ("changes", table.change_table(cluster)),

@@ -21,7 +21,7 @@ from tools.show_placement import rank_rows
 from tools.show_recipe import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs/frontier.md"
+DOCUMENTS = [ROOT / "docs/frontier.md", ROOT / "docs/measured/frontier.md"]
 GIB = 2**30
 # By hand, from the table of facts and the presets: GCDs of a replica, and its micro-batches on the
 # script's nodes.
@@ -150,12 +150,12 @@ def printed(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
 
 
 def test_the_document_has_what_the_tool_prints(capsys):
-    text = DOCUMENT.read_text()
+    text = "".join(page.read_text() for page in DOCUMENTS)
     for table in printed(capsys, "--all --markdown"):
         assert table in text, "docs/frontier.md: put this table in again"
 
 
 def test_commands_of_the_document_print_what_stands_below_them(capsys):
-    text = DOCUMENT.read_text()
+    text = "".join(page.read_text() for page in DOCUMENTS)
     (command,) = re.findall(r"^python tools/show_recipe\.py ((?:.*\\\n)*.*)$", text, re.MULTILINE)
     assert printed(capsys, command.replace("\\\n", " "))[2] in text[text.index(command) :]
