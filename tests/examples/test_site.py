@@ -121,13 +121,8 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
 def test_site_asks_for_an_account():
     done, _ = sourced(FRONTIER / "site.env")
     assert done.returncode == 2
-    number = 1 + (FRONTIER / "site.env").read_text().splitlines().index(
-        next(
-            line
-            for line in (FRONTIER / "site.env").read_text().splitlines()
-            if "SBATCH_ACCOUNT:=" in line
-        )
-    )
+    lines = (FRONTIER / "site.env").read_text().splitlines()
+    number = 1 + next(i for i, line in enumerate(lines) if line.startswith("_account="))
     assert f"line {number} of {FRONTIER / 'site.env'}" in done.stderr
 
 
@@ -146,3 +141,25 @@ def test_site_finds_the_clone_and_yields():
     )
     assert done.returncode == 0
     assert not {"SITE_RUNS", "SITE_MODULES", "SBATCH_PARTITION"} & set(mine)
+
+
+def test_lines_to_edit_come_first_and_are_used(tmp_path):
+    """What a user writes into the first lines is set, and the environment overrides it."""
+    text = (FRONTIER / "site.env").read_text()
+    for name in ("account", "data", "vocab", "merges", "runs"):
+        assert text.count(f"\n_{name}= ") == 1
+        text = text.replace(f"\n_{name}= ", f"\n_{name}=my-{name} ")
+    (tmp_path / "site.env").write_text(text)
+    done, changed = sourced(tmp_path / "site.env", SITE_VOCAB="other")
+    assert done.returncode == 0
+    assert {
+        n: changed.get(n) for n in ("SBATCH_ACCOUNT", "SITE_DATA", "SITE_MERGES", "SITE_RUNS")
+    } == {
+        "SBATCH_ACCOUNT": "my-account",
+        "SITE_DATA": "my-data",
+        "SITE_MERGES": "my-merges",
+        "SITE_RUNS": "my-runs",
+    }
+    assert "SITE_VOCAB" not in changed and not any(
+        name.startswith("_") and "site_env" not in name for name in changed
+    )
