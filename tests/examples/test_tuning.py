@@ -257,7 +257,9 @@ def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, pla
 
 
 def test_the_space_in_the_documentation_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/tuning-spaces.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "docs/tuning-spaces.md").read_text(), re.DOTALL
+    )
     path = tmp_path / "mine.toml"
     path.write_text(text)
     sizes = {
