@@ -77,7 +77,7 @@ def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
 
 
 def run(arguments: list[str], **pieces: Any) -> int:
-    """What `main` does before it ends the process; the exit code."""
+    """Run as `main` does, and return the exit code instead of ending the process."""
     launch, problem = launched(arguments)
     ranks = [launch.rank]  # the launcher's number, then the rank where that is another
 

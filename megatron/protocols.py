@@ -96,9 +96,11 @@ class Order(Protocol):
 
 
 class Callback:
-    """What is called on every rank while a run goes on; derive from it what is wanted. `run` is a
-    megatron.training.run.loop.Run. Where ranks differ in what they do here, they must not
-    communicate."""
+    """Base class of callbacks, called on every rank of a run. Override the methods you need.
+
+    `run` is a megatron.training.run.state.Run. Where ranks differ in what they do here, they must
+    not communicate.
+    """
 
     def on_start(self, run: Any) -> None:
         """Called before the first step, when a checkpoint has been loaded."""

@@ -167,12 +167,14 @@ def parse_json(
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of JSON is a whole number from 0 to 2**63 - 1."""
+    """Return whether a value of JSON is a whole number from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_file_name(value: Any) -> bool:
-    """Whether a value of JSON can be the name of a file in a folder, and leads nowhere else."""
+    """Return whether a value of JSON can be the name of a file in a folder, and leads nowhere
+    else.
+    """
     return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & set(value)
 
 

@@ -121,8 +121,8 @@ CHECKS: dict[str, list[Check]] = {
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
-    """Whether the kernel agrees with torch, and its error that is largest in comparison with what
-    is allowed.
+    """Return whether the kernel agrees with torch, and its error that is largest in comparison with
+    what is allowed.
 
     An entry may be off, relative to the largest, by sixteen roundings to its type (torch rounds
     after each of its operators), and by 2^-16 for fp32 arithmetic and sums of thousands of terms.

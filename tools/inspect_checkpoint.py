@@ -353,7 +353,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether tensors and state are the same; settings may differ."""
+        """Return whether tensors and state are the same; settings may differ."""
         return not (self.only_first or self.only_second or self.kinds or self.tensors or self.state)
 
 

@@ -277,7 +277,7 @@ class Inspection:
 
     @property
     def sound(self) -> bool:
-        """Tell whether there are no problems."""
+        """Return whether there are no problems."""
         return not self.problems
 
     def add(self, file: Path, byte: int | None, text: str) -> None:

@@ -133,13 +133,13 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save in the background waits to be committed: the same on every rank."""
+        """Return whether a save in the background waits to be committed: the same on every rank."""
         return self._pending is not None
 
     @property
     def written(self) -> bool:
-        """Whether this rank's thread has finished its part of the pending save or failed. Nothing
-        is communicated.
+        """Return whether this rank's thread has finished its part of the pending save or failed.
+        Nothing is communicated.
         """
         return self._pending is not None and self._pending.done
 

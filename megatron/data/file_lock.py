@@ -42,7 +42,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether it runs on this host."""
+        """Return whether it runs on this host."""
         return self.host == socket.gethostname()
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ class FileLock:
 
     @property
     def _needs_signs(self) -> bool:
-        """Tell whether the file system lacks flock, so that only waiting tells a dead holder from a
-        living one.
+        """Return whether the file system lacks flock, so that only waiting tells a dead holder from
+        a living one.
         """
         return isinstance(self._lock, filelock.SoftFileLease)
 

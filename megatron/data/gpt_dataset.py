@@ -382,7 +382,7 @@ def pieces_of_sample(
 
 
 def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int32]) -> bool:
-    """Tell whether cached arrays belong to this data.
+    """Return whether cached arrays belong to this data.
 
     The description does not cover the content of the data files, so a cache may outlive data that
     were preprocessed again under the same name. Shapes are compared, and a few samples are checked

@@ -161,7 +161,7 @@ class Ledger:
 
 
 def is_consumed(record: Any) -> bool:
-    """Tell whether this is a record of one source, as `Ledger.record` writes it."""
+    """Return whether this is a record of one source, as `Ledger.record` writes it."""
     names = {field.name for field in dataclasses.fields(Consumed)}
     return (
         isinstance(record, dict)

@@ -218,7 +218,7 @@ def _lengths(
 
 
 def packing_fits(arrays: Arrays, request: PackedRequest, sizes: npt.NDArray[np.int32]) -> bool:
-    """Tell whether cached arrays belong to this data, by their shapes, a checksum of sizes and a
+    """Return whether cached arrays belong to this data, by their shapes, a checksum of sizes and a
     few bins.
     """
     pieces, starts, counts = (arrays[part] for part in PARTS)

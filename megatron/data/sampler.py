@@ -99,8 +99,8 @@ def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
 
 
 def are_ranges(value: Any) -> bool:
-    """Tell whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start <
-    stop.
+    """Return whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start
+    < stop.
     """
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple)

@@ -93,7 +93,7 @@ class Request:
 
     @property
     def of_the_paper(self) -> bool:
-        """Tell whether it is one of the paper's models, of which there are two recipes."""
+        """Return whether it is one of the paper's models, of which there are two recipes."""
         return published_by_name(self.model) is not None
 
     @property
@@ -147,7 +147,7 @@ class Point:
 
     @property
     def fits_alone(self) -> bool:
-        """Tell whether a job of just this point's nodes may last long enough, as far as is
+        """Return whether a job of just this point's nodes may last long enough, as far as is
         known.
         """
         return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
@@ -357,8 +357,8 @@ class Experiment:
 
     @property
     def resumable(self) -> bool:
-        """Tell whether something was done and the rest did not fit into the time: without the first
-        it would never end."""
+        """Return whether something was done and the rest did not fit into the time: without the
+        first it would never end."""
         return self.out_of_time and bool(self.done)
 
     def run(self, runner: Runner) -> None:

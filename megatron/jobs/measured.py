@@ -141,7 +141,7 @@ def noise_of(layouts: Iterable[Measured]) -> float:
 
 
 def within_noise(one: Measured, best: Measured, noise: float) -> bool:
-    """Tell whether a layout may be as good as one that looks better."""
+    """Return whether a layout may be as good as one that looks better."""
     reach = min(
         _DEVIATIONS * noise * math.sqrt(1 / len(one.steps) + 1 / len(best.steps)), _FURTHEST
     )

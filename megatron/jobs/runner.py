@@ -165,13 +165,13 @@ class Runner:
         self.signal = ""
 
     def room(self, nodes: int) -> bool:
-        """Tell whether so many nodes are free now."""
+        """Return whether so many nodes are free now."""
         if self._local:
             return not self._running
         return len(self._running) < self.place.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
-        """Tell whether so many nodes are left, free or taken."""
+        """Return whether so many nodes are left, free or taken."""
         return self._local or nodes <= self._nodes.usable
 
     def run(self, source: Source) -> str:
@@ -386,7 +386,7 @@ class Watch:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Tell whether the metrics file of a folder has all steps up to the end. Raises DataError."""
+    """Return whether the metrics file of a folder has all steps up to the end. Raises DataError."""
     return (folder / METRICS).is_file() and _all_done(read_records(folder / METRICS), steps)
 
 
@@ -450,8 +450,8 @@ def slurm_time_left_s() -> float | None:
 
 
 def slurm_job_runs() -> bool | None:
-    """Tell whether this Slurm job runs, and is not cancelled or out of time; None where squeue does
-    not say.
+    """Return whether this Slurm job runs, and is not cancelled or out of time; None where squeue
+    does not say.
     """
     said = _squeue("%T")
     return None if said is None else said == "RUNNING"

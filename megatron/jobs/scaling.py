@@ -198,7 +198,7 @@ class Figures:
 
     @property
     def valid(self) -> bool:
-        """Tell whether there are figures and nothing contradicts them."""
+        """Return whether there are figures and nothing contradicts them."""
         return self.step_s is not None and not self.problems and self.run.failure is None
 
     @property

@@ -243,7 +243,7 @@ def _encode_texts(
 
 
 def _blames_a_text(error: BaseException) -> bool:
-    """Tell whether the text may be the cause. Panics of Rust libraries are not subclasses of
+    """Return whether the text may be the cause. Panics of Rust libraries are not subclasses of
     Exception.
     """
     return not isinstance(

@@ -1,5 +1,4 @@
-"""Where the figures of a run go: log lines, progress line, TensorBoard and metrics file. Only rank
-0 writes.
+"""Output of a run: log lines, progress line, TensorBoard and metrics file. Only rank 0 writes.
 
 Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's. TensorBoard's tags
 are Megatron-LM's and, for losses, Megatron-DeepSpeed's as well.

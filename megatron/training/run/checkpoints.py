@@ -112,17 +112,17 @@ class Saves:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save in the background is incomplete."""
+        """Return whether a save in the background is incomplete."""
         return self._started is not None
 
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
-        """Whether to save after `iteration`, given what the ranks agreed on."""
+        """Return whether to save after `iteration`, given what the ranks agreed on."""
         return iteration not in (self.saved_iteration, self._started) and (
             self.at_interval(iteration) or bool(agreed.get(_DUE))
         )
 
     def at_interval(self, iteration: int) -> bool:
-        """Whether --save-interval falls on `iteration`."""
+        """Return whether --save-interval falls on `iteration`."""
         return self._interval is not None and iteration % self._interval == 0
 
     def ahead(self, iteration: int, steps: int = 1) -> int:

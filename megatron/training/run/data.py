@@ -68,8 +68,8 @@ class PlaceholderStream:
 
 
 def reads_data(config: Config, topology: Topology) -> bool:
-    """Whether this rank's stages read micro-batches: the first for tokens, the last for labels, and
-    all of them when positions or attention depend on where documents end."""
+    """Return whether this rank's stages read micro-batches: the first for tokens, the last for
+    labels, and all of them when positions or attention depend on where documents end."""
     ends = topology.pipeline.is_first or topology.pipeline.is_last
     return ends or config.data.reset_position_ids or config.data.reset_attention_mask
 

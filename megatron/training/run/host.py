@@ -156,7 +156,7 @@ def part_of_cores(
 
 
 def torchrun_chose_threads() -> bool:
-    """Whether OMP_NUM_THREADS comes from torchrun, which sets it to 1 where it is not set.
+    """Return whether OMP_NUM_THREADS comes from torchrun, which sets it to 1 where it is not set.
 
     torchrun's own environment at its start is in /proc.
     """

@@ -131,8 +131,8 @@ def between_steps(run: Run) -> Stop | None:
 
 
 def copies_are_due(run: Run) -> bool:
-    """Whether to compare copies of weights after this step: the first one not skipped, or at the
-    flag's interval.
+    """Return whether to compare copies of weights after this step: the first one not skipped, or at
+    the flag's interval.
     """
     if not run.copies_checked:
         finish_step(run)
@@ -380,7 +380,7 @@ def mean_loss(
 
 
 def signalled(run: Run) -> bool:
-    """Whether a signal had asked to end at the previous call, between two iterations of an
+    """Return whether a signal had asked to end at the previous call, between two iterations of an
     evaluation.
     """
     answer = run.stop.signalled(run.agreement.read())

@@ -1,5 +1,5 @@
-"""Where a run comes from: what is written beside its checkpoints, and what all of its ranks must
-have in common.
+"""Provenance of a run: the record beside its checkpoints, and the comparison of all ranks'
+settings, code and files.
 
 Each rank announces digests of settings, versions, code, tokenizer and data files when the ranks
 meet, before torch connects anything, and rank 0 compares them. A difference ends the run on every

@@ -161,8 +161,8 @@ def requeue_lost(run: Run) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` is how a rank sees the failure of another one: a broken connection or a
-    collective's timeout.
+    """Return whether `error` is how a rank sees the failure of another one: a broken connection or
+    a collective's timeout.
     """
     if isinstance(error, LaunchError | dist.DistError):
         return True

@@ -1,5 +1,5 @@
-"""When a run ends before its last iteration: what its ranks agree on, the time that the job has
-left, and --requeue.
+"""End of a run before its last iteration: agreement of the ranks, the time left of the job, and
+requeueing.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Agreement:
     def add_first(
         self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Like `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may differ on other
-        ranks.
+        """Do the same as `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may
+        differ on other ranks.
         """
         first = self._topology.world.is_first
         self.add(name, lambda: int(first and decide()), on)
@@ -152,9 +152,9 @@ class StopRules:
         return stop
 
     def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Like `check`, before the first step: without --exit-interval, which counts finished
-        steps. A job too short for a single step is not requeued, because the next one would end the
-        same way."""
+        """Do the same as `check`, before the first step: without --exit-interval, which counts
+        finished steps. A job too short for a single step is not requeued, because the next one
+        would end the same way."""
         stop = self._stop(iteration, agreed)
         if stop is None or self.signalled(agreed) or not stop.requeue:
             return stop
@@ -182,7 +182,7 @@ class StopRules:
         return None
 
     def signalled(self, agreed: Mapping[str, int]) -> bool:
-        """Whether a signal asks the run to end."""
+        """Return whether a signal asks the run to end."""
         return bool(agreed.get("signal"))
 
 
@@ -287,7 +287,7 @@ class SlurmEnd(JobEnd):
 
 
 class WallTime:
-    """Whether the time left is enough for another step and what follows it.
+    """Return whether the time left is enough for another step and what follows it.
 
     end                the end of the job
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
@@ -339,7 +339,7 @@ class WallTime:
         return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
 
     def is_ending(self) -> bool:
-        """Whether to end now."""
+        """Return whether to end now."""
         left = self._end.left_s()
         return left is not None and left < self.needed_s
 

@@ -1,5 +1,5 @@
-"""What follows a bad step: a run goes back to a checkpoint after a loss spike, and ends with a
-diagnosis when too many steps in a row are skipped.
+"""Handling of bad steps: rollback to a checkpoint after a loss spike, and diagnosis after too many
+non-finite steps.
 
 For the diagnosis the same micro-batches run once more while every module is checked for non-finite
 values. This changes nothing: no weight moves, and the gradients are cleared. It costs one slow

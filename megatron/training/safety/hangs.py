@@ -1,5 +1,5 @@
-"""Who waits in which call for whom: from the states of all ranks to a conclusion and a report. Pure
-functions.
+"""Analysis of a hang: which rank waits in which call for which ranks, from the states of all ranks.
+Pure functions.
 
 A rank in a collective waits for the members of its group that have not posted as many collectives
 of that kind as the one it is in; a rank that waits for a message, for its neighbour. A rank that
