@@ -256,8 +256,7 @@ def show_comparison(
     beyond = results.comparison_table(lines)
     console.print(
         f"compared with {earlier['date']}, revision {earlier['git']['revision'][:12]}: "
-        f"{len(beyond) - 1} of "
-        f"{len(lines)} figures differ by more than their spread",
+        f"{len(beyond) - 1} of {len(lines)} figures differ by more than their spread",
         highlight=False,
     )
     if len(beyond) > 1:

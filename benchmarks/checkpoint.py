@@ -326,8 +326,7 @@ def main() -> None:
             values = found["values"]
             print(
                 f"{found['name']:32s} {found['median']:9.3f} {min(values):9.3f} {max(values):9.3f} "
-                f"{found['unit']:4s} "
-                f"{found['note']}",
+                f"{found['unit']:4s} {found['note']}",
                 flush=True,
             )
     if args.json:

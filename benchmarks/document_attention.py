@@ -95,8 +95,7 @@ def measure(options: argparse.Namespace, mean: float) -> str:
     mask_mib, documents_mib = (kept_bytes(attend) / 2**20 for attend in sides.values())
     return (
         f"{mean:9.0f} {len(lengths):9d} {lengths.max():7d} {mask:9.1f} {documents:12.1f} "
-        f"{mask / documents:6.1f}x"
-        f" {mask_mib:10.1f} {documents_mib:14.1f}"
+        f"{mask / documents:6.1f}x {mask_mib:10.1f} {documents_mib:14.1f}"
     )
 
 

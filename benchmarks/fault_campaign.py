@@ -49,8 +49,8 @@ def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -
         outcome = kills.run_chain(chain, count, folder / str(number), chance, say)
         lost, done = outcome.lost or [0], len(outcome.kills)
         notes = (
-            f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save every "
-            f"{kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
+            f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save "
+            f"every {kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
         )
         rows.append(
             (f"{done} kills at {outcome.moments} moments, {chain.name}", notes, outcome.wrong)

@@ -211,8 +211,8 @@ def compare_packing(options: argparse.Namespace) -> None:
         per_piece = (result["peak"] - 8 * result["bins"]) / result["pieces"]
         print(
             f"{side:5s} {count:>11,} documents, {result['pieces']:,} pieces in {result['bins']:,} "
-            "bins, padding "
-            f"{result['waste']:.4%}: {seconds}; {per_piece:.1f} bytes per piece beside 8 per bin",
+            f"bins, padding {result['waste']:.4%}: {seconds}; {per_piece:.1f} bytes per piece "
+            "beside 8 per bin",
             flush=True,
         )
     ours, theirs = (results[side, few]["seconds"]["cut and pack"] for side in SIDES)

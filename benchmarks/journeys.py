@@ -29,10 +29,9 @@ from megatron.config.command_line import parse_args  # noqa: E402
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-3 --clip-grad 1.0 "
-    "--log-interval 1000 "
-    "--eval-iters 0 --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0"
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr "
+    "1e-3 --clip-grad 1.0 --log-interval 1000 --eval-iters 0 --split 100,0,0 --tokenizer-type "
+    "NullTokenizer --vocab-size 300 --num-workers 0"
 ).split()
 EXTENSIONS = {
     "a layer": "layer",

@@ -56,8 +56,8 @@ NUMEL = 25_000  # 0.1 MB
 
 PROGRAM = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 512 --lr 1e-3 --mock-data "
-    "--tokenizer-type NullTokenizer "
-    "--vocab-size 1023 --train-iters 10000 --eval-iters 0 --num-workers 0 --log-interval 10000"
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --train-iters 10000 --eval-iters 0 "
+    "--num-workers 0 --log-interval 10000"
 ).split()
 # by --real; small where products only take time
 SIZES = {False: "--hidden-size 64", True: "--hidden-size 256"}

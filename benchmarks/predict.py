@@ -135,9 +135,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     lines += [
         f"| {row.layout.model} | {row.layout.processes} | {row.layout.name} | "
-        f"{1e3 * row.predicted:.0f} "
-        f"| {1e3 * row.measured:.0f} | {100 * row.error:+.1f} % | {row.slower:.2f} "
-        f"| {100 * row.error_at_speed:+.1f} % |"
+        f"{1e3 * row.predicted:.0f} | {1e3 * row.measured:.0f} | {100 * row.error:+.1f} % | "
+        f"{row.slower:.2f} | {100 * row.error_at_speed:+.1f} % |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -165,8 +164,7 @@ def summary(rows: Sequence[Row]) -> str:
             at_speed = spearman([row.predicted * row.slower for row in same], measured)
             lines.append(
                 f"Spearman among the {len(same)} of {kind}: {plain:.3f}, at the machine's speed "
-                f"{at_speed:.3f} "
-                f"(slowest {max(measured) / min(measured):.2f} times the fastest)"
+                f"{at_speed:.3f} (slowest {max(measured) / min(measured):.2f} times the fastest)"
             )
     return "\n".join(lines)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COMMON = (
-    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 "
-    "--lr 1e-4 "
-    "--clip-grad 1 --attention-dropout 0 --hidden-dropout 0"
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval "
+    "1 --lr 1e-4 --clip-grad 1 --attention-dropout 0 --hidden-dropout 0"
 )
 CALIBRATED = (
     "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 384 "
@@ -18,22 +17,17 @@ CALIBRATED = (
 """The model whose shapes calibration measures: none of those that are predicted."""
 MODELS = {
     "wide": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 "
-    "--vocab-size 8191 "
-    "--global-batch-size 4",
+    "--vocab-size 8191 --global-batch-size 4",
     "deep": "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
-    "--vocab-size 4095 "
-    "--global-batch-size 8",
+    "--vocab-size 4095 --global-batch-size 8",
     "gated": "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 "
-    "--seq-length 1024 "
-    "--ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm "
-    "--disable-bias-linear "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights --global-batch-size 4",
+    "--seq-length 1024 --ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--global-batch-size 4",
     "124M": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
-    "--vocab-size 50303 --bf16 "
-    "--global-batch-size 32",
+    "--vocab-size 50303 --bf16 --global-batch-size 32",
     "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size "
-    "511 "
-    "--global-batch-size 2",
+    "511 --global-batch-size 2",
 }
 
 
@@ -103,9 +97,8 @@ LAYOUTS = [
 ]
 
 GPU_CALIBRATED = (
-    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size "
-    "32767 "
-    "--micro-batch-size 4 --bf16"
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
+    "--vocab-size 32767 --micro-batch-size 4 --bf16"
 )
 GPU_LAYOUTS = [
     Layout("mbs 16", "124M", 1, f"{_MBS} 16"),

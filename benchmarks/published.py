@@ -5,7 +5,8 @@
 Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
 layouts, by the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
 chosen by these results. Bounds have every figure at its slow or its fast end at once; "+-" takes
-them as independent. docs/measured/published.md discusses the tables; --update writes them there anew.
+them as independent. docs/measured/published.md discusses the tables; --update writes them there
+anew.
 """
 
 from __future__ import annotations

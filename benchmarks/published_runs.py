@@ -18,40 +18,33 @@ _LLAMA = "arXiv 2407.21783, section 3.3.2 and table 4"
 _COMMON = "--bf16 --use-flash-attn --sequence-parallel --zero-stage 1"
 _GPT3_175B = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
-    "--max-position-embeddings 2048 "
-    "--vocab-size 51200 --micro-batch-size 1 --tensor-model-parallel-size 4 "
-    "--pipeline-model-parallel-size 8 "
+    "--max-position-embeddings 2048 --vocab-size 51200 --micro-batch-size 1 "
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
     f"--num-layers-per-virtual-pipeline-stage 1 --tp-comm-overlap {_COMMON}"
 )
 _NEMOTRON_4 = (
     "--group-query-attention --num-query-groups 8 --squared-relu --disable-bias-linear "
-    "--apply-layernorm-1p "
-    "--position-embedding-type rope --rotary-percent 0.5 --untie-embeddings-and-output-weights "
-    "--attention-dropout 0 "
-    "--hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 256000 "
-    f"{_COMMON}"
+    "--apply-layernorm-1p --position-embedding-type rope --rotary-percent 0.5 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --seq-length "
+    f"4096 --max-position-embeddings 4096 --vocab-size 256000 {_COMMON}"
 )
 _NEMOTRON_15B = (
     "--num-layers 32 --hidden-size 6144 --num-attention-heads 48 --micro-batch-size 4 "
-    "--tensor-model-parallel-size 4 "
-    f"--tp-comm-overlap {_NEMOTRON_4}"
+    f"--tensor-model-parallel-size 4 --tp-comm-overlap {_NEMOTRON_4}"
 )
 _NEMOTRON_340B = (
-    "--num-layers 96 --hidden-size 18432 --num-attention-heads 96 --micro-batch-size 1 "
-    "--tensor-model-parallel-size 8 "
-    "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 1 --tp-comm-overlap "
-    f"--recompute-granularity selective {_NEMOTRON_4}"
+    "--num-layers 96 --hidden-size 18432 --num-attention-heads 96 --micro-batch-size "
+    "1 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 "
+    "--num-layers-per-virtual-pipeline-stage 1 --tp-comm-overlap --recompute-granularity "
+    f"selective {_NEMOTRON_4}"
 )
 _LLAMA_405B = (
-    "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --group-query-attention "
-    "--num-query-groups 8 "
-    "--ffn-hidden-size 53248 --swiglu --disable-bias-linear --normalization RMSNorm "
-    "--position-embedding-type rope "
+    "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 "
+    "--group-query-attention --num-query-groups 8 --ffn-hidden-size 53248 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --seq-length "
-    "8192 "
-    "--max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 "
-    "--tensor-model-parallel-size 8 "
-    f"--pipeline-model-parallel-size 16 {_COMMON}"
+    "8192 --max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 "
+    f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 {_COMMON}"
 )
 # They interleave chunks of one layer, with nothing but the embedding in the first and the output
 # layer in the last: 8 chunks on a rank. Here each chunk has a layer or more: 4 chunks of two, with
@@ -126,8 +119,7 @@ _TURKU = "github.com/spyysalo/lumi-llm-scaling, 2023"
 PLAIN_ORDER = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 _UNFUSED = (
     f"{PLAIN_ORDER} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 "
-    "--attention-backend unfused "
-    "--recompute-granularity full"
+    "--attention-backend unfused --recompute-granularity full"
 )
 _ALIBI = f"--micro-batch-size 2 --bf16 --zero-stage 0 --position-embedding-type alibi {_UNFUSED}"
 _33B = "--num-layers 60 --hidden-size 6656 --num-attention-heads 52"
@@ -150,8 +142,7 @@ def _turku(
 def _175b(nodes: int, seconds: float) -> Run:
     flags = (
         "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 "
-        "--tensor-model-parallel-size 8 "
-        f"--pipeline-model-parallel-size 8 {_ALIBI}"
+        f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 {_ALIBI}"
     )
     folder = f"meg-ds/experiments/175B-scaling-comms/{nodes}-node.out"
     return _turku("175B, 2023, ROCm 5.2", folder, 8 * nodes, 1024, seconds, flags)
@@ -161,14 +152,12 @@ def _llama_2(devices: int, tokens_per_s: float) -> Run:
     """The speed that a regression test of the machine expects, in tokens a second of a GCD."""
     flags = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
-        "--vocab-size 32000 "
-        f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
-        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 "
-        "--micro-batch-size 2 "
-        "--tensor-model-parallel-size 2 --sequence-parallel "
-        "--no-async-tensor-model-parallel-allreduce "
+        "--vocab-size 32000 --swiglu --disable-bias-linear --normalization RMSNorm "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout "
+        "0 --hidden-dropout 0 --bf16 --micro-batch-size 2 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --no-async-tensor-model-parallel-allreduce "
         f"--no-gradient-accumulation-fusion --zero-stage 1 {PLAIN_ORDER} --seq-length 4096 "
-        f"--max-position-embeddings 4096 --global-batch-size 256"
+        "--max-position-embeddings 4096 --global-batch-size 256"
     )
     source = "github.com/Lumi-supercomputer/lumi-reframe-tests, checks/apps/megatron-lm, 2025"
     return Run(
@@ -217,8 +206,7 @@ MI250X_RUNS: tuple[Run, ...] = (
         1024,
         1024 / 4.0,
         "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size "
-        "2 "
-        f"--pipeline-model-parallel-size 8 {_ALIBI}",
+        f"2 --pipeline-model-parallel-size 8 {_ALIBI}",
     ),
     _175b(16, 346.67),
     _175b(64, 97.50),
@@ -230,9 +218,8 @@ MI250X_RUNS: tuple[Run, ...] = (
         128,
         128 / 4.6,
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --fp16 --micro-batch-size 4 "
-        "--zero-stage 1 "
-        "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
-        f"--attention-dropout 0 --no-bias-gelu-fusion {_UNFUSED}",
+        "--zero-stage 1 --position-embedding-type rope --untie-embeddings-and-output-weights "
+        f"--hidden-dropout 0 --attention-dropout 0 --no-bias-gelu-fusion {_UNFUSED}",
         "activations divided over ranks",
     ),
     _turku(
@@ -242,9 +229,8 @@ MI250X_RUNS: tuple[Run, ...] = (
         1024,
         1024 * 2048 / (64 * 182.8),
         f"{_33B} --group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4 "
-        "--bf16 "
-        "--pipeline-model-parallel-size 4 --sequence-parallel --micro-batch-size 2 --zero-stage 0 "
-        f"--no-gradient-accumulation-fusion {_UNFUSED}",
+        "--bf16 --pipeline-model-parallel-size 4 --sequence-parallel --micro-batch-size 2 "
+        f"--zero-stage 0 --no-gradient-accumulation-fusion {_UNFUSED}",
         "one head of keys for all ranks",
     ),
 )

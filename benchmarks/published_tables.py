@@ -91,10 +91,8 @@ def argv_of(
     order, or where the machine's links are best where they are `placed`."""
     return tuple(
         f"--preset gpt-{model.name} --fp16 --make-vocab-size-divisible-by "
-        f"{1024 // model.tensor_size} "
-        f"{'' if placed else PLAIN_ORDER} --micro-batch-size {micro_batch} --global-batch-size "
-        f"{sequences} "
-        f"--world-size {gcds}".split()
+        f"{1024 // model.tensor_size} {'' if placed else PLAIN_ORDER} --micro-batch-size "
+        f"{micro_batch} --global-batch-size {sequences} --world-size {gcds}".split()
     )
 
 
@@ -113,13 +111,14 @@ def frontier_comparisons() -> list[Comparison]:
 def _layout(model: Published, gcds: int, micro_batch: int, sequences: int) -> str:
     return (
         f"TP {model.tensor_size} x PP {model.pipeline_size}, {gcds} GCDs, micro-batch "
-        f"{micro_batch}, "
-        f"{sequences:,} sequences"
+        f"{micro_batch}, {sequences:,} sequences"
     )
 
 
 def _throughput(model: Published) -> Comparison:
-    """Of one replica: the only reading whose rate of products is possible (docs/measured/published.md)."""
+    """Of one replica: the only reading whose rate of products is possible
+    (docs/measured/published.md).
+    """
     gcds, sequences = model.replica_gcds, model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(
@@ -460,8 +459,8 @@ def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
 _CHANGES: tuple[tuple[str, str], ...] = (
     (
         "kernels apart: norms, GELU, dropout, cross entropy",
-        "--no-persist-layer-norm --no-bias-gelu-fusion "
-        "--no-bias-dropout-fusion --no-cross-entropy-loss-fusion",
+        "--no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion "
+        "--no-cross-entropy-loss-fusion",
     ),
     ("weight gradients not added by their product", "--no-gradient-accumulation-fusion"),
     ("all-reduces hidden by nothing", "--no-async-tensor-model-parallel-allreduce"),
@@ -512,8 +511,7 @@ def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tab
     def rate(model: str, tp: int, pp: int, sequences: int, more: str = "") -> float:
         argv = (
             f"--preset gpt-{model} --fp16 --make-vocab-size-divisible-by {1024 // tp} "
-            f"{PLAIN_ORDER} "
-            f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+            f"{PLAIN_ORDER} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
             f"--micro-batch-size 1 --global-batch-size {sequences} --world-size {tp * pp} {more}"
         ).split()
         config = parse_plan(argv).model

@@ -85,8 +85,7 @@ def main() -> None:
         said = "no names asked for" if without else f"names after {args.ms:g} ms"
         print(
             f"{said}: {args.processes} processes in {seconds:.2f} s, {len(asked)} questions; at "
-            f"this rate {FULL} "
-            f"in {seconds / args.processes * FULL:.0f} s"
+            f"this rate {FULL} in {seconds / args.processes * FULL:.0f} s"
         )
 
 

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
     "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 "
-    "--train-iters 1 "
-    "--log-interval 1 --eval-iters 0 --num-workers 0 --pipeline-model-parallel-size 2"
+    "--train-iters 1 --log-interval 1 --eval-iters 0 --num-workers 0 "
+    "--pipeline-model-parallel-size 2"
 ).split()
 
 

@@ -179,8 +179,7 @@ def _table(
         forecast = predicted_s(chunks, product_s, message_s, latency_s, sp)
         yield (
             f"{'yes' if sp else 'no':<17}  {chunks:6}  {1e3 * forecast:12.1f}  "
-            f"{1e3 * statistics.median(found):20.1f}  "
-            f"{1e3 * min(found):.1f}"
+            f"{1e3 * statistics.median(found):20.1f}  {1e3 * min(found):.1f}"
         )
 
 

@@ -32,7 +32,8 @@ class Side:
 
     `untouched`: nothing is set in its environment. `defaults`: nothing is set that its libraries
     have a default for, also where that is slower. `less`: what it does less than the others.
-    `root`: the clone whose pretrain_gpt.py runs, and `version_of` the side that it is compared with.
+    `root`: the clone whose pretrain_gpt.py runs, and `version_of` the side that it is compared
+    with.
     """
 
     name: str

@@ -151,9 +151,9 @@ def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
     processes.
     """
     code = (
-        "import runpy, sys; from tests.helpers.fault_points import strike\n"
-        "if sys.argv[1] == '0': strike('megatron.run.step', 5, 'kill')\n"
-        "del sys.argv[1]; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+        "import runpy, sys; from tests.helpers.fault_points import strike\nif sys.argv[1] == "
+        "'0': strike('megatron.run.step', 5, 'kill')\ndel sys.argv[1]; "
+        "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
     )
     port, arguments = (
         free_port(),

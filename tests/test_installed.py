@@ -85,8 +85,8 @@ def test_megatron_core_imports_beside_it(site: Path) -> None:
     try:
         out = run(
             site,
-            "import megatron.core, megatron; print(megatron.core.__version__, megatron.__version__,"
-            " megatron.build_schedule('1f1b', 2, 1, 2) is not None)",
+            "import megatron.core, megatron; print(megatron.core.__version__, "
+            "megatron.__version__, megatron.build_schedule('1f1b', 2, 1, 2) is not None)",
         )
     finally:
         (core / "__init__.py").unlink()

@@ -50,12 +50,10 @@ for name in {helps!r}:
 # Need nothing but Python itself.
 LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch "
-    "megatron.parallel.topology "
-    "megatron.parallel.placing megatron.model.formulas "
-    "megatron.model.stages megatron.kernels.choose megatron.training "
-    "megatron.planner.cluster megatron.planner.placement megatron.planner.rates "
-    "megatron.planner.channels megatron.jobs.scaling "
-    "megatron.jobs.runner megatron.jobs.space"
+    "megatron.parallel.topology megatron.parallel.placing megatron.model.formulas "
+    "megatron.model.stages megatron.kernels.choose megatron.training megatron.planner.cluster "
+    "megatron.planner.placement megatron.planner.rates megatron.planner.channels "
+    "megatron.jobs.scaling megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (
     "plan tune preflight show_recipe show_placement show_schedule report_scaling run_experiment "

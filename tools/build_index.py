@@ -54,8 +54,7 @@ def read_config(flags: Sequence[str]) -> Config:
     if len(guessed) == 2:
         raise ConfigError(
             "the batch size of the run, which determines the length of its indices, is unknown: "
-            "give --world-size, the "
-            "number of its processes, or --global-batch-size"
+            "give --world-size, the number of its processes, or --global-batch-size"
         )
     return config
 

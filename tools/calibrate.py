@@ -39,8 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description=__doc__,
         usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS "
-        "... --cluster FILE] "
-        "[flags of pretrain_gpt.py]",
+        "... --cluster FILE] [flags of pretrain_gpt.py]",
     )
     add_preset(parser)
     parser.add_argument(

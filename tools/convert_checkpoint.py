@@ -116,10 +116,9 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
         (
             "model",
             f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
-            "heads in "
-            f"{model.num_key_value_heads} groups, vocabulary {model.vocab_size}, "
-            f"{model.position_embedding_type}, "
-            f"{model.normalization}, {model.activation}, output {tied}",
+            f"heads in {model.num_key_value_heads} groups, vocabulary {model.vocab_size}, "
+            f"{model.position_embedding_type}, {model.normalization}, {model.activation}, output "
+            f"{tied}",
         ),
     ]
     return rows + [("note", note) for note in plan.notes]

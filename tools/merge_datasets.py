@@ -141,8 +141,7 @@ def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.Pat
         if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
             raise ConfigError(
                 f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose "
-                "another name, or "
-                f"another folder if the inputs are all of a folder"
+                "another name, or another folder if the inputs are all of a folder"
             )
 
 
@@ -156,8 +155,7 @@ def _common_dtype(
     if len(kinds) > 1:
         raise ConfigError(
             f"{kinds[False][0]} has tokens of type {kinds[False][1]} and {kinds[True][0]} of type "
-            f"{kinds[True][1]}: "
-            f"integers and floats cannot be merged without loss"
+            f"{kinds[True][1]}: integers and floats cannot be merged without loss"
         )
     dtype = np.result_type(*dtypes).newbyteorder("<")
     assert dtype in TYPE_CODES, f"{dtype} is no type of the format"
@@ -174,8 +172,7 @@ def _check_space(
     if needed > free:
         raise DataError(
             f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} "
-            "GB: make room or "
-            f"choose another --output-prefix; nothing was written"
+            "GB: make room or choose another --output-prefix; nothing was written"
         )
 
 
@@ -192,8 +189,8 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
             at = int(np.argmax(wrong))
             raise DataError(
                 f"{idx_path(dataset.prefix)}: document {start + at - 1} ends before sequence "
-                f"{ends[at]}, which is "
-                f"before its start or beyond the last of {len(dataset)}: the file is damaged"
+                f"{ends[at]}, which is before its start or beyond the last of {len(dataset)}: the "
+                "file is damaged"
             )
         last = int(ends[-1])
         writer.append_document_ends(before + ends)
@@ -232,9 +229,8 @@ def main(argv: Sequence[str]) -> int:
         )
     print(
         f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: "
-        f"{written.num_documents:,} documents, "
-        f"{written.num_sequences:,} sequences, {written.num_tokens:,} tokens of type "
-        f"{written.dtype}"
+        f"{written.num_documents:,} documents, {written.num_sequences:,} sequences, "
+        f"{written.num_tokens:,} tokens of type {written.dtype}"
     )
     return 0
 

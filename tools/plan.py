@@ -74,8 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--nodes",
         metavar="N",
-        help="128, several 64,128, or 16:128, doubled from one to the other "
-        "(default: that of a machine of one node)",
+        help="128, several 64,128, or 16:128, doubled from one to the other (default: that of a "
+        "machine of one node)",
     )
     what.add_argument(
         "--devices", metavar="N", help="devices in all instead of nodes, for a part of a node"
@@ -83,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--global-batch",
         metavar="B",
-        help="samples of a step: 640, several 640,1280, or 640:8000, "
-        "doubled from one to the other (default: the preset's)",
+        help="samples of a step: 640, several 640,1280, or 640:8000, doubled from one to the other "
+        "(default: the preset's)",
     )
     what.add_argument(
         "--tokens", type=real(MOST_TOKENS), metavar="T", help="length of the run in tokens: 300e9"
@@ -94,16 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--fix", help="allow these values only", **several)
     how.add_argument(
         "--allow",
-        help="also try these, which the search leaves out by itself: tp beyond a node, mbs "
-        "that is no power of two, recompute=..., devices=...",
+        help="also try these, which the search leaves out by itself: tp beyond a node, mbs that is "
+        "no power of two, recompute=..., devices=...",
         **several,
     )
     how.add_argument(
         "--headroom",
         default="10%",
         metavar="GIB|%",
-        help="of a device's memory that stays free for the "
-        "runtime, the communication library and what the allocator cannot use (default 10%%)",
+        help="of a device's memory that stays free for the runtime, the communication library and "
+        "what the allocator cannot use (default 10%%)",
     )
     how.add_argument(
         "--processes",
@@ -133,8 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--bounds",
         action="store_true",
-        help="how far the seconds of the layouts may be off, and what "
-        "they would be at the device's peak",
+        help="how far the seconds of the layouts may be off, and what they would be at the "
+        "device's peak",
     )
     out.add_argument(
         "--paper-flops",
@@ -313,9 +313,9 @@ def _headline(given: Search) -> str:
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
     return (
-        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of {cluster.name}, "
-        f"batch {batches}, "
-        f"up to {given.capacity / GIB:.1f} of {cluster.memory_gib:g} GiB"
+        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of "
+        f"{cluster.name}, batch {batches}, up to {given.capacity / GIB:.1f} of "
+        f"{cluster.memory_gib:g} GiB"
     )
 
 
@@ -335,8 +335,8 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
         tables.losses_table(tables.losses(given, found)),
         tables.rejection_table(
             found,
-            f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
-            "layouts estimated; rejected",
+            f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} layouts "
+            "estimated; rejected",
         ),
     ]
 
@@ -352,8 +352,7 @@ def _show_winner(given: Search, first: Chosen) -> None:
     if not confidence.by_basis["measured"]:
         print(
             f"Not run on {cluster.device}: no figure here is a measurement of this code there. "
-            "--explain says where "
-            "each is from; tools/calibrate.py measures a machine."
+            "--explain says where each is from; tools/calibrate.py measures a machine."
         )
 
 

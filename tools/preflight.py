@@ -46,8 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME|FILE",
         default=os.environ.get("MEGATRON_CLUSTER") or "none",
         help="machine whose [bands] a device and its links must reach (default: MEGATRON_CLUSTER; "
-        "none: ranks are "
-        "only compared with each other). On a CPU no speed is judged",
+        "none: ranks are only compared with each other). On a CPU no speed is judged",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for good_hosts and bad_hosts")
     parser.add_argument(
@@ -56,8 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=60.0,
         metavar="S",
         help="time limit of each measurement; processes that have not come after twice this time "
-        "are given up "
-        "(default 60)",
+        "are given up (default 60)",
     )
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices"

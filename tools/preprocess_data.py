@@ -54,8 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="JSON lines; .parquet; or plain text, one document per file (.txt); also compressed "
-        "as .gz or .zst. A "
-        "quoted pattern such as 'shards/*.jsonl' stands for its files, sorted by name",
+        "as .gz or .zst. A quoted pattern such as 'shards/*.jsonl' stands for its files, sorted by "
+        "name",
     )
     group.add_argument(
         "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
@@ -73,8 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=ON_BAD_INPUT,
         default="fail",
         help="lines that are not JSON or not UTF-8, without the key or without text there: fail at "
-        "the first "
-        "(default), or skip, count and list them in PREFIX_bad_input.txt",
+        "the first (default), or skip, count and list them in PREFIX_bad_input.txt",
     )
     group.add_argument(
         "--split-sentences",
@@ -151,8 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=cores,
         metavar="N",
         help="processes that tokenize, one core each (default: the cores available to this "
-        f"process, here {cores}); 1 "
-        f"tokenizes in this process. The output is the same for any number",
+        f"process, here {cores}); 1 tokenizes in this process. The output is the same for any "
+        "number",
     )
     group.add_argument(
         "--log-interval",

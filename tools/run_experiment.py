@@ -63,8 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_COUNT,
         metavar="N",
         help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of "
-        "every point "
-        "(default: as published)",
+        "every point (default: as published)",
     )
     parser.add_argument(
         "--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)"
@@ -211,8 +210,8 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
         if args.hosts_file is None or not args.hosts_file.is_file():
             raise ConfigError(
                 "no nodes: inside an allocation give --hosts-file FILE, as "
-                "examples/frontier/weak_scaling.sh does; "
-                "--launcher local runs on this machine, --dry-run shows what would run"
+                "examples/frontier/weak_scaling.sh does; --launcher local runs on this machine, "
+                "--dry-run shows what would run"
             )
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     found = Experiment(root, points, args.limit, args.retry_failed, _say)

@@ -72,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Define the tool's own flags; all others are those of pretrain_gpt.py."""
     parser = Parser(
         description=__doc__,
-        usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] "
-        "[flags of pretrain_gpt.py]",
+        usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] [flags "
+        "of pretrain_gpt.py]",
     )
     add_preset(parser)
     parser.add_argument(

@@ -119,8 +119,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"rank {rank}: " + " ".join(label(i, schedule) for i in instructions))
     if args.plot:
         title = (
-            f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} chunk{'s' * (chunks > 1)}, "
-            f"{schedule.micro_batches} micro-batches, bubble {timeline.bubble_fraction:.1%}"
+            f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} "
+            f"chunk{'s' * (chunks > 1)}, {schedule.micro_batches} micro-batches, bubble "
+            f"{timeline.bubble_fraction:.1%}"
         )
         draw_timeline(timeline, schedule.pipeline_size, schedule.chunks, args.plot, title=title)
         print(f"drawn to {args.plot}")

@@ -265,8 +265,8 @@ def choose_machine() -> Machine:
     bf16 = rates[torch.bfloat16] > rates[torch.float32]
     reason = (
         f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at "
-        f"{rates[torch.float32]:.0f} GFLOP/s "
-        f"in fp32 and at {rates[torch.bfloat16]:.0f} in bf16: {'bf16' if bf16 else 'fp32'} it is"
+        f"{rates[torch.float32]:.0f} GFLOP/s in fp32 and at {rates[torch.bfloat16]:.0f} in bf16: "
+        f"{'bf16' if bf16 else 'fp32'} it is"
     )
     return Machine("cpu", 2, threads, bf16, reason)
 
@@ -401,8 +401,7 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     print(f" {time.monotonic() - steps.start:7.1f} s  in all")
     print(
         f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, "
-        f"{last['lm_loss']:.3f} at "
-        f"iteration {last['iteration']}: down by {drop:.3f} nats"
+        f"{last['lm_loss']:.3f} at iteration {last['iteration']}: down by {drop:.3f} nats"
     )
     print(f" speed: {tokens_per_s:,.0f} tokens per second")
     print(f" checkpoint and metrics: {run}\n loss curve: {picture}")

@@ -65,8 +65,8 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--objective",
         choices=OBJECTIVES,
         default=OBJECTIVES[0],
-        help="what the best has most of, or "
-        f"least: tokens a second, or node-hours for each token (default {OBJECTIVES[0]})",
+        help="what the best has most of, or least: tokens a second, or node-hours for each token "
+        f"(default {OBJECTIVES[0]})",
     )
     group.add_argument(
         "--search",
@@ -95,16 +95,15 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         type=whole(0),
         default=3,
         metavar="N",
-        help="when the search has ended, up to so many "
-        "trials more than --max-trials measure again what may be the best by the noise that was "
-        "seen; "
-        "what is named is the best of all measurements (default 3; 0: none)",
+        help="when the search has ended, up to so many trials more than --max-trials measure again "
+        "what may be the best by the noise that was seen; what is named is the best of all "
+        "measurements (default 3; 0: none)",
     )
     group.add_argument(
         "--walltime",
         metavar="T",
-        help="of this start: 90 (minutes), 1:30:00, 1-00:00:00; no trial "
-        "begins that would not end in it (default: the allocation's, or none)",
+        help="of this start: 90 (minutes), 1:30:00, 1-00:00:00; no trial begins that would not end "
+        "in it (default: the allocation's, or none)",
     )
     group.add_argument(
         "--retry-failed",
@@ -133,8 +132,8 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         "--stall",
         type=_SECONDS,
         metavar="SECONDS",
-        help="without a new step, after which a trial counts "
-        "as hanging (default: by its steps before)",
+        help="without a new step, after which a trial counts as hanging (default: by its steps "
+        "before)",
     )
 
 
@@ -146,8 +145,8 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
         "--processes",
         type=_COUNT,
         metavar="N",
-        help="local: devices that trials may use (default: those "
-        "of --cluster, else GPUs, else cores, or as many processes as the space names)",
+        help="local: devices that trials may use (default: those of --cluster, else GPUs, else "
+        "cores, or as many processes as the space names)",
     )
     group.add_argument(
         "--hosts-file", type=Path, metavar="FILE", help="slurm: nodes to run on, one a line"
@@ -162,8 +161,8 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
         "--parallel",
         type=_COUNT,
         metavar="K",
-        help="slurm: most trials at once, on nodes of their own "
-        "(default: as many as there is room for)",
+        help="slurm: most trials at once, on nodes of their own (default: as many as there is room "
+        "for)",
     )
     group.add_argument(
         "--nodes",
@@ -174,15 +173,15 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="described machine, for the planner's ranking, memory "
-        "and placement (default: MEGATRON_CLUSTER, else on Slurm the space's); none",
+        help="described machine, for the planner's ranking, memory and placement (default: "
+        "MEGATRON_CLUSTER, else on Slurm the space's); none",
     )
     group.add_argument(
         "--headroom",
         default="10%",
         metavar="GIB|%",
-        help="of a device's memory that a layout must "
-        "leave free by the planner's figures (default 10%%)",
+        help="of a device's memory that a layout must leave free by the planner's figures (default "
+        "10%%)",
     )
 
 

@@ -29,11 +29,10 @@ Arms = Mapping[int, Sequence[tuple[Any, ...]]]
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
-    "--max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --adam-eps 1e-3 --tokenizer-type "
-    "NullTokenizer "
-    "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0 "
-    "--distributed-timeout-minutes 1 --attention-dropout 0.1 --hidden-dropout 0.1"
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --adam-eps "
+    "1e-3 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 8 --log-interval 1 "
+    "--eval-iters 0 --num-workers 0 --distributed-timeout-minutes 1 --attention-dropout 0.1 "
+    "--hidden-dropout 0.1"
 ).split()
 """A GPT whose step takes milliseconds, with every loss in the metrics file. Adam's epsilon is
 larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it."""

@@ -85,8 +85,7 @@ class Checkpoint:
         if self.state.get("format") != FORMAT:
             raise CheckpointError(
                 f"{self.folder / STATE} has format {self.state.get('format')!r}, this program "
-                f"reads {FORMAT}: use "
-                f"the version that wrote it"
+                f"reads {FORMAT}: use the version that wrote it"
             )
         expected: dict[str, Callable[[Any], bool]] = {
             "iteration": is_count,
@@ -311,8 +310,7 @@ def required(directory: str | os.PathLike[str], found: Found) -> Path:
         listed = "; ".join(map(str, found.rejected))
         raise CheckpointError(
             f"no good checkpoint in {directory}: {listed}. A run does not start from scratch "
-            "beside broken "
-            f"checkpoints: restore or remove them, or name another folder"
+            "beside broken checkpoints: restore or remove them, or name another folder"
         )
     raise CheckpointError(
         f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load"
@@ -367,8 +365,8 @@ def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator
     if skipped:
         yield (
             f"{', '.join(folder.name for folder in skipped)} not considered: the run went back "
-            "before them, or "
-            f"{tracker.path} names iteration {tracker.iteration}; load one with --load-tag"
+            f"before them, or {tracker.path} names iteration {tracker.iteration}; load one with "
+            "--load-tag"
         )
     if good is None:
         return
@@ -398,6 +396,5 @@ def _check_foreign(root: Path) -> None:
     if foreign:
         raise CheckpointError(
             f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look "
-            f"foreign: {_CONVERT}; "
-            f"name an empty folder to start from scratch"
+            f"foreign: {_CONVERT}; name an empty folder to start from scratch"
         )

@@ -260,8 +260,7 @@ def _read(
             if more:
                 raise CheckpointError(
                     f"{folder} does not fit this model: it also has {named(more)}. A checkpoint of "
-                    "another "
-                    f"architecture is not loaded in parts: see --use-checkpoint-args"
+                    "another architecture is not loaded in parts: see --use-checkpoint-args"
                 )
     return _damage(topology, f"reading {folder}", lambda: _fill(tensors, folder, stored, alive))
 
@@ -400,8 +399,7 @@ def _read_shard(
     if values.shape != sizes or values.dtype != getattr(torch, dtype):
         raise CheckpointError(
             f"{path} is damaged: at byte {start} there is {tuple(values.shape)} of {values.dtype} "
-            "where "
-            f"{sizes} of {dtype} of {name} were written"
+            f"where {sizes} of {dtype} of {name} were written"
         )
     return values
 

@@ -76,8 +76,7 @@ def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
     if different:
         raise CheckpointError(
             f"{where} has another architecture: {'; '.join(different)}. Use the checkpoint's "
-            "settings "
-            f"(--use-checkpoint-args) or another checkpoint"
+            "settings (--use-checkpoint-args) or another checkpoint"
         )
 
 

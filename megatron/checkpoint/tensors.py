@@ -160,9 +160,9 @@ class Snapshot:
             self.note = ""
             return
         self.note = (
-            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be pinned "
-            "(cudaHostRegister: "
-            f"error {code}; see ulimit -l): training pauses longer while the copy is made"
+            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be "
+            f"pinned (cudaHostRegister: error {code}; see ulimit -l): training pauses longer while "
+            "the copy is made"
         )
         if device is not None:
             # The runtime would report the error again at the check after the next kernel launch.

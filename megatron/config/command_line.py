@@ -249,8 +249,7 @@ def _give_launch(
         if words != [str(world_size)]:
             settings.problems.append(
                 f"--world-size {' '.join(words)} contradicts the launcher, which started "
-                f"{world_size} processes: "
-                "remove it; it is for --print-config"
+                f"{world_size} processes: remove it; it is for --print-config"
             )
     settings.give("world_size", world_size, "launcher")
 

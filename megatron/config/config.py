@@ -153,8 +153,8 @@ class Config:
         if size % per_round:
             raise ConfigError(
                 f"global batch size {size} is not a multiple of micro-batch-size "
-                f"{self.batch.micro_batch_size} x "
-                f"data-parallel size {self.parallel.data_parallel_size} = {per_round}"
+                f"{self.batch.micro_batch_size} x data-parallel size "
+                f"{self.parallel.data_parallel_size} = {per_round}"
             )
         return size // per_round
 

@@ -280,8 +280,7 @@ class _Merge:
         self.settings.give("loss_scale", None, place)
         self.settings.notices.append(
             f"--loss-scale {scale:g} ({where}) has no effect: the loss scale is dynamic, as "
-            "DeepSpeed takes it from "
-            f"its file ({place} 0); for a fixed one, write it there"
+            f"DeepSpeed takes it from its file ({place} 0); for a fixed one, write it there"
         )
 
     def _both_precisions(self) -> None:
@@ -301,9 +300,9 @@ class _Merge:
             problem = f"{self.path}: {lines} are both on: write false in one of them"
         else:
             problem = (
-                f"{chosen} is on ({origins[chosen]}), but line {self.lines[key]} of {self.path} "
-                f"switches {in_file} on "
-                f"({key}): write false in that line, or give --{in_file} instead of --{chosen}"
+                f"{chosen} is on ({origins[chosen]}), but line {self.lines[key]} of "
+                f"{self.path} switches {in_file} on ({key}): write false in that line, or give "
+                f"--{in_file} instead of --{chosen}"
             )
         self.settings.mark_bad("bf16", problem, "argument")
 
@@ -316,8 +315,8 @@ class _Merge:
         right = f'{json.dumps(chosen)} or "auto"' if as_it_is else '"auto"'
         self.settings.problems.append(
             f"{option.flag} is {chosen} ({where}), but {key} means {value} ({self._at(key)}): "
-            f"write {right} in line "
-            f"{self.lines[key]} of {self.path}, or give {option.written(value)}"
+            f"write {right} in line {self.lines[key]} of {self.path}, or give "
+            f"{option.written(value)}"
         )
 
     def _remove_dealt_with(self) -> None:
@@ -362,8 +361,8 @@ class _Merge:
             if total % (steps * replicas):
                 self.settings.problems.append(
                     f"global batch size {total} ({self.settings.origins['global_batch_size']}) is "
-                    "not a multiple of "
-                    f"gradient_accumulation_steps {steps} ({place}) x data-parallel size {replicas}"
+                    f"not a multiple of gradient_accumulation_steps {steps} ({place}) x "
+                    f"data-parallel size {replicas}"
                 )
             else:
                 self.settings.give("micro_batch_size", total // (steps * replicas), origin)

@@ -84,7 +84,6 @@ def load_pieces(file: str) -> Pieces:
     if not isinstance(found, dict) or not found.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
             f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, "
-            "schedule or "
-            f"callbacks, not {found!r}"
+            f"schedule or callbacks, not {found!r}"
         )
     return Pieces(**found, file=str(path))

@@ -123,8 +123,7 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
     if len(groups) != 1:
         raise ValueError(
             f"names {len(groups)} data sets: one is possible, so use {all_options()[setting].flag} "
-            "with one blend, or "
-            f"quote the text as a whole: {_WEIGHTED}"
+            f"with one blend, or quote the text as a whole: {_WEIGHTED}"
         )
     pairs: list[str] = []
     for part in groups[0].partition(":")[2].split(","):
@@ -135,8 +134,8 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
         if (start, end) != (0, 1):
             raise ValueError(
                 f"takes the part {fields[1]} of {prefix}: files are taken whole (0:1) here; use "
-                "--data-path with "
-                "--split where the parts of all files are the same, else files of their own"
+                "--data-path with --split where the parts of all files are the same, else files of "
+                "their own"
             )
         pairs += [weight, prefix]
     return {setting: pairs if len(pairs) > 2 else pairs[1:]}
@@ -277,16 +276,15 @@ class _Stages:
             if rest or not each:
                 raise ValueError(
                     f"{said} does not cut {self.layers} layers into equal chunks on "
-                    f"{self.pipeline} stages: use "
-                    f"--pipeline-layout with {self.pipeline * chunks} counts"
+                    f"{self.pipeline} stages: use --pipeline-layout with {self.pipeline * chunks} "
+                    "counts"
                 )
             self._say(said, {"num_layers_per_virtual_pipeline_stage": each} if chunks > 1 else {})
         elif counts := way(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
                     f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without "
-                    "layers, and each needs "
-                    "one: use fewer stages, or --pipeline-layout"
+                    "layers, and each needs one: use fewer stages, or --pipeline-layout"
                 )
             per_chunk = "num_layers_per_virtual_pipeline_stage"
             if len(counts) > self.pipeline or self.settings.origins.get(per_chunk, "").startswith(
@@ -318,9 +316,8 @@ class _Stages:
         if rest:
             raise ValueError(
                 f"{self._written([EMBEDDING, LOSS])}: {layers} layers and {more} more are not a "
-                "multiple of "
-                f"{self.pipeline * chunks} stages: use --pipeline-layout with the layers of each "
-                "stage"
+                f"multiple of {self.pipeline * chunks} stages: use --pipeline-layout with the "
+                "layers of each stage"
             )
         return _without([each] * (self.pipeline * chunks), self.embedding, self.loss)
 
@@ -333,8 +330,8 @@ class _Stages:
             within = f" in {chunks} chunks each" if chunks > 1 else ""
             raise ValueError(
                 f"{self._written([FIRST, LAST])} leaves {left} of {layers} layers, which {middle} "
-                f"stages{within} "
-                "cannot share evenly: use --pipeline-layout with the layers of each stage"
+                f"stages{within} cannot share evenly: use --pipeline-layout with the layers of "
+                "each stage"
             )
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 
@@ -349,9 +346,8 @@ class _Stages:
         if not re.fullmatch(r"Et+(\|t+)*L", stages) or len(counts) % self.pipeline:
             raise ValueError(
                 f"{LAYOUT} {layout[:80]}: the first stage begins with E, the last ends with L, "
-                "each has layers (t) and "
-                f"their number is a multiple of {self.pipeline}: use --pipeline-layout with the "
-                "layers of each stage"
+                f"each has layers (t) and their number is a multiple of {self.pipeline}: use "
+                "--pipeline-layout with the layers of each stage"
             )
         return counts
 

@@ -93,9 +93,8 @@ def _positions(v: Values) -> Iterator[str]:
     ):
         yield (
             f"--seq-length {v['seq_length']} is longer than --max-position-embeddings "
-            f"{v['max_position_embeddings']}: "
-            "learned positions must cover the sequence; raise the latter or use "
-            "--position-embedding-type rope"
+            f"{v['max_position_embeddings']}: learned positions must cover the sequence; raise the "
+            "latter or use --position-embedding-type rope"
         )
 
 
@@ -106,8 +105,7 @@ def _rotary_width(v: Values) -> Iterator[str]:
         if width < 2 or width % 2:
             yield (
                 f"RoPE turns pairs, but --rotary-percent {v['rotary_percent']:g} of a head of "
-                f"{v['kv_channels']} is "
-                f"{width}: it must be even and at least 2"
+                f"{v['kv_channels']} is {width}: it must be even and at least 2"
             )
 
 
@@ -116,8 +114,8 @@ def _activations(v: Values) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "squared_relu", "openai_gelu") if v[n]]
     if len(chosen) > 1:
         yield (
-            f"{' and '.join(all_options()[n].flag for n in chosen)} contradict each other: "
-            "choose one activation"
+            f"{' and '.join(all_options()[n].flag for n in chosen)} contradict each other: choose "
+            "one activation"
         )
 
 
@@ -140,8 +138,8 @@ def _tensor_parallel(v: Values) -> Iterator[str]:
             why = " with --sequence-parallel" if name == "seq_length" else ""
             yield (
                 f"{all_options()[name].flag} {size} is not a multiple of "
-                f"--tensor-model-parallel-size {tp}{why}: use "
-                f"{nearest_multiples(size, tp)}, or another tensor-parallel size"
+                f"--tensor-model-parallel-size {tp}{why}: use {nearest_multiples(size, tp)}, or "
+                "another tensor-parallel size"
             )
 
 
@@ -159,8 +157,7 @@ def _pipeline(v: Values) -> Iterator[str]:
     elif layers < pp:
         yield (
             f"--num-layers {layers} is less than the {pp} stages of --pipeline-model-parallel-size "
-            f"{pp}: "
-            f"each stage needs a layer, so use at most {layers} stages"
+            f"{pp}: each stage needs a layer, so use at most {layers} stages"
         )
     if chunks > 1 and pp == 1:
         yield (
@@ -192,8 +189,7 @@ def _layout(layout: str, layers: int, pp: int, per_chunk: int | None) -> Iterato
     if per_chunk is not None and any(count != per_chunk for count in counts):
         yield (
             f"--pipeline-layout '{layout}' contradicts --num-layers-per-virtual-pipeline-stage "
-            f"{per_chunk}: "
-            "the layout alone is enough"
+            f"{per_chunk}: the layout alone is enough"
         )
 
 
@@ -203,8 +199,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
     valid = [n for n in range(1, layers // (2 * pp) + 1) if layers % (pp * n) == 0]
     text = (
         f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not cut {layers} layers into "
-        "two or more equal "
-        f"chunks on each of {pp} pipeline ranks"
+        f"two or more equal chunks on each of {pp} pipeline ranks"
     )
     if valid:
         near = sorted(sorted(valid, key=lambda n: abs(n - per_chunk))[:2])
@@ -228,8 +223,7 @@ def _world(v: Values) -> Iterator[str]:
         yield (
             f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} = {tp * pp}: start "
-            f"{nearest_multiples(world, tp * pp)} processes, "
-            "or change the sizes"
+            f"{nearest_multiples(world, tp * pp)} processes, or change the sizes"
         )
 
 
@@ -239,8 +233,7 @@ def _device_order(v: Values) -> Iterator[str]:
     if sorted(order) != list(range(len(order))):
         yield (
             f"--device-order {','.join(map(str, order))} does not name each device of a node once: "
-            f"{len(order)} "
-            f"devices are numbered 0 to {len(order) - 1}"
+            f"{len(order)} devices are numbered 0 to {len(order) - 1}"
         )
 
 
@@ -254,14 +247,13 @@ def _batch(v: Values) -> Iterator[str]:
     if gbs < step:
         yield (
             f"more processes than needed: {dp} replicas with --micro-batch-size {mbs} take {step} "
-            "samples in a step, "
-            f"but --global-batch-size is {gbs}: raise it to {step}, or start fewer processes"
+            f"samples in a step, but --global-batch-size is {gbs}: raise it to {step}, or start "
+            "fewer processes"
         )
     elif gbs % step:
         yield (
             f"--global-batch-size {gbs} is not a multiple of --micro-batch-size {mbs} x "
-            f"data-parallel size {dp} = "
-            f"{step}: use {nearest_multiples(gbs, step)}"
+            f"data-parallel size {dp} = {step}: use {nearest_multiples(gbs, step)}"
         )
 
 
@@ -280,9 +272,8 @@ def _rampup(v: Values) -> Iterator[str]:
     elif (gbs - start) % increment:
         yield (
             f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not "
-            "reach "
-            f"--global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as their "
-            "difference"
+            f"reach --global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as "
+            "their difference"
         )
     if v["micro_batch_size"] is None or v["data_parallel_size"] is None:
         return
@@ -291,8 +282,7 @@ def _rampup(v: Values) -> Iterator[str]:
         if value % step:
             yield (
                 f"--rampup-batch-size: its {what} {value} is not a multiple of --micro-batch-size "
-                "x data-parallel size "
-                f"= {step}: use {nearest_multiples(value, step)}"
+                f"x data-parallel size = {step}: use {nearest_multiples(value, step)}"
             )
 
 
@@ -301,8 +291,7 @@ def _lengths(v: Values) -> Iterator[str]:
     if v["train_iters"] is not None and v["train_samples"] is not None:
         yield (
             f"--train-iters {v['train_iters']} and --train-samples {v['train_samples']} both give "
-            "the length of the "
-            "run: choose one"
+            "the length of the run: choose one"
         )
 
 
@@ -319,8 +308,8 @@ def _rate_units(v: Values) -> Iterator[str]:
     for what, units in (("lr-decay", decay), ("lr-warmup", warmup)):
         if len(units) > 1:
             yield (
-                f"{' and '.join(f'--{what}-{u}' for u in units)} contradict each other: choose "
-                "one unit"
+                f"{' and '.join(f'--{what}-{u}' for u in units)} contradict each other: choose one "
+                "unit"
             )
     if v["lr_warmup_fraction"] and warmup:
         yield f"--lr-warmup-fraction and --lr-warmup-{warmup[0]} contradict each other: choose one"
@@ -348,8 +337,8 @@ def _rate_lengths(v: Values) -> Iterator[str]:
         ends = v["lr_decay_style"] in ("linear", "cosine", "WSD")
         if ends and warmup and decay and warmup >= decay:
             yield (
-                f"--lr-warmup-{unit} {warmup} must be less than --lr-decay-{unit} {decay} "
-                f"(which is --train-{unit} unless given)"
+                f"--lr-warmup-{unit} {warmup} must be less than --lr-decay-{unit} {decay} (which "
+                f"is --train-{unit} unless given)"
             )
     if v["lr_decay_style"] != "WSD":
         return
@@ -361,8 +350,8 @@ def _rate_lengths(v: Values) -> Iterator[str]:
         length, decay = v[f"lr_wsd_decay_{unit}"], v[f"lr_decay_{unit}"]
         if decay and length + (v[f"lr_warmup_{unit}"] or 0) > decay:
             yield (
-                f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than "
-                f"--lr-decay-{unit} {decay}"
+                f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than --lr-decay-{unit} "
+                f"{decay}"
             )
 
 
@@ -378,8 +367,7 @@ def _weight_decay(v: Values) -> Iterator[str]:
     if style == "constant" and not start == end == v["weight_decay"]:
         yield (
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
-            "--weight-decay-incr-style linear or "
-            f"cosine; with constant only --weight-decay counts"
+            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay counts"
         )
     if start > end:
         yield (
@@ -437,8 +425,7 @@ def _recompute(v: Values) -> Iterator[str]:
         if number > most:
             yield (
                 f"--recompute-num-layers {number} is more than the {most} layers of a stage: use "
-                f"{most}, "
-                "or --recompute-method uniform"
+                f"{most}, or --recompute-method uniform"
             )
 
 
@@ -463,8 +450,8 @@ def _data(v: Values) -> Iterator[str]:
     flags = [all_options()[n].flag for n in (*whole, *separate)]
     if len(whole) > 1 or (whole and separate):
         yield (
-            f"{', '.join(flags)} contradict each other: use one of --data-path, "
-            "--data-file-list, --train-data-path"
+            f"{', '.join(flags)} contradict each other: use one of --data-path, --data-file-list, "
+            "--train-data-path"
         )
     if v["mock_data"] and flags:
         yield f"--mock-data and {flags[0]} contradict each other: choose one"
@@ -488,8 +475,7 @@ def _packing(v: Values) -> Iterator[str]:
     if v["train_data_exact_num_epochs"] is not None:
         yield (
             "--train-data-exact-num-epochs repeats samples of --data-packing concat: leave one of "
-            "them out, best-fit "
-            "takes as many epochs as the run needs"
+            "them out, best-fit takes as many epochs as the run needs"
         )
 
 
@@ -518,8 +504,8 @@ def _checkpoints(v: Values) -> Iterator[str]:
         yield f"--keep-every {v['keep_every']} removes nothing without --keep-last N: give both"
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
         yield (
-            "--loss-spike-factor goes back to checkpoints of this run: give --save and --load "
-            "the same FOLDER"
+            "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the "
+            "same FOLDER"
         )
     for name in (
         "finetune",
@@ -534,9 +520,8 @@ def _checkpoints(v: Values) -> Iterator[str]:
         if v[name] and v["load"] is not None and v["load"] == v["save"]:
             yield (
                 f"{all_options()[name].flag} would begin at iteration 0 again at each start, from "
-                "its own checkpoints: "
-                f"give --save another FOLDER than --load {v['load']}, and resume from that one "
-                "without the flag"
+                f"its own checkpoints: give --save another FOLDER than --load {v['load']}, and "
+                "resume from that one without the flag"
             )
     if v["override_opt_param_scheduler"] and v["use_checkpoint_opt_param_scheduler"]:
         yield (
@@ -556,14 +541,13 @@ def _walltime(v: Values) -> Iterator[str]:
 def _kernels(v: Values) -> Iterator[str]:
     if v["norm_implementation"] == "fused" and not v["persist_layer_norm"]:
         yield (
-            "--norm-implementation fused and --no-persist-layer-norm contradict each other: "
-            "choose one"
+            "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
+            "one"
         )
     if v["optimizer_implementation"] != "auto" and v["optimizer"] != "adam":
         yield (
             f"--optimizer-implementation {v['optimizer_implementation']} is for --optimizer adam, "
-            "but --optimizer is "
-            f"{v['optimizer']}: remove it"
+            f"but --optimizer is {v['optimizer']}: remove it"
         )
 
 

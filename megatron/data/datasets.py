@@ -178,8 +178,8 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
     if shared + any(per_split) > 1:
         raise ConfigError(
             "--data-path, --data-file-list and "
-            "--train-data-path/--valid-data-path/--test-data-path exclude each "
-            "other: give one of the three"
+            "--train-data-path/--valid-data-path/--test-data-path exclude each other: give one of "
+            "the three"
         )
     if shared:
         blend = (
@@ -275,8 +275,7 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
         if count and name == "train" and (own is None or short):
             raise DataError(
                 f"your data set has {0 if own is None else len(own)} training samples and the run "
-                f"takes {count}: "
-                f"make as many, or give --dataloader-type cyclic"
+                f"takes {count}: make as many, or give --dataloader-type cyclic"
             )
         found.append(
             None if own is None or not count else OwnDataset(own, name, config.model.seq_length)
@@ -378,17 +377,16 @@ class _Builder:
         if len(parts) > 1:
             raise ConfigError(
                 f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are "
-                "given: in a blend the "
-                f"weights and the length of the run decide how often each is repeated"
+                "given: in a blend the weights and the length of the run decide how often each is "
+                "repeated"
             )
         _, indexed, bounds = parts[0]
         available = (epochs * indexed.tokens_between(*bounds) - 1) // self._seq_length
         if available < num_samples and self._data.dataloader_type != "cyclic":
             raise ConfigError(
                 f"--train-data-exact-num-epochs {epochs} gives {available} samples of "
-                f"{self._seq_length} tokens, and "
-                f"the run takes {num_samples}: use --train-samples {available} or less, or "
-                "--dataloader-type cyclic"
+                f"{self._seq_length} tokens, and the run takes {num_samples}: use --train-samples "
+                f"{available} or less, or --dataloader-type cyclic"
             )
         return available
 

@@ -180,8 +180,7 @@ class FolderClaim:
             return
         raise ConfigError(
             f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, "
-            "stop it, or give "
-            f"this run another folder"
+            "stop it, or give this run another folder"
         )
 
     def release(self) -> None:

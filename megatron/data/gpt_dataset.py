@@ -146,14 +146,9 @@ class IndexRequest:
         are found.
         """
         return (
-            "GPT Dataset\n\n"
-            f"Data prefix {self.prefix}\n"
-            f"Dataset name {self.name}\n"
-            f"Number of samples {self.num_samples}\n"
-            f"Number of epochs {self.num_epochs}\n"
-            f"Sequence length {self.seq_length}\n"
-            f"Random seed {self.seed}\n"
-            f"Split {self.split}\n"
+            f"GPT Dataset\n\nData prefix {self.prefix}\nDataset name {self.name}\nNumber of "
+            f"samples {self.num_samples}\nNumber of epochs {self.num_epochs}\nSequence length "
+            f"{self.seq_length}\nRandom seed {self.seed}\nSplit {self.split}\n"
         )
 
 
@@ -324,10 +319,9 @@ class FileDataset(ABC):
             self._indexed.check(self._request.start, self._request.stop)
             raise DataError(
                 f"{self.name}: entry {index} of the cached index does not lead to a sample of "
-                f"{self.seq_length + 1} "
-                "tokens: the index is damaged or was built from other data; delete its folder, "
-                "index-cache beside the "
-                f"data or --data-cache-path, to have it built again"
+                f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
+                "delete its folder, index-cache beside the data or --data-cache-path, to have it "
+                "built again"
             )
         return found
 
@@ -495,8 +489,7 @@ class OwnDataset(_Unpacked):
         if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
                 f"{self.name} returns sample {index} as {tokens.dtype} {list(tokens.shape)}: a "
-                "sample is "
-                f"{self.seq_length + 1} token ids, --seq-length and the label of the last"
+                f"sample is {self.seq_length + 1} token ids, --seq-length and the label of the last"
             )
         return tokens.astype(np.int64, copy=False)
 

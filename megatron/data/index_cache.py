@@ -82,10 +82,8 @@ class CacheEntry:
         if told and told != _digests(arrays):
             raise DataError(
                 f"{self.part_path(self.parts[0])}: this index does not match the digests in "
-                f"{self.description_path}: "
-                "it was damaged or changed after it was written; delete "
-                f"{self.directory / self.key}* to have it built "
-                f"again"
+                f"{self.description_path}: it was damaged or changed after it was written; delete "
+                f"{self.directory / self.key}* to have it built again"
             )
 
     def store(self, arrays: Arrays) -> None:
@@ -167,8 +165,7 @@ def load_or_build(
     except OSError as error:
         raise DataError(
             f"{target.directory}: the index cache cannot be written: {error.strerror or error}: "
-            "give a writable "
-            f"one with --data-cache-path"
+            "give a writable one with --data-cache-path"
         ) from error
 
 
@@ -186,8 +183,7 @@ def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
         if not lock.acquire(wait_s):
             raise DataError(
                 f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: look "
-                "at what that "
-                f"process does, and start again when it is done"
+                "at what that process does, and start again when it is done"
             )
     try:
         yield
@@ -213,8 +209,7 @@ def _build(
     if stored is None or not fits(stored):
         raise DataError(
             f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: "
-            "check the file system "
-            f"or give another directory with --data-cache-path"
+            "check the file system or give another directory with --data-cache-path"
         )
     seconds = time.perf_counter() - start
     log.info(

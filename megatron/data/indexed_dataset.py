@@ -105,8 +105,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path}: no such file: a data path is the common part of a .bin and an .idx "
-                    "file, as "
-                    f"tools/preprocess_data.py writes them, without the suffix"
+                    "file, as tools/preprocess_data.py writes them, without the suffix"
                 )
         try:
             index = map_index(self._idx_path)
@@ -138,8 +137,7 @@ class IndexedDataset:
         if (first, last) != (0, len(self)):
             raise DataError(
                 f"{self._idx_path}: the document boundaries run from {first} to {last}, not from 0 "
-                f"to {len(self)}: the "
-                f"file is damaged"
+                f"to {len(self)}: the file is damaged"
             )
         itemsize = self.dtype.itemsize
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize if len(self) else 0
@@ -152,8 +150,7 @@ class IndexedDataset:
             )
             raise DataError(
                 f"{self._bin_path}: {actual} bytes, but {self._idx_path} describes {expected}: the "
-                f"file {what}; copy "
-                f"or preprocess both again"
+                f"file {what}; copy or preprocess both again"
             )
 
     def __len__(self) -> int:
@@ -273,8 +270,7 @@ class IndexedDataset:
             at = int(np.argmax(outside))
             raise IndexError(
                 f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of "
-                f"{self.prefix}: it has "
-                f"{sizes[at]}"
+                f"{self.prefix}: it has {sizes[at]}"
             )
         return pointers + first * self.dtype.itemsize, count
 
@@ -305,12 +301,10 @@ class IndexedDataset:
         follows = "is the last" if last else f"the next one starts at {self.pointers[sequence + 1]}"
         return DataError(
             f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} "
-            "tokens of "
-            f"{self.dtype.itemsize} bytes, and byte {HEADER.size + 4 * len(self) + 8 * sequence}: "
-            "it starts at "
-            f"{pointer} in a .bin of {self._bin_bytes} bytes, and {follows}: the index is damaged; "
-            "copy it again, or "
-            f"find further damage with tools/inspect_dataset.py --validate"
+            f"tokens of {self.dtype.itemsize} bytes, and byte "
+            f"{HEADER.size + 4 * len(self) + 8 * sequence}: it starts at {pointer} in a .bin of "
+            f"{self._bin_bytes} bytes, and {follows}: the index is damaged; copy it again, or find "
+            "further damage with tools/inspect_dataset.py --validate"
         )
 
     def _check_still_whole(self) -> None:
@@ -385,8 +379,8 @@ def map_index(path: Path) -> Index:
         if actual not in (without_modes, without_modes + num_sequences):
             raise DataError(
                 f"{path}: {actual} bytes, but its header of {num_sequences} sequences and "
-                f"{num_boundaries} document "
-                f"boundaries needs {without_modes}: the file is truncated or damaged"
+                f"{num_boundaries} document boundaries needs {without_modes}: the file is "
+                "truncated or damaged"
             )
         mapping = Mapping(file.fileno(), 0, access=ACCESS_READ)
     raw = np.frombuffer(mapping, np.uint8)
@@ -454,8 +448,7 @@ def _loops() -> ModuleType:
     if compiled is None:
         raise DataError(
             "megatron/data/_index_helpers, which reads data files, is not built or is from an "
-            "older source: run "
-            "pip install -e . with a C++ compiler"
+            "older source: run pip install -e . with a C++ compiler"
         )
     return compiled
 
@@ -561,8 +554,7 @@ def gather_tokens(
     if outside >= 0:
         raise ValueError(
             f"{lengths[outside]} tokens from byte {byte_starts[outside]} (run {outside}) are not "
-            "within the "
-            f"{len(data)} bytes"
+            f"within the {len(data)} bytes"
         )
 
 

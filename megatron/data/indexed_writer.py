@@ -113,8 +113,7 @@ class IndexedDatasetWriter:
             if self._folder.stat().st_dev != folder.stat().st_dev:
                 raise DataError(
                     f"{self._folder}: not in the file system of {folder}, so that files cannot be "
-                    "renamed: choose a "
-                    f"folder beside the output"
+                    "renamed: choose a folder beside the output"
                 )
             for name in ("index", "idx") if resume else ("index", "idx", "bin", *_SMALL_PARTS):
                 self._part(name).unlink(missing_ok=True)  # an index made earlier lacks the new data
@@ -181,8 +180,7 @@ class IndexedDatasetWriter:
         if len(values) and not 0 <= values.min() <= values.max() <= MAX_SEQUENCE_TOKENS:
             raise DataError(
                 f"{self.prefix}: sequences of {values.min()}..{values.max()} tokens: the format "
-                "holds 0 to "
-                f"{MAX_SEQUENCE_TOKENS}"
+                f"holds 0 to {MAX_SEQUENCE_TOKENS}"
             )
         self._write("sizes", values.astype("<i4"))
         self.num_sequences += len(values)
@@ -208,8 +206,7 @@ class IndexedDatasetWriter:
         if not np.array_equal(written, tokens):
             raise DataError(
                 f"{self.prefix}: token ids {tokens.min()}..{tokens.max()} do not fit into "
-                f"{self.dtype}, after token "
-                f"{self.num_tokens} of the data set"
+                f"{self.dtype}, after token {self.num_tokens} of the data set"
             )
         return written
 
@@ -251,8 +248,8 @@ class IndexedDatasetWriter:
             if not actual == expected == described:
                 raise DataError(
                     f"{self._part('bin')}: {actual} bytes, but {expected} were written and "
-                    f"sequences have {described}: "
-                    f"another process writes to it, or the disk is failing; start again"
+                    f"sequences have {described}: another process writes to it, or the disk is "
+                    "failing; start again"
                 )
             os.replace(self._part("index"), self._part("idx"))
             flush_directory(self._folder)

@@ -51,11 +51,9 @@ class PackedRequest(IndexRequest):
         change it.
         """
         return (
-            "Packed GPT Dataset, best fit\n\n"
-            f"Data prefix {self.prefix}\n"
-            f"Sequences {self.start} to {self.stop}\n"
-            f"Number of tokens {self.tokens_per_epoch}\n"
-            f"Sequence length {self.seq_length}\n"
+            f"Packed GPT Dataset, best fit\n\nData prefix {self.prefix}\nSequences {self.start} "
+            f"to {self.stop}\nNumber of tokens {self.tokens_per_epoch}\nSequence length "
+            f"{self.seq_length}\n"
         )
 
     def epochs_of(self, num_bins: int) -> int:
@@ -85,8 +83,7 @@ def build_packing(request: PackedRequest, sizes: npt.NDArray[np.int32]) -> Array
     if not len(pieces):
         raise DataError(
             f"{request.prefix}: none of the sequences {request.start}..{request.stop} has two "
-            "tokens, and a document "
-            f"of one takes part in no prediction: there is nothing to pack"
+            "tokens, and a document of one takes part in no prediction: there is nothing to pack"
         )
     predictions = int(lengths.sum(dtype=np.int64)) - len(lengths)
     bins, num_bins = best_fit_pack(lengths, request.capacity)

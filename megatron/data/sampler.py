@@ -137,8 +137,7 @@ class SequentialOrder:
         if stop > self.total:
             raise DataError(
                 f"the data set has {self.total} samples and the run needs sample {stop - 1}: train "
-                "for fewer samples, "
-                f"or start a new run with the number of samples you want"
+                "for fewer samples, or start a new run with the number of samples you want"
             )
 
     def indices(self, positions: Indices) -> Indices:
@@ -339,8 +338,8 @@ class MicroBatchStream:
             bad = int(np.argmax((tokens < 0) | (tokens >= limit)))
             raise DataError(
                 f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit} "
-                "entries: the data were "
-                f"written with another tokenizer ({self._dataset.where(index, bad)})"
+                "entries: the data were written with another tokenizer "
+                f"({self._dataset.where(index, bad)})"
             )
         return tokens, segments
 
@@ -438,8 +437,7 @@ def make_micro_batch(
     ):
         raise DataError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the "
-            "end-of-document id: give a "
-            "tokenizer with --tokenizer-type"
+            "end-of-document id: give a tokenizer with --tokenizer-type"
         )
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # [b, s]
     ends = inputs == eod if eod is not None else np.zeros(inputs.shape, bool)
@@ -485,9 +483,8 @@ def _pieces(
         if len(ends) and (np.min(lengths) < 1 or ends[-1] > size):
             raise DataError(
                 f"sample {first_sample + row}: its pieces of {np.asarray(lengths).tolist()[:8]} "
-                "tokens do not fit a "
-                f"packed sample of {size}: the index of the packing is damaged; remove its files "
-                "to have it built again"
+                f"tokens do not fit a packed sample of {size}: the index of the packing is "
+                "damaged; remove its files to have it built again"
             )
         opens[row, ends] = True
         filled[row] = ends[-1] if len(ends) else 0

@@ -47,10 +47,9 @@ MEGATRON_VOCAB_SIZE = 2**17
 # The first of these among the named special tokens ends a document.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 WHAT_ELSE = (
-    "--tokenizer-model of TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list of "
-    "tokens; a vocab.json is "
-    "for GPT2BPETokenizer, a tokenizer.json for HFTokenizer, a SentencePiece model for "
-    "GPTSentencePieceTokenizer"
+    "--tokenizer-model of TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list "
+    "of tokens; a vocab.json is for GPT2BPETokenizer, a tokenizer.json for HFTokenizer, a "
+    "SentencePiece model for GPTSentencePieceTokenizer"
 )
 
 
@@ -188,13 +187,12 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -
     if room < 256:
         raise ConfigError(
             f"--vocab-size {vocab_size} leaves {max(room, 0)} ids beside {count} special tokens "
-            f"(--tiktoken-num-special-tokens), but the single bytes alone need 256"
+            "(--tiktoken-num-special-tokens), but the single bytes alone need 256"
         )
     if vocab_size is not None and room > len(ranks):
         raise ConfigError(
             f"--vocab-size {vocab_size}: {path} has {len(ranks)} tokens, with {count} special "
-            "tokens the vocabulary is "
-            f"{len(ranks) + count} at most"
+            f"tokens the vocabulary is {len(ranks) + count} at most"
         )
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     require_all_bytes(path, ids)
@@ -213,8 +211,7 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
     if pattern is None:
         raise ConfigError(
             f"{path}: a rank file does not say how text is cut into pieces: give the "
-            "--tiktoken-pattern that the "
-            f"vocabulary was made with, one of {', '.join(PATTERNS)}"
+            f"--tiktoken-pattern that the vocabulary was made with, one of {', '.join(PATTERNS)}"
         )
     if (
         settings.special_tokens is None
@@ -235,8 +232,7 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
         hole = next(i for i in range(following) if i not in taken)
         raise DataError(
             f"{path}: rank {hole} is missing, and {following - len(taken) - 1} more below the "
-            "highest, "
-            f"{following - 1}: the file is damaged; get it again"
+            f"highest, {following - 1}: the file is damaged; get it again"
         )
     return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
 

@@ -120,15 +120,13 @@ def build_tokenizer(
     if tokenizer.vocab_size > _MOST_IDS:
         raise DataError(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "
-            "token files hold ids "
-            f"below {_MOST_IDS}: the file is damaged"
+            f"token files hold ids below {_MOST_IDS}: the file is damaged"
         )
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {tokenizer_model or vocab_file} makes a vocabulary of "
             f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
-            "to make the model's "
-            f"larger, use --make-vocab-size-divisible-by"
+            "to make the model's larger, use --make-vocab-size-divisible-by"
         )
     return tokenizer
 

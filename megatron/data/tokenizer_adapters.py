@@ -125,8 +125,7 @@ class Tokenizer(ABC):
                 if found := _SURROGATE.search(text):
                     raise DataError(
                         f"the text holds half of a surrogate pair, {found.group()!r} at character "
-                        f"{found.start()}, "
-                        f"which is not a character: replace it before tokenizing"
+                        f"{found.start()}, which is not a character: replace it before tokenizing"
                     ) from None
             raise
 
@@ -310,11 +309,10 @@ def hugging_face(path: Path) -> Tokenizer:
     if not file.is_file():
         raise DataError(
             f"{file}: no such file, which HFTokenizer reads; a *.model is for "
-            "GPTSentencePieceTokenizer or "
-            "TikTokenizer, vocab.json and merges.txt of GPT-2 for GPT2BPETokenizer; with "
-            "transformers, "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a "
-            "tokenizer.json of others"
+            "GPTSentencePieceTokenizer or TikTokenizer, vocab.json and merges.txt of GPT-2 for "
+            "GPT2BPETokenizer; with transformers, "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json "
+            "of others"
         )
 
     def read() -> Any:
@@ -336,8 +334,8 @@ def hugging_face(path: Path) -> Tokenizer:
             return FastTokenizer(tokenizer, eod)
     raise DataError(
         f"{file}: no token ends a document: tried "
-        f"{', '.join(candidates)}{f' of {said_by}' if named else ''}; name it "
-        f"as eos_token in tokenizer_config.json"
+        f"{', '.join(candidates)}{f' of {said_by}' if named else ''}; name it as eos_token in "
+        "tokenizer_config.json"
     )
 
 
@@ -408,8 +406,7 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
     if add_bos and processor.bos_id() < 0:
         raise DataError(
             f"{path}: the model has no beginning-of-sentence piece, which Llama2Tokenizer puts "
-            "before every text: use "
-            f"GPTSentencePieceTokenizer"
+            "before every text: use GPTSentencePieceTokenizer"
         )
     return SentencePieceTokenizer(processor, eod, add_bos=add_bos)
 
@@ -458,6 +455,5 @@ def require_all_bytes(path: Path, tokens: Iterable[bytes]) -> None:
     if missing:
         raise DataError(
             f"{path}: has no token for {len(missing)} of the single bytes, such as "
-            f"0x{missing[0].hex()}: each needs "
-            f"one, or texts with it could not be encoded"
+            f"0x{missing[0].hex()}: each needs one, or texts with it could not be encoded"
         )

@@ -112,22 +112,18 @@ def check_copies(
 
 
 _TENSOR = (
-    "Tensor-parallel ranks must hold the same. Likely causes: in some steps its gradient is a term "
-    "of a sum over them "
-    "but is taken as whole (partial_gradient in docs/extending.md), an operator that does not "
-    "repeat its bits, or a "
-    "fault of memory"
+    "Tensor-parallel ranks must hold the same. Likely causes: in some steps its gradient is "
+    "a term of a sum over them but is taken as whole (partial_gradient in docs/extending.md), an "
+    "operator that does not repeat its bits, or a fault of memory"
 )
 _EMBEDDING = (
-    "The first and the last stage must hold the same tied embedding. Likely causes: code that "
-    "writes the weight on one "
-    "of them, or a fault of memory"
+    "The first and the last stage must hold the same tied embedding. Likely causes: code "
+    "that writes the weight on one of them, or a fault of memory"
 )
 _DATA = (
-    "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, of a "
-    "device or of a "
-    "link, or code that writes weights on some ranks. Leave the node out and resume from a "
-    "checkpoint"
+    "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, "
+    "of a device or of a link, or code that writes weights on some ranks. Leave the node out and "
+    "resume from a checkpoint"
 )
 
 
@@ -158,11 +154,9 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
         errors.append(
             ConfigError(
                 f"{_listed(whole)}: the gradient is taken to be whole on each tensor-parallel "
-                "rank, but in the first step "
-                f"it differs between ranks {ranks}, and so would the copies. Likely causes: the "
-                "parameter works on heads, "
-                "features or tokens of each rank, behind messages that autograd does not show "
-                "(declare it with "
+                f"rank, but in the first step it differs between ranks {ranks}, and so would the "
+                "copies. Likely causes: the parameter works on heads, features or tokens of each "
+                "rank, behind messages that autograd does not show (declare it with "
                 "partial_gradient=True, docs/extending.md), or an operator or a message does not "
                 "give all the same bits"
             )
@@ -171,12 +165,10 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
         errors.append(
             ConfigError(
                 f"{_listed(same)}: the gradient is taken to be a sum of terms of the "
-                "tensor-parallel ranks, but in the "
-                f"first step it is the same on ranks {ranks}, and would count {group.size} times. "
-                "Likely cause: the "
-                "parameter works on what all ranks hold alike (declare it with "
-                "partial_gradient=False, or not at all, "
-                f"docs/extending.md)"
+                f"tensor-parallel ranks, but in the first step it is the same on ranks {ranks}, "
+                f"and would count {group.size} times. Likely cause: the parameter works on what "
+                "all ranks hold alike (declare it with partial_gradient=False, or not at all, "
+                "docs/extending.md)"
             )
         )
     return errors

@@ -76,8 +76,7 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
         "BF16_Optimizer.__init__(grad_acc_dtype)": "gets the format of the sums: a configuration "
-        "with bf16 sums would "
-        "choose another optimizer",
+        "with bf16 sums would choose another optimizer",
     },
     _ZERO: _STEP,
 }
@@ -183,8 +182,7 @@ def ensure_process_group(device: Any = "cpu") -> None:
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the "
-            "processes before an "
-            f"Engine is made"
+            "processes before an Engine is made"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,10 +1,10 @@
 """Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced
 over ranks.
 
-Every parameter carries a sink into its bucket (megatron.parallel.sharding). A bucket that is complete
-is sent to its owners while the backward pass continues. Several ranks of a model-parallel group may
-hold terms of one sum; those are added up after the data-parallel reduction, on the owners alone,
-which have a data-parallel size'th of the elements.
+Every parameter carries a sink into its bucket (megatron.parallel.sharding). A bucket that is
+complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
+group may hold terms of one sum; those are added up after the data-parallel reduction, on the owners
+alone, which have a data-parallel size'th of the elements.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Gradients:
         if self._missing:
             raise ConfigError(
                 "the gradients of the micro-batches before are being reduced already: call "
-                "Engine.step() after every "
-                "Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
+                "Engine.step() after every Executor.train(), or turn the overlap off with "
+                "--no-overlap-grad-reduce"
             )
         self._micro_batches += micro_batches
         if self._overlap and self._per_micro_batch and self._counted:
@@ -125,9 +125,9 @@ class Gradients:
         if number < self._sent:
             raise ConfigError(
                 f"{sharding_of(p).name} got a gradient more than the {due} that "
-                f"{self._micro_batches} micro-batches "
-                f"gave it in the first step, after their sum was sent: turn the overlap off with "
-                f"--no-overlap-grad-reduce where parameters are used in some micro-batches only"
+                f"{self._micro_batches} micro-batches gave it in the first step, after their sum "
+                "was sent: turn the overlap off with --no-overlap-grad-reduce where parameters are "
+                "used in some micro-batches only"
             )
         if self._seen[p] == due:
             self._missing[number] -= 1
@@ -311,19 +311,15 @@ class Terms:
         if len(seen) > 1:
             raise ConfigError(
                 f"the gradient of {sharding.name} is whole on one way from the loss and a term of "
-                "a sum over the "
-                "tensor ranks on another: values that all ranks hold enter a tensor-parallel "
-                "region through "
-                "ColumnParallelLinear, or through an autograd function that sums their gradient "
-                "over the ranks"
+                "a sum over the tensor ranks on another: values that all ranks hold enter a "
+                "tensor-parallel region through ColumnParallelLinear, or through an autograd "
+                "function that sums their gradient over the ranks"
             )
         if used and not seen:
             raise ConfigError(
                 f"{sharding.name} got a gradient, but no autograd graph leads from the output of "
-                "its chunk to it: call "
-                "the chunk itself, or declare with partial_gradient=True or False whether the "
-                "gradients of the tensor "
-                f"ranks are terms of a sum"
+                "its chunk to it: call the chunk itself, or declare with partial_gradient=True or "
+                "False whether the gradients of the tensor ranks are terms of a sum"
             )
         return True in seen
 

@@ -62,8 +62,7 @@ class _Clock:
         if self.ramps and "iterations" in (unit, self.unit):
             raise ConfigError(
                 f"{what} is given in {unit} but the decay in {self.unit}, and the batch size ramps "
-                "up, so that they do "
-                f"not translate: give both in {self.unit}"
+                f"up, so that they do not translate: give both in {self.unit}"
             )
         per_iteration = {
             "iterations": 1.0,
@@ -131,8 +130,7 @@ class LearningRateSchedule:
         if self.decay <= self.warmup and self.style not in ("constant", "inverse-square-root"):
             raise ConfigError(
                 f"the learning rate's decay ends after {self.decay:g} {self.unit}, which is not "
-                "after its warm-up of "
-                f"{self.warmup:g}: shorten the warm-up or lengthen the decay"
+                f"after its warm-up of {self.warmup:g}: shorten the warm-up or lengthen the decay"
             )
         self._final = 0.0
         if self.style == "WSD":
@@ -154,8 +152,7 @@ class LearningRateSchedule:
         if final > self.decay - self.warmup:
             raise ConfigError(
                 f"the final decay of WSD takes {final:g} {self.unit}, more than the "
-                f"{self.decay - self.warmup:g} after "
-                f"the warm-up: shorten it"
+                f"{self.decay - self.warmup:g} after the warm-up: shorten it"
             )
         return final
 

@@ -89,9 +89,8 @@ def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
         )
         raise ConfigError(
             "every pipeline stage and tensor rank needs parameters of the same kinds, but they "
-            f"have: {listed}. Use "
-            "fewer pipeline stages or another --pipeline-layout, so that no stage is without "
-            "layers"
+            f"have: {listed}. Use fewer pipeline stages or another --pipeline-layout, so that no "
+            "stage is without layers"
         )
 
 

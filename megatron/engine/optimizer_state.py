@@ -69,8 +69,7 @@ def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
     if found[0] != found[-1]:
         raise ConfigError(
             f"optimizer={make!r} keeps {found[-1].tensors} for whole parameters and "
-            f"{found[0].tensors} for others: "
-            f"ZeRO and checkpoints take the same names for all"
+            f"{found[0].tensors} for others: ZeRO and checkpoints take the same names for all"
         )
     return found[0]
 
@@ -106,8 +105,8 @@ def _after_a_step(make: Optimizer, settings: Any, whole: Any) -> OptimizerState:
             )
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights "
-                f"{list(weights.shape)}: ZeRO and "
-                f"checkpoints take fp32 tensors of their shape, and one number, 'step'"
+                f"{list(weights.shape)}: ZeRO and checkpoints take fp32 tensors of their shape, "
+                "and one number, 'step'"
             )
     return OptimizerState(tuple(tensors), step)
 

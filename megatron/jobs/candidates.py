@@ -125,15 +125,13 @@ def enumerate_candidates(
     ):
         raise ConfigError(
             f"{each} processes on each of {machine.max_nodes} node(s), but a node of "
-            f"{cluster.name} has "
-            f"{cluster.devices_per_node} devices: describe the machine that trials run on with "
-            "--cluster"
+            f"{cluster.name} has {cluster.devices_per_node} devices: describe the machine that "
+            "trials run on with --cluster"
         )
     if space.combinations > _MOST:
         raise ConfigError(
             f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}, which can "
-            "be "
-            "looked at one by one: leave out parameters or values"
+            "be looked at one by one: leave out parameters or values"
         )
     found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
     names = [p.name for p in space.parameters]
@@ -315,8 +313,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
             # means.
             raise ConfigError(
                 f"{space.path}: [constraints] '{reason}': '{rule.text}' is {holds!r}, neither true "
-                "nor "
-                f"false: write a comparison (with {names.key})"
+                f"nor false: write a comparison (with {names.key})"
             )
         if not holds:
             raise Rejected(reason, rule.text)

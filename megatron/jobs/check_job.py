@@ -59,10 +59,8 @@ _LEVELS = ("error", "warning", "note")
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
 _NO_VALUE = (
     "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue "
-    "parsable test-only usage "
-    "use-min-nodes spread-job reboot ignore-pbs no-kill exclusive get-user-env nice propagate x11 "
-    "wait "
-    "H O s Q v V h k I W"
+    "parsable test-only usage use-min-nodes spread-job reboot ignore-pbs no-kill exclusive "
+    "get-user-env nice propagate x11 wait H O s Q v V h k I W"
 ).split()
 _VARIABLES = dict(
     SBATCH_ACCOUNT="account",
@@ -141,8 +139,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="machine to check against (default: the script's "
-        "MEGATRON_CLUSTER, or this variable, or SITE_CLUSTER; none: no machine)",
+        help="machine to check against (default: the script's MEGATRON_CLUSTER, or this variable, "
+        "or SITE_CLUSTER; none: no machine)",
     )
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
@@ -197,8 +195,8 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"not checked: {text}" for text in job.unchecked)
     found = Counter(level for level, _, _ in job.findings)
     yield (
-        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} "
-        "thing(s) not checked"
+        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} thing(s) "
+        "not checked"
     )
 
 
@@ -585,8 +583,7 @@ def check_saving(job: Job, config: Config) -> None:
             "error" if config.training.requeue else "warning",
             "saving",
             f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not "
-            "resume from what it "
-            f"saved. Give --load {save}",
+            f"resume from what it saved. Give --load {save}",
         )
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
         job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
@@ -634,8 +631,7 @@ def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
-        f"{end:,} of "
-        f"{step_s:.3g} s by the planner, beside starts, saves and the queue"
+        f"{end:,} of {step_s:.3g} s by the planner, beside starts, saves and the queue"
     )
     if seconds > _LONG_S:
         job.find(

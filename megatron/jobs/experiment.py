@@ -385,8 +385,7 @@ class Experiment:
                 self._postpone(
                     point,
                     f"needs about {show_duration(point.total_s)}, {show_duration(left)} are left "
-                    "of "
-                    "the job",
+                    "of the job",
                 )
             elif (job := self._claimed(point)) is not None:
                 self.say(
@@ -455,8 +454,7 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
         if name != "settings" and there.get(name) != mine[name]:
             raise ConfigError(
                 f"{folder} holds a point with another '{name}' ({there.get(name)}, now "
-                f"{mine[name]}): "
-                "remove it, or give another --out"
+                f"{mine[name]}): remove it, or give another --out"
             )
     if is_complete(folder, point.steps):
         return "done", ""
@@ -569,8 +567,8 @@ def remarks(
         f"one allocation of {nodes} node(s), "
         f"{'side by side' if side_by_side else 'one after another'}: at least "
         f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends "
-        "before, the same "
-        "command goes on" + (f"; too large for it: {left_out}" if left_out else ""),
+        "before, the same command goes on"
+        + (f"; too large for it: {left_out}" if left_out else ""),
         f"a job for each point: {sum(n * seconds for n, seconds in known) / 3600:,.1f} node-hours",
     ]
 

@@ -93,8 +93,7 @@ def read_run(path: Path) -> Run:
         why = run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
         raise DataError(
             f"{path}: {why}: {LEAST_STEPS} steps or more with the full batch after the first "
-            f"{WARM_UP} are "
-            "needed: run about 20 steps with --log-interval 1"
+            f"{WARM_UP} are needed: run about 20 steps with --log-interval 1"
         )
     try:
         return Run(
@@ -137,8 +136,7 @@ def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
     if not _LEAST <= min(found) <= max(found) <= _MOST:
         raise DataError(
             "the runs take {:.3g} times the estimated seconds for computations and {:.3g} times "
-            "for "
-            "messages: they are not of this machine".format(*found)
+            "for messages: they are not of this machine".format(*found)
         )
     return found
 

@@ -422,8 +422,7 @@ def _disk(job: Job) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"{job.name} cannot be started or noted in {job.folder}: {error.strerror or error}. "
-            "See to "
-            "the disk or the machine; the same command goes on"
+            "See to the disk or the machine; the same command goes on"
         ) from error
 
 
@@ -503,8 +502,7 @@ class Nodes:
                 self._out.add(host)
                 self._say(
                     f"{host} does not answer: it is left out from now on; {self.usable} of "
-                    f"{len(self._hosts)} "
-                    "node(s) are left"
+                    f"{len(self._hosts)} node(s) are left"
                 )
         self.give_back(())
 

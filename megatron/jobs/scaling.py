@@ -238,10 +238,8 @@ def figures(
     if not steady:
         why = (
             f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} "
-            "were skipped, "
-            f"{found.nan} had a loss that is not finite, and none of the others is after the "
-            "warm-up with the full "
-            "batch"
+            f"were skipped, {found.nan} had a loss that is not finite, and none of the others is "
+            "after the warm-up with the full batch"
         )
         return replace(found, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
@@ -270,8 +268,7 @@ def figures(
     if highest > ceiling:
         problems.append(
             f"{highest:.4g} TFLOP/s per device are more than {ceiling:.4g}, which no training "
-            "reaches: "
-            f"the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
+            f"reaches: the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
         )
     notes = {
         f"{found.skipped} step(s) skipped, left out of the figures": found.skipped,
@@ -310,15 +307,14 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
         if abs(counted - expected) > 0 and not ramp:
             yield (
                 f"iteration {line.iteration}: {counted} samples were counted since iteration "
-                f"{before.iteration}, "
-                f"but {line.steps} step(s) of {line.global_batch_size} take {expected}"
+                f"{before.iteration}, but {line.steps} step(s) of {line.global_batch_size} take "
+                f"{expected}"
             )
         passed, took = line.time - before.time, line.step_time_s * line.steps
         if took > 1.05 * passed + 1.0:  # what reading clocks may explain
             yield (
                 f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by "
-                f"{passed:.4g} s since "
-                f"iteration {before.iteration}"
+                f"{passed:.4g} s since iteration {before.iteration}"
             )
 
 
@@ -330,8 +326,7 @@ _TITLES = {
 }
 _ALIKE = (
     "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size "
-    "micro_batch_size "
-    "virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
+    "micro_batch_size virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
 ).split()
 Range = tuple[float, float, float]
 """Low end, value, high end."""
@@ -445,8 +440,7 @@ def state(m: Figures) -> str:
 
 _FIGURES = (
     "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu "
-    "hfu memory_bytes "
-    "skipped"
+    "hfu memory_bytes skipped"
 ).split()
 _HEADS = {
     "run": "run",

@@ -95,8 +95,7 @@ def find_search(name: str) -> str:
         extra = "tune" if name == "optuna" else name
         raise ConfigError(
             f"--search {name} needs a library that this Python does not have, or in another "
-            "version "
-            f"({error}): pip install --upgrade 'megatron-frontier[{extra}]'"
+            f"version ({error}): pip install --upgrade 'megatron-frontier[{extra}]'"
         ) from None
 
 

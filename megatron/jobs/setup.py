@@ -107,9 +107,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a described machine: measure this one with 'python "
-            "tools/calibrate.py -o "
-            "machine.toml' and give --cluster machine.toml, or search without the ranking: "
-            "--no-prior"
+            "tools/calibrate.py -o machine.toml' and give --cluster machine.toml, or search "
+            "without the ranking: --no-prior"
         )
     capacity = (
         None
@@ -160,8 +159,7 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
         if getattr(args, name) not in (None, 1):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run "
-                "one "
-                "after another; --processes says on how many devices"
+                "one after another; --processes says on how many devices"
             )
     if args.processes or cluster is not None:
         return int(args.processes or (cluster.devices_per_node if cluster else 1))
@@ -188,8 +186,8 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
             return ()
         raise ConfigError(
             "no nodes: inside an allocation give --hosts-file FILE, as "
-            "examples/frontier/tune.sbatch does; --launcher "
-            "local runs trials on this machine, --dry-run shows what would run"
+            "examples/frontier/tune.sbatch does; --launcher local runs trials on this machine, "
+            "--dry-run shows what would run"
         )
     hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     if not hosts or len(set(hosts)) < len(hosts):

@@ -177,16 +177,12 @@ _NO_PLACE = (
 _REFUSED = frozenset(
     (
         "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster "
-        "deepspeed_config rampup_batch_size "
-        "train_iters train_samples train_tokens exit_interval exit_duration_in_mins skip_train "
-        "save save_interval "
-        "save_interval_minutes load load_tag finetune lr_warmup_iters lr_warmup_samples "
-        "lr_decay_samples "
-        "lr_wsd_decay_iters lr_wsd_decay_samples metrics_file log_interval eval_iters "
-        "timing_log_level master_addr "
+        "deepspeed_config rampup_batch_size train_iters train_samples train_tokens exit_interval "
+        "exit_duration_in_mins skip_train save save_interval save_interval_minutes load load_tag "
+        "finetune lr_warmup_iters lr_warmup_samples lr_decay_samples lr_wsd_decay_iters "
+        "lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
         "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name "
-        "wandb_save_dir profile "
-        "trace_dir straggler_report"
+        "wandb_save_dir profile trace_dir straggler_report"
     ).split()
 )
 
@@ -349,8 +345,8 @@ def load_space(name_or_path: str) -> Space:
     path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
     if not path.is_file():
         raise ConfigError(
-            f"--space {name_or_path} is neither a file nor a space that is known"
-            f"{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}"
+            f"--space {name_or_path} is neither a file nor a space that is "
+            f"known{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}"
         )
     file = read_toml(path, _MOST_BYTES, error=ConfigError)
     with _at(path, "the file"):

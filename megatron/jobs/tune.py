@@ -104,8 +104,7 @@ def _say(text: str) -> None:
 def _search(setup: Setup, found: Enumeration) -> int:
     _say(
         f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched "
-        "by "
-        f"{setup.searched_by}; {setup.out}"
+        f"by {setup.searched_by}; {setup.out}"
     )
     search = Search(setup, found, _say)
     runner = Runner(
@@ -385,8 +384,7 @@ def _check_identity(setup: Setup) -> None:
         if there.get(name) != value:
             raise ConfigError(
                 f"{path} is of another search: {name} was {there.get(name)}, now it is {value}. "
-                "Give the "
-                "same again to go on with it, or another --out to begin anew"
+                "Give the same again to go on with it, or another --out to begin anew"
             )
 
 
@@ -398,9 +396,8 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     space, args, candidates = setup.space, setup.args, found.candidates
     print(
         f"{space.name}: {space.title}\n{space.combinations:,} combinations: {len(candidates):,} "
-        "layouts can "
-        f"be tried on {setup.machine.max_nodes} node(s) of {setup.machine.processes_per_node} "
-        "process(es)"
+        f"layouts can be tried on {setup.machine.max_nodes} node(s) of "
+        f"{setup.machine.processes_per_node} process(es)"
     )
     counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
     rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
@@ -434,9 +431,8 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
         f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, and {again} that "
-        "measure the "
-        f"leading ones again, none longer than {show_duration(max(map(setup.limit_s, first)))}: at "
-        "most "
+        "measure the leading ones again, none longer than "
+        f"{show_duration(max(map(setup.limit_s, first)))}: at most "
         f"{sum(dearest) + again * dearest[0]:,.1f} node-hours"
     )
 
@@ -459,17 +455,15 @@ def summary(search: Search) -> list[str]:
         near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
         lines += [
             f"Best: {best[0].candidate.key} ({best[0].numbers}, {best[0].spread}): "
-            f"{search.written(best[0].cost)}, "
-            f"{best[0].step_s:.4g} s a step.",
-            f"As good as it within the noise, for trials of one layout scatter by "
-            f"some {100 * noise:.1f} %: {near or 'none'}.",
+            f"{search.written(best[0].cost)}, {best[0].step_s:.4g} s a step.",
+            "As good as it within the noise, for trials of one layout scatter by some "
+            f"{100 * noise:.1f} %: {near or 'none'}.",
         ]
     return [
         *lines,
         f"{len(layouts)} of {len(search.found.candidates):,} layouts were tried, searched by "
         f"{search.setup.searched_by}; {again} trial(s) measured leading ones again. Without valid "
-        "figures: "
-        f"{', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
+        f"figures: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
     ]
 
 

@@ -339,9 +339,9 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
             made += make([target], folder=folder, say=say)
         except (BuildError, OSError) as error:
             say(
-                f"warning: kernels for {target} were not built: {error}\n"
-                f"warning: torch's own operators serve in their place; to try again: "
-                f"python setup.py build_kernels --target {target}"
+                f"warning: kernels for {target} were not built: {error}\nwarning: torch's own "
+                "operators serve in their place; to try again: python setup.py build_kernels "
+                f"--target {target}"
             )
     if alone:
         for path in set(folder.glob("libmegatron-*.so")) - set(made):

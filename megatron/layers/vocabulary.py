@@ -88,8 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.used:
             raise KernelError(
                 "cross entropy: its backward pass has run before and has overwritten the logits; "
-                "compute the loss "
-                "again, or use --no-cross-entropy-loss-fusion"
+                "compute the loss again, or use --no-cross-entropy-loss-fusion"
             )
         ctx.used = ctx.fused
         logits, labels, maximum, total = ctx.saved_tensors

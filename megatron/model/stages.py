@@ -34,8 +34,7 @@ def assign_layers(
     if num_layers < num_stages:
         raise ConfigError(
             f"{num_layers} layers cannot fill {num_stages} pipeline stages (pipeline size x "
-            "chunks): "
-            f"use at most {max(num_layers, 1)} stages"
+            f"chunks): use at most {max(num_layers, 1)} stages"
         )
     counts = (
         even_counts(num_layers, num_stages)
@@ -60,8 +59,7 @@ def _parse(layout: str | Sequence[int], num_layers: int, num_stages: int) -> lis
     if len(counts) != num_stages:
         raise ConfigError(
             f"{where} names {len(counts)} stages, but there are {num_stages} (pipeline size x "
-            "chunks): "
-            f"give the number of layers of each"
+            "chunks): give the number of layers of each"
         )
     empty = [stage for stage, count in enumerate(counts) if count < 1]
     if empty:

@@ -67,35 +67,32 @@ SETTINGS = (
         _ROCM,
         lambda config: "8",
         "HIP maps the streams of each priority onto 4 queues, in which one stream waits for "
-        "another: with 8 the "
-        "seven communicators of a rank (world, tensor, data, model, embedding, two neighbours) "
-        "have one each",
+        "another: with 8 the seven communicators of a rank (world, tensor, data, model, embedding, "
+        "two neighbours) have one each",
     ),
     Setting(
         "TORCH_NCCL_HIGH_PRIORITY",
         _CUDA + _ROCM,
         lambda config: "1",
         "a message that is ready starts before products that are; on ROCm streams of high priority "
-        "have queues of "
-        "their own, so that a receive which is posted early does not spin in front of products",
+        "have queues of their own, so that a receive which is posted early does not spin in front "
+        "of products",
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _CUDA,
         _overlaps_products,
         "kernels start in the order in which they are launched, so that a tensor-parallel message "
-        "gets its "
-        "multiprocessors before the product beside it; Blackwell does not need it, ROCm does not "
-        "read it",
+        "gets its multiprocessors before the product beside it; Blackwell does not need it, ROCm "
+        "does not read it",
     ),
     Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         _CUDA + _ROCM,
         lambda c: "0" if c.training.hang_timeout else "3",
         "the verdict is that of --hang-timeout, which explains itself and puts the job back into "
-        "the queue; "
-        "torch's own threads would end the process by SIGABRT before (3: without --hang-timeout "
-        "they do)",
+        "the queue; torch's own threads would end the process by SIGABRT before (3: without "
+        "--hang-timeout they do)",
         ("NCCL_ASYNC_ERROR_HANDLING",),
     ),
     Setting(

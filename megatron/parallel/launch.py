@@ -155,8 +155,7 @@ def variables_with_flags(
         if value is not None and known not in ("", value):
             raise LaunchError(
                 f"{_FLAGS[name][0]} {value} on the command line contradicts {name}={known} in the "
-                "environment: give "
-                f"one of them, or the same value"
+                "environment: give one of them, or the same value"
             )
         if value is not None:
             variables[name] = value
@@ -176,9 +175,8 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
         raise LaunchError(
             f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but the launcher "
-            f"({found.launcher}) gives "
-            f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in "
-            "every process"
+            f"({found.launcher}) gives {found.world_size} process(es): unset WORLD_SIZE, or set "
+            "RANK and LOCAL_RANK in every process"
         )
     return _checked(found)
 
@@ -204,8 +202,7 @@ def _find(env: Variables) -> Launch:
             if launcher == "torchrun" and not elastic and not same:
                 raise LaunchError(
                     f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was "
-                    "exported before srun; "
-                    f"unset RANK, or set it to SLURM_PROCID inside the task"
+                    "exported before srun; unset RANK, or set it to SLURM_PROCID inside the task"
                 )
         # Scripts export some of torch's names in a task.
         local_name = env.first(
@@ -332,8 +329,7 @@ def _checked(launch: Launch) -> Launch:
     if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
         raise LaunchError(
             f"local rank {launch.local_rank} of {launch.local_world_size} processes on node "
-            f"{launch.node} {source}: "
-            f"local ranks go from 0 to {launch.local_world_size - 1}"
+            f"{launch.node} {source}: local ranks go from 0 to {launch.local_world_size - 1}"
         )
     if launch.master_port > 65535:
         raise LaunchError(
@@ -431,16 +427,14 @@ def select_device(
         why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
         raise LaunchError(
             f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch "
-            f"{torch.__version__}){why}; to "
-            f"train on the CPU use --distributed-backend gloo"
+            f"{torch.__version__}){why}; to train on the CPU use --distributed-backend gloo"
         )
     if count == 1:
         return torch.device("cuda", 0)
     if launch.local_rank >= count:
         raise LaunchError(
             f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but "
-            f"{count} devices are "
-            f"visible: start at most {count} processes on a node"
+            f"{count} devices are visible: start at most {count} processes on a node"
         )
     near = near_index(placing, launch.local_rank, count, shown)
     return torch.device("cuda", launch.local_rank if near is None else near)

@@ -87,17 +87,15 @@ def conflict(participants: Sequence[Participant]) -> str:
     for rank, own in enumerate(participants):
         if own["backend"] != first["backend"]:
             return (
-                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} ({place(own)}) "
-                "uses "
-                f"{own['backend']}: all ranks need devices of one kind, or --distributed-backend "
-                "gloo"
+                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} "
+                f"({place(own)}) uses {own['backend']}: all ranks need devices of one kind, or "
+                "--distributed-backend gloo"
             )
         other = users.setdefault((own["node"], own["identity"] or f"rank {rank}"), rank)
         if other != rank:
             return (
-                f"ranks {other} and {rank} both have device {own['device']} of node {own['node']}: "
-                "start as many "
-                f"processes as there are devices"
+                f"ranks {other} and {rank} both have device {own['device']} of node "
+                f"{own['node']}: start as many processes as there are devices"
             )
     return ""
 
@@ -120,9 +118,9 @@ def difference(participants: Sequence[Participant], text_of: Callable[[str], str
         return ""
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return (
-        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process "
-        "the same command "
-        f"line ($RANDOM or $(date) in it differs between processes), code and files"
+        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every "
+        "process the same command line ($RANDOM or $(date) in it differs between processes), code "
+        "and files"
     )
 
 

@@ -218,10 +218,8 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
         first = tasks[far[0]]
         notices.append(
             f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, "
-            "such as task "
-            f"{far[0]} on node {first.node}, which has device {found[far[0]]} and the cores of "
-            "device "
-            f"{_listed(first.near, ', ')}: see --cpu-bind and --gpu-bind of srun"
+            f"such as task {far[0]} on node {first.node}, which has device {found[far[0]]} and the "
+            f"cores of device {_listed(first.near, ', ')}: see --cpu-bind and --gpu-bind of srun"
         )
     return Assignment(ranks, found, notices)
 
@@ -255,7 +253,6 @@ def check_devices(placing: Placing) -> Placing:
     if placing.local_order and order and len(placing.local_order) != count:
         raise LaunchError(
             f"device order {_listed(order)} names {count} devices, but a node has "
-            f"{len(placing.local_order)}: name "
-            f"each of them once"
+            f"{len(placing.local_order)}: name each of them once"
         )
     return placing

@@ -117,10 +117,8 @@ class StoreConnection:
         except (RuntimeError, OSError) as error:
             raise LaunchError(
                 f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because "
-                "another run or another "
-                "process with rank 0 uses it: set MASTER_PORT to a free port, and give every "
-                "process a rank of its "
-                f"own ({str(error).splitlines()[0]})"
+                "another run or another process with rank 0 uses it: set MASTER_PORT to a free "
+                f"port, and give every process a rank of its own ({str(error).splitlines()[0]})"
             ) from error
 
     def _client(self, seconds: float) -> Any:
@@ -148,10 +146,9 @@ class StoreConnection:
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
                 f"rank {self.launch.rank} on node {self.launch.node} does not reach "
-                f"{self.store_name} within "
-                f"{show_duration(self.timeout)}: {error}. Either rank 0 did not start (look at its "
-                "output), or it "
-                f"runs on another host or port than MASTER_ADDR and MASTER_PORT say"
+                f"{self.store_name} within {show_duration(self.timeout)}: {error}. Either rank 0 "
+                "did not start (look at its output), or it runs on another host or port than "
+                "MASTER_ADDR and MASTER_PORT say"
             ) from error
         client.set_timeout(self.timeout)
         return client

@@ -77,8 +77,7 @@ class Layout:
         if rest or not data:
             raise ConfigError(
                 f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} "
-                "x "
-                f"pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
+                f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
         return cls(tensor, pipeline, data, order)
@@ -297,8 +296,8 @@ class Topology:
             f"order {layout.order}"
         )
         return (
-            f" layout: {layout.world_size} ranks = {sizes}\n"
-            f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}\n"
-            f"   first pipeline-parallel group: {show(layout.pipeline_ranks(tensor=0, data=0))}\n"
-            f"   first data-parallel group:     {show(layout.data_ranks(tensor=0, pipeline=0))}"
+            f" layout: {layout.world_size} ranks = {sizes}\n   first tensor-parallel group:   "
+            f"{show(layout.tensor_ranks(data=0, pipeline=0))}\n   first pipeline-parallel group: "
+            f"{show(layout.pipeline_ranks(tensor=0, data=0))}\n   first data-parallel group:     "
+            f"{show(layout.data_ranks(tensor=0, pipeline=0))}"
         )

@@ -63,8 +63,7 @@ class Executor:
         if sorted(chunks) != wanted:
             raise ConfigError(
                 f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages "
-                f"{wanted}, "
-                f"but was given chunks for {sorted(chunks)}"
+                f"{wanted}, but was given chunks for {sorted(chunks)}"
             )
         # refuses what does not exist
         passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)
@@ -265,9 +264,8 @@ class _Pass:
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ConfigError(
                 f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
-                "next stage waits for "
-                f"shape {list(shape)} of {dtype}: make message_shape and message_dtype those of "
-                "the chunk's output"
+                f"next stage waits for shape {list(shape)} of {dtype}: make message_shape and "
+                "message_dtype those of the chunk's output"
             )
 
     def _backward(self, instruction: Instruction) -> None:
@@ -400,7 +398,6 @@ class Exchange:
             own, peer = self._pipeline.ranks[self._pipeline.rank], self._peer(instruction)
             raise LaunchError(
                 f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: "
-                f"{error}. "
-                f"Rank {peer} has died, hangs, or lost a neighbour of its own: look for the first "
-                "error in its log"
+                f"{error}. Rank {peer} has died, hangs, or lost a neighbour of its own: look for "
+                "the first error in its log"
             ) from error

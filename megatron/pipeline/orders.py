@@ -195,8 +195,7 @@ def _check_passes(
     if not right.all() or (place >= 0).sum() < len(rows):
         raise ConfigError(
             f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one "
-            "BACKWARD pass, or "
-            f"BACKWARD_INPUT and behind that BACKWARD_WEIGHT"
+            "BACKWARD pass, or BACKWARD_INPUT and behind that BACKWARD_WEIGHT"
         )
 
 

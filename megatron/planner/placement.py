@@ -247,8 +247,8 @@ def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = ""
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
             f"{given or f'--device-order {plain(order)}'} does not name each device of a node of "
-            f"{cluster.name} once: "
-            f"they are 0 to {cluster.devices_per_node - 1}, as in {plain(cluster.local_order)}"
+            f"{cluster.name} once: they are 0 to {cluster.devices_per_node - 1}, as in "
+            f"{plain(cluster.local_order)}"
         )
 
 
@@ -266,16 +266,13 @@ def _devices_used(config: Config, cluster: Cluster) -> int:
     if world % each:
         raise ConfigError(
             f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes "
-            f"of {each} devices: "
-            f"start {world // each * each} or {-(-world // each) * each} processes, or leave ranks "
-            "as launched with "
-            f"--cluster none"
+            f"of {each} devices: start {world // each * each} or {-(-world // each) * each} "
+            "processes, or leave ranks as launched with --cluster none"
         )
     if world // each > cluster.nodes:
         raise ConfigError(
             f"world size {world} needs {world // each} nodes, but {cluster.name} has "
-            f"{cluster.nodes}: start fewer "
-            f"processes"
+            f"{cluster.nodes}: start fewer processes"
         )
     return each
 
@@ -301,8 +298,8 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
             placing,
             lambda: [
                 f" placement: rank order {order}; nothing is chosen for {launch.world_size} "
-                "processes, which fill no whole "
-                f"number of nodes of {cluster.devices_per_node} devices ({cluster.name})"
+                f"processes, which fill no whole number of nodes of {cluster.devices_per_node} "
+                f"devices ({cluster.name})"
             ],
         )
     chosen = choose_placement(config, cluster)
@@ -346,8 +343,8 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     return "\n".join(
         [
             f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} "
-            f"node{'s' * (nodes > 1)} = "
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+            f"node{'s' * (nodes > 1)} = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+            f"{layout.data}",
             f"{_orders(placement)} (naive: {_orders(naive)})",
             table.text(width),
         ]

@@ -62,8 +62,7 @@ class Rates:
             if name not in self._figures:
                 raise ConfigError(
                     f"{cluster.path or cluster.name}: compute.{name}: neither this nor "
-                    f"device.peak_tflops.{dtype} is "
-                    "there: give one of them, or train in "
+                    f"device.peak_tflops.{dtype} is there: give one of them, or train in "
                     f"{', '.join(cluster.peak_tflops) or 'another dtype'}"
                 )
         self._used: dict[str, Figure] = {}

@@ -31,8 +31,8 @@ def plot_timeline(run: PipelineRun, path: Path) -> None:
     pipeline = run.pipeline
     title = (
         f"{pipeline.name}: {pipeline.size} ranks, {pipeline.chunks} chunk(s), "
-        f"{pipeline.micro_batches} micro-batches, "
-        f"{run.makespan:.4g} s, ranks compute {1 - run.bubble_fraction:.1%} of the time"
+        f"{pipeline.micro_batches} micro-batches, {run.makespan:.4g} s, ranks compute "
+        f"{1 - run.bubble_fraction:.1%} of the time"
     )
     draw_timeline(timeline(run), pipeline.size, pipeline.chunks, path, title=title)
 

@@ -222,8 +222,7 @@ def _folder(device: str) -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         raise NeedsTorch(
             "what a layer computes, sends and keeps is read off the code, which needs torch, "
-            "though no device: install "
-            "any build of torch"
+            "though no device: install any build of torch"
         ) from None
     if device == "cpu":  # whose operators are those of this machine
         import torch

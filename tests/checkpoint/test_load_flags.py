@@ -27,10 +27,9 @@ pytestmark = pytest.mark.slow
 
 SMALL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 "
-    "--micro-batch-size 2 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 30 "
-    "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--max-position-embeddings 8 --micro-batch-size 2 --global-batch-size 4 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 30 --make-vocab-size-divisible-by 8 "
+    "--log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 STEP = ["--lr", "1e-30", "--min-lr", "0"]
 OPTIMIZER, ITERATION = ["--no-load-optim"], ["--reset-iteration"]

@@ -18,9 +18,8 @@ from megatron.errors import ConfigError
 PARSERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
 RUN = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
-    "--vocab-size 100 "
-    "--global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 --init-method-std 0.02 "
-    "--mock-data"
+    "--vocab-size 100 --global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 "
+    "--init-method-std 0.02 --mock-data"
 ).split()
 FOREIGN = {spelling: flag for spelling in spellings() if (flag := find(spelling)) is not None}
 

@@ -15,8 +15,7 @@ from megatron.errors import ConfigError
 
 BASE = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 0.001 "
-    "--vocab-size 100 "
-    "--train-iters 100"
+    "--vocab-size 100 --train-iters 100"
 ).split()
 
 

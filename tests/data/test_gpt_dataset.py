@@ -108,8 +108,7 @@ def test_cache_names(tmp_path: Path) -> None:
     request = IndexRequest("data/c_text_document", "train", "969, 30, 1", 0, 9, 100, 20, 10, 1234)
     text = (
         "GPT Dataset\n\nData prefix data/c_text_document\nDataset name train\nNumber of samples "
-        "20\n"
-        "Number of epochs 3\nSequence length 10\nRandom seed 1234\nSplit 969, 30, 1\n"
+        "20\nNumber of epochs 3\nSequence length 10\nRandom seed 1234\nSplit 969, 30, 1\n"
     )
     assert request.description == text
     # by coreutils' md5sum

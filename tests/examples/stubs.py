@@ -21,8 +21,8 @@ _STUB = """printf -v call '%s\\2' "$name" "$@"
 # As a function, so that no other process is started; in a shell of its own, which what it does may
 # end.
 _FUNCTION = (
-    f"() {{ local name=${{FUNCNAME[0]}} call action\n"
-    f"if ((BASH_SUBSHELL)); then {_STUB}; else ( {_STUB} ); fi; }}"
+    f"() {{ local name=${{FUNCNAME[0]}} call action\nif ((BASH_SUBSHELL)); then {_STUB}; "
+    f"else ( {_STUB} ); fi; }}"
 )
 _PROGRAM = f"#!/bin/bash\nname=${{0##*/}}\n{_STUB}\n"
 # What a job asks its Slurm for.

@@ -189,9 +189,8 @@ def _costs_row(kind: str, model: str) -> str:
 
     return (
         f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | "
-        f"{int(least_s // 3600)} h "
-        f"{round(least_s % 3600 / 60):02d} min | {nodes * least_s / 3600:,.0f} | "
-        f"{sum(n * t for n, t in totals) / 3600:,.0f} |"
+        f"{int(least_s // 3600)} h {round(least_s % 3600 / 60):02d} min | "
+        f"{nodes * least_s / 3600:,.0f} | {sum(n * t for n, t in totals) / 3600:,.0f} |"
     )
 
 

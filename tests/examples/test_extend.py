@@ -43,10 +43,8 @@ RUNS: dict[str, dict[str, Any]] = {
 FILES = {name: str(ROOT / FOLDER / f"{name}.py") for name in (*RUNS, "data")}
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 "
-    "--vocab-size 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
-    "--log-interval 1 "
-    "--eval-iters 0 --num-workers 0"
+    "--max-position-embeddings 32 --vocab-size 256 --micro-batch-size 1 --global-batch-size 8 "
+    "--train-iters 3 --lr 1e-3 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
 TEXT = ["--data-path", str(ROOT / "docs/frontier.md")]
@@ -153,8 +151,8 @@ def planned(flags: list[str], folder: Path) -> str:
         "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16"
     ).split()
     model = (
-        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-        "--vocab-size 50257"
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size "
+        "50257"
     ).split()
     return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
 

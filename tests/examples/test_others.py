@@ -50,8 +50,7 @@ def test_one_process_and_several(tmp_path):
             {"PROCESSES": "1"},
             [],
             "--preset tiny --save /runs/local --load /runs/local --log-interval 10 --mock-data "
-            "--train-iters 50 "
-            "--eval-iters 0",
+            "--train-iters 50 --eval-iters 0",
         ),
         (
             ("--preset", "tiny", "--train-iters", "5", "--data-path", "my corpus"),

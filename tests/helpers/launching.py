@@ -19,11 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --mock-data "
-    "--tokenizer-type NullTokenizer "
-    "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0"
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr "
+    "1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")

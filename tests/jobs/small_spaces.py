@@ -11,9 +11,8 @@ from megatron.jobs.candidates import Candidate, Enumeration, Machine, enumerate_
 from megatron.jobs.space import Space
 
 MODEL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr "
-    "1e-3 "
-    "--tokenizer-type NullTokenizer"
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
+    "--lr 1e-3 --tokenizer-type NullTokenizer"
 )
 ONE = f"{MODEL} --micro-batch-size 1"
 FOUR = Machine(None, 4, 1)

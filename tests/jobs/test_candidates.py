@@ -61,8 +61,8 @@ def test_every_combination_is_put_to_the_parser(
         (1, 2, 3, 4), pp, mbs, batches, (False, True), ("1f1b", "zb-h1"), (0, 1), recompute
     ):
         words = (
-            f"{MODEL} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {stages} "
-            f"--micro-batch-size {samples} --global-batch-size {gbs} --zero-stage {zero} "
+            f"{MODEL} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size "
+            f"{stages} --micro-batch-size {samples} --global-batch-size {gbs} --zero-stage {zero} "
             f"{recompute[kind]} --mock-data --train-iters 8"
         )
         words += " --sequence-parallel" * sp + " --enable-zbh1-pipeline" * (schedule == "zb-h1")

@@ -152,15 +152,13 @@ def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
     """
     for number, said in enumerate(
         (
-            "srun: error: _server_read: fd 12 error reading header: Connection reset by peer\n"
-            "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on "
-            "node 0\n"
-            "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
-            "srun: error: node04: task 1: Killed\n",
+            "srun: error: _server_read: fd 12 error reading header: Connection reset by "
+            "peer\nsrun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd "
+            "on node 0\nsrun: Job step aborted: Waiting up to 7 seconds for job step to "
+            "finish.\nsrun: error: node04: task 1: Killed\n",
             "srun: error: Task launch for StepId=1.2 failed on node node03: Communication "
-            "connection failure\n"
-            "srun: error: Application launch failed: Communication connection failure\nsrun: Job "
-            "step aborted\n",
+            "connection failure\nsrun: error: Application launch failed: Communication connection "
+            "failure\nsrun: Job step aborted\n",
         )
     ):
         log = tmp_path / f"{number}.log"

@@ -310,8 +310,8 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = tmp_path / "tp.toml"
     space.write_text(
-        'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", "128"]\n'
-        '[parameters]\ntp = [1, 2, 4, 8, 16]\n[derived]\nprocesses = "tp * pp"\n'
+        'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", '
+        '"128"]\n[parameters]\ntp = [1, 2, 4, 8, 16]\n[derived]\nprocesses = "tp * pp"\n'
     )
     code, text = call(
         capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20"

@@ -90,8 +90,8 @@ def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(code)
     (folder / "torch" / "version.py").write_text(
-        f"from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n"
-        f"git_version = 'cf3'\nhip: Optional[str] = {hip}\n"
+        "from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = "
+        f"{cuda}\ngit_version = 'cf3'\nhip: Optional[str] = {hip}\n"
     )
     return f"import sys; sys.path.insert(0, {str(folder)!r})\n"
 

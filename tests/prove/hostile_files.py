@@ -25,8 +25,9 @@ from tests.helpers.preprocessing import byte_tokenizer, null_options, write_inpu
 TEXTS = ["17 5 99 3", "1 2 3 4 5 6 7 8 9", "42"] * 40
 MEMORY_BYTES = 4 << 30
 SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-    "--global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0 --num-workers 0"
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0 "
+    "--num-workers 0"
 )
 
 

@@ -89,8 +89,7 @@ def main() -> int:
         print(f"unsteady: {test}: {', '.join(given)}")
     print(
         f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops, {min(seconds):.0f} "
-        "to "
-        f"{max(seconds):.0f} s: {len(odd)} did not answer alike"
+        f"to {max(seconds):.0f} s: {len(odd)} did not answer alike"
     )
     return 1 if odd or not seen else 0
 

@@ -19,10 +19,9 @@ from tests.helpers.launching import ROOT, launch
 
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --lr 1e-3 "
-    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 100 "
-    "--make-vocab-size-divisible-by 8 "
-    "--log-interval 1 --num-workers 0 --eval-iters 2"
+    "--max-position-embeddings 32 --lr 1e-3 --micro-batch-size 2 --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --num-workers 0 "
+    "--eval-iters 2"
 ).split()
 ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
 

@@ -17,8 +17,7 @@ from tools.calibrate import main
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 "
-    "--global-batch-size 2 "
-    "--attention-dropout 0 --hidden-dropout 0"
+    "--global-batch-size 2 --attention-dropout 0 --hidden-dropout 0"
 ).split()
 
 

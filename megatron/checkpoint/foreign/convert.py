@@ -143,8 +143,7 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         if padded > vocab_size:
             plan.notes.append(
                 f"{padded - vocab_size} of {padded} rows of the vocabulary are padding and left "
-                "out; Megatron's loss "
-                f"includes them, so it is a little higher than the one here"
+                "out; Megatron's loss includes them, so it is a little higher than the one here"
             )
         for name, shape in shapes.items():
             found = tuple(
@@ -186,8 +185,8 @@ def _completed(
     ):
         raise CheckpointError(
             f"{source.folder} does not contain the size of the vocabulary without padding: give "
-            "--vocab-size with the "
-            f"number of entries of its tokenizer (at most {_rows(source)}, its padded size)"
+            f"--vocab-size with the number of entries of its tokenizer (at most {_rows(source)}, "
+            "its padded size)"
         )
     return settings
 
@@ -282,8 +281,7 @@ def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
-            "files of different "
-            "steps or layouts. Convert without the optimizer (--no-optim) if the weights are the "
-            "right ones"
+            "files of different steps or layouts. Convert without the optimizer (--no-optim) if "
+            "the weights are the right ones"
         )
     return value

@@ -136,8 +136,7 @@ def _modules(
         if not isinstance(module, Mapping):
             raise CheckpointError(
                 f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: "
-                "the checkpoint is "
-                f"incomplete"
+                "the checkpoint is incomplete"
             )
         named = {name: weight for name, weight in flatten(module).items() if name not in again}
         each.append(
@@ -195,8 +194,7 @@ def _shards(
         raise CheckpointError(
             f"{source.folder} has optimizer shards, but none of model-parallel rank {absent[0]} "
             f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert "
-            "without the "
-            f"optimizer (--no-optim)"
+            "without the optimizer (--no-optim)"
         )
     found = []
     for rank, state in states.items():
@@ -290,9 +288,8 @@ class ZeroShards:
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.files[0].parent}: the shards {self.files[0].name} ... do not have the "
-                "layout of ZeRO stage 1 "
-                f"or 2 ({type(error).__name__}: {error}); convert without the optimizer "
-                "(--no-optim)"
+                f"layout of ZeRO stage 1 or 2 ({type(error).__name__}: {error}); convert without "
+                "the optimizer (--no-optim)"
             ) from error
 
     def _read(self, states: list[dict[str, Any]], ranks: list[int], param_shapes: Any) -> None:
@@ -306,8 +303,7 @@ class ZeroShards:
             )
             raise CheckpointError(
                 f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where "
-                f"{expected} wrote: "
-                f"{example} is {'missing' if missing else 'from another run'}"
+                f"{expected} wrote: {example} is {'missing' if missing else 'from another run'}"
             )
         pieces = [_pieces(state) for state in states]
         self.loss_scaler = attributes(states[0].get("loss_scaler"))
@@ -334,8 +330,7 @@ class ZeroShards:
         if held != math.prod(shape):
             raise CheckpointError(
                 f"{self.files[0].parent}: the optimizer's shards have {held} numbers of {name}, "
-                "which is "
-                f"{tuple(shape)}: files of different runs?"
+                f"which is {tuple(shape)}: files of different runs?"
             )
         found = []
         for s in stretches:
@@ -402,8 +397,7 @@ def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stret
     if not param_shapes:
         raise CheckpointError(
             "the ZeRO shards do not contain where parameters are (neither param_slice_mappings nor "
-            "param_shapes): "
-            "convert without the optimizer (--no-optim)"
+            "param_shapes): convert without the optimizer (--no-optim)"
         )
     found: dict[str, list[_Stretch]] = {}
     for group, shapes in enumerate(

@@ -120,8 +120,7 @@ class PipelineNames:
         if int(numbered[1]) not in self._prefixes:
             raise CheckpointError(
                 f"the optimizer has state of layer {numbered[1]} ({name}), which has no layer "
-                "file: the checkpoint is "
-                f"incomplete"
+                "file: the checkpoint is incomplete"
             )
         return self.in_file(int(numbered[1]), numbered[2])
 
@@ -175,8 +174,7 @@ def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tenso
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise CheckpointError(
             f"the parts of {name} do not fit together ({shapes}): {str(error).splitlines()[0]}. Is "
-            "the number of "
-            f"tensor-parallel ranks {len(parts)}?"
+            f"the number of tensor-parallel ranks {len(parts)}?"
         ) from error
     if len(whole) < rules.vocab_size:
         raise CheckpointError(

@@ -199,8 +199,8 @@ def check_ranks(
         missing, more = sorted(expected - there), sorted(there - expected)
         raise CheckpointError(
             f"{folder} was written with tensor-parallel size {tensor} and pipeline-parallel size "
-            f"{pipeline}, but "
-            f"{file_of(*(missing or more)[0])} is {'missing' if missing else 'unexpected'}"
+            f"{pipeline}, but {file_of(*(missing or more)[0])} is "
+            f"{'missing' if missing else 'unexpected'}"
         )
 
 
@@ -302,8 +302,8 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
     if missing:
         raise CheckpointError(
             f"the checkpoint does not contain {', '.join(missing)}: add these flags with the "
-            "values that it was "
-            f"trained with (the vocabulary as its tokenizer has it, without padding)"
+            "values that it was trained with (the vocabulary as its tokenizer has it, without "
+            "padding)"
         )
     try:
         return Config.create(**values), []

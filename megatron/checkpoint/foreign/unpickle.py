@@ -125,7 +125,7 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
 
 def _refusal(path: Path, names: str) -> str:
     return (
-        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If these "
-        "classes only hold "
-        f"settings, name them with --plain-class to read them as plain values"
+        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If "
+        "these classes only hold settings, name them with --plain-class to read them as plain "
+        "values"
     )

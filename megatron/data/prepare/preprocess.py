@@ -145,8 +145,7 @@ def preprocess(
         if not lock.acquire_from_the_dead(listeners.on_note):
             raise DataError(
                 f"{prefix}: {lock.describe()} is writing it: wait for it to end, or choose another "
-                "--output-prefix "
-                f"(its lock is {lock.path})"
+                f"--output-prefix (its lock is {lock.path})"
             )
         try:
             return _Run(prefix, options, sources, listeners).run(
@@ -242,10 +241,8 @@ class PartialFolder:
             ]
             raise DataError(
                 f"{self.path} has {journal.counts['documents']} documents of an unfinished run, "
-                "and this run differs: "
-                f"{'; '.join(differences)}. To finish that run, give its command again; --restart "
-                "discards it; another "
-                f"--output-prefix leaves it alone"
+                f"and this run differs: {'; '.join(differences)}. To finish that run, give its "
+                "command again; --restart discards it; another --output-prefix leaves it alone"
             )
         if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(
             job["options"]["json_keys"]
@@ -379,8 +376,7 @@ class _Run:
             if self.journal is not None:
                 kept = (
                     f"; {self.journal.counts['documents']} documents are done and kept in "
-                    f"{self.folder.path}, the same "
-                    f"command resumes after them"
+                    f"{self.folder.path}, the same command resumes after them"
                 )
             kind = DataError if isinstance(error, _WriteError) else type(error)
             raise kind(f"{error}{kept}") from error

@@ -66,8 +66,8 @@ class ByteProgress:
             rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
             self.say(
                 f" {what or self._what}: {done / 1e6:.0f} of {self._total / 1e6:.0f} MB "
-                f"({done / self._total:.0%}), "
-                f"{rate / 1e6:.1f} MB/s, {max(self._total - done, 0) / rate:.0f} s left"
+                f"({done / self._total:.0%}), {rate / 1e6:.1f} MB/s, "
+                f"{max(self._total - done, 0) / rate:.0f} s left"
             )
 
     def say(self, text: str) -> None:
@@ -126,9 +126,8 @@ class Progress:
         )
         bad = f", {totals.bad_documents} bad" if totals.bad_documents else ""
         return (
-            f"{totals.documents} documents, {totals.tokens} tokens, {totals.input_bytes / 1e6:.1f} "
-            f"MB{bad}, "
-            f"{rate:.2f} MB/s"
+            f"{totals.documents} documents, {totals.tokens} tokens, "
+            f"{totals.input_bytes / 1e6:.1f} MB{bad}, {rate:.2f} MB/s"
         )
 
     def summary(self, totals: Totals) -> list[str]:

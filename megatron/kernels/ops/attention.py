@@ -358,9 +358,8 @@ def _like_dots(a: Tensor, b: Tensor) -> Tensor:
 
 attention_weights_ = operator(
     "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, "
-    "SymInt first, "
-    "int share, float scale, float probability, SymInt seed, Tensor? origins=None, SymInt "
-    "positions=0) -> ()",
+    "SymInt first, int share, float scale, float probability, SymInt seed, Tensor? origins=None, "
+    "SymInt positions=0) -> ()",
     _weights,
     weights_reference,
     check=_check_weights,
@@ -382,10 +381,8 @@ outside of [0, 1).
 
 attention_gradient_ = operator(
     "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, "
-    "Tensor? slopes, "
-    "SymInt sample, SymInt first, SymInt key, int share, float scale, float probability, SymInt "
-    "seed, "
-    "Tensor? origins=None, SymInt positions=0) -> ()",
+    "Tensor? slopes, SymInt sample, SymInt first, SymInt key, int share, float scale, float "
+    "probability, SymInt seed, Tensor? origins=None, SymInt positions=0) -> ()",
     _gradient,
     gradient_reference,
     check=_check_gradient,

@@ -225,8 +225,7 @@ _cross_entropy_local = operator(
 )
 _cross_entropy_gradient = operator(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, "
-    "Tensor gradient, "
-    "int first, int real) -> ()",
+    "Tensor gradient, int first, int real) -> ()",
     _gradient,
     gradient_reference,
     check=_check_gradient,

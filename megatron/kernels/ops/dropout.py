@@ -176,8 +176,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 # Seed and place are SymInts, so that torch.compile does not compile once for each.
 _bias_dropout_add_backward = operator(
     "bias_dropout_add_backward(Tensor gradient, bool biased, float probability, SymInt seed, "
-    "SymInt[] place)"
-    " -> (Tensor, Tensor)",
+    "SymInt[] place) -> (Tensor, Tensor)",
     _backward,
     _reference_backward,
     _like_gradients,
@@ -186,8 +185,7 @@ _bias_dropout_add_backward = operator(
 )
 _bias_dropout_add = operator(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, float probability, SymInt seed, "
-    "SymInt[] place)"
-    " -> Tensor",
+    "SymInt[] place) -> Tensor",
     _forward,
     _reference,
     lambda x, *_: torch.empty_like(x),

@@ -275,8 +275,7 @@ def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tenso
 
 _norm_backward = operator(
     "norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "bool one_plus, bool rms)"
-    " -> (Tensor, Tensor)",
+    "bool one_plus, bool rms) -> (Tensor, Tensor)",
     _backward,
     _reference_backward,
     _like_gradients,
@@ -296,8 +295,7 @@ _norm_operator = operator(
 )
 _add_norm_operator = operator(
     "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool one_plus, "
-    "bool rms)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool rms) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _reference,
     _like,

@@ -177,10 +177,8 @@ def _run_adamw(
 
 _adamw_ = operator(
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] "
-    "exp_avg_sqs, "
-    "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, "
-    "SymInt step, "
-    "Tensor gradient_scale) -> ()",
+    "exp_avg_sqs, Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float "
+    "weight_decay, SymInt step, Tensor gradient_scale) -> ()",
     _run_adamw,
     adamw_reference_,
     check=_check_adamw,

@@ -241,10 +241,8 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
     """
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
-        "tools/calibrate.py, "
-        f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch "
-        f"{torch.__version__}, "
-        f"over the shapes of: {' '.join(argv)}"
+        f"tools/calibrate.py, {found.nodes * found.per_node} process(es) of {found.threads} "
+        f"thread(s), torch {torch.__version__}, over the shapes of: {' '.join(argv)}"
     )
     on_cpu, devices = found.device_type == "cpu", range(found.per_node)
     points = found.points | {

@@ -43,8 +43,8 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
 _LESS_AT_A_TIME = (
-    "a smaller --micro-batch-size, --sequence-parallel, --recompute-granularity selective or full, "
-    "--attention-backend auto, which keeps no scores"
+    "a smaller --micro-batch-size, --sequence-parallel, --recompute-granularity "
+    "selective or full, --attention-backend auto, which keeps no scores"
 )
 _HELPS = {
     "weights": _SMALLER_MODEL,
@@ -269,8 +269,7 @@ def _too_much(run: RankRun, capacity: float) -> Finding:
         run.rank,
         (
             f"needs {gib(run.needed_bytes)} GiB of {gib(capacity)}. The largest tensors at the "
-            f"peak: {largest}. "
-            f"What helps: {'; '.join(helps)}"
+            f"peak: {largest}. What helps: {'; '.join(helps)}"
         ),
     )
 
@@ -352,11 +351,11 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         device = f"{cluster.device}, {cluster.memory_gib:g} GiB"
         machine = f"{nodes} x {cluster.devices_per_node} devices of {cluster.name} ({device})"
     return (
-        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} "
-        "x data "
-        f"{layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
-        f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
-        f"model: {parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
+        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline "
+        f"{layout.pipeline} x data {layout.data} ({layout.order}) on {machine}, "
+        f"{config.precision.dtype_name}, "
+        f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\nmodel: "
+        f"{parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on "
         "each replica"
     )
@@ -405,28 +404,26 @@ def _foot(found: Rehearsal) -> Iterator[str]:
     if found.capacity_bytes is not None:
         reserve = (
             f", {RESERVE_GIB:g} GiB less than a device has: an assumption for the runtime, the "
-            "communication library "
-            f"and what the allocator cannot reuse"
+            "communication library and what the allocator cannot reuse"
             if on_gpu
             else ""
         )
         yield f"There are {gib(found.capacity_bytes)} GiB for each rank{reserve}."
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
         yield (
-            f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank "
-            "of a node."
+            f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank of "
+            "a node."
         )
     if found.micro_batches < config.num_micro_batches():
         yield (
             f"Each rank took {found.micro_batches} of the {config.num_micro_batches()} "
-            "micro-batches: after its "
-            "warm-up it alternates between forward and backward passes, so that what it holds "
-            "repeats."
+            "micro-batches: after its warm-up it alternates between forward and backward passes, "
+            "so that what it holds repeats."
         )
     if on_gpu:
         yield (
-            "assumed: fused kernels are built for the device, and attention keeps no scores "
-            "where no flag says so."
+            "assumed: fused kernels are built for the device, and attention keeps no scores where "
+            "no flag says so."
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
@@ -437,8 +434,7 @@ def _foot(found: Rehearsal) -> Iterator[str]:
         collectives = sum(len(calls) for run in found.ranks for calls in run.collectives.values())
         yield (
             f"checked: set-up and two steps run; {messages} messages have the other side they "
-            f"need; {collectives} "
-            f"collectives are the same on the members that were looked at."
+            f"need; {collectives} collectives are the same on the members that were looked at."
         )
         yield (
             "It runs, and it fits."

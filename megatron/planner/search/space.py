@@ -59,8 +59,7 @@ def headroom_bytes(text: str, cluster: Cluster) -> float:
     if not 0 <= found < total:
         raise ConfigError(
             f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} "
-            "GiB of "
-            f"a {cluster.device}"
+            f"GiB of a {cluster.device}"
         )
     return found
 

@@ -531,8 +531,7 @@ def summarise(
     low, middle, high = 1000 * min(seconds), 1000 * statistics.median(seconds), 1000 * max(seconds)
     lines = [
         f" computing time of a step over ranks: min {low:.1f} ms, median {middle:.1f} ms, max "
-        f"{high:.1f} ms (rank "
-        f"{seconds.index(max(seconds))})"
+        f"{high:.1f} ms (rank {seconds.index(max(seconds))})"
     ]
     if slow:
         shown = [

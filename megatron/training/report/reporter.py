@@ -277,8 +277,7 @@ def _open_writer(flags: LoggingConfig) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): "
-            "install it, or leave "
-            f"the flag out"
+            "install it, or leave the flag out"
         ) from error
     try:
         return SummaryWriter(log_dir=flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size)

@@ -34,9 +34,8 @@ class BatchSchedule:
             if size % self.replica_batch_size:
                 raise ConfigError(
                     f"global batch size {size}{' of --rampup-batch-size' if self.rampup else ''} "
-                    "is not a multiple of "
-                    f"micro-batch size x data-parallel size = {self.replica_batch_size}: choose "
-                    "multiples of it"
+                    "is not a multiple of micro-batch size x data-parallel size = "
+                    f"{self.replica_batch_size}: choose multiples of it"
                 )
 
     @classmethod
@@ -63,8 +62,7 @@ class BatchSchedule:
         if start < 1 or increment < 1 or samples < 0 or start > end or (end - start) % increment:
             raise ConfigError(
                 f"--rampup-batch-size {start} {increment} {samples} does not lead to global batch "
-                f"size {end}: "
-                f"{end} minus the start must be a multiple of the increment"
+                f"size {end}: {end} minus the start must be a multiple of the increment"
             )
         return list(range(start, end + 1, increment))
 
@@ -220,9 +218,7 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
     if max(planned) > MOST_SAMPLES:
         raise ConfigError(
             f"the run takes {train} samples for training and {planned[1]} for validation, at most "
-            f"{MOST_SAMPLES} are "
-            f"possible: make it shorter than {end} iterations, lower --eval-iters "
-            f"{training.eval_iters}, or raise "
-            f"--eval-interval {training.eval_interval}"
+            f"{MOST_SAMPLES} are possible: make it shorter than {end} iterations, lower "
+            f"--eval-iters {training.eval_iters}, or raise --eval-interval {training.eval_interval}"
         )
     return planned

@@ -181,8 +181,7 @@ class Saves:
             return
         raise CheckpointError(
             f"training up to iteration {self.failure.iteration} is not saved (last good "
-            "checkpoint: "
-            f"{self._last_good}): {self.failure.reason}"
+            f"checkpoint: {self._last_good}): {self.failure.reason}"
         )
 
     @property
@@ -212,8 +211,7 @@ class Saves:
         say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._directory}")
         say(
             f"Checkpoint Save GB: {saved.bytes / 1e9:.3f}, GB/Sec: "
-            f"{saved.bytes / 1e9 / seconds:.2f}, "
-            f"Latency(second): {saved.elapsed_s:.3f}"
+            f"{saved.bytes / 1e9 / seconds:.2f}, Latency(second): {saved.elapsed_s:.3f}"
             + (f", stall(second): {saved.stall_s:.3f}" if background else "")
         )
         self._reporter.metrics.write(
@@ -242,8 +240,7 @@ class Saves:
         if not last:
             self._reporter.say(
                 " ERROR: training continues and will try again; until then a failure of the job "
-                "costs everything "
-                f"since the last good checkpoint ({self._last_good})"
+                f"costs everything since the last good checkpoint ({self._last_good})"
             )
         self._reporter.metrics.write("checkpoint_failed", iteration=iteration, reason=str(error))
 
@@ -325,8 +322,7 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
         )
         reporter.say(
             " note: the schedule differs from the checkpoint's and is the one given here: "
-            f"{listed}. "
-            f"--use-checkpoint-opt_param-scheduler takes the checkpoint's"
+            f"{listed}. --use-checkpoint-opt_param-scheduler takes the checkpoint's"
         )
     return config.replace(**taken) if taken else config
 
@@ -366,8 +362,7 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
     if missing:
         raise CheckpointError(
             f"{folder} does not contain the progress of its run ({', '.join(missing)} missing or "
-            "not a count): load it "
-            f"with --finetune"
+            "not a count): load it with --finetune"
         )
     sources, left_out, losses = (
         state.get("sources", {}),

@@ -36,8 +36,8 @@ class Sampling:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p "
-                f"{self.top_p}: temperature "
-                f"and top-k must be at least 0, top-p above 0 and at most 1"
+                f"{self.top_p}: temperature and top-k must be at least 0, top-p above 0 and at "
+                "most 1"
             )
 
 

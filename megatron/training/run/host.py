@@ -189,8 +189,7 @@ def tune_allocator() -> str:
     huge = os.environ.setdefault(_TORCH_HUGE_PAGES, "1") == "1"
     return (
         f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, huge "
-        "pages "
-        f"{'are requested' if huge else f'are not requested ({_TORCH_HUGE_PAGES})'}"
+        f"pages {'are requested' if huge else f'are not requested ({_TORCH_HUGE_PAGES})'}"
     )
 
 
@@ -278,6 +277,5 @@ def check_kernels(config: Config, topology: Topology) -> None:
     raise ConfigError(
         "the ranks have different fused kernels, and with them different dropout masks: "
         f"{'; '.join(listed[:_SHOWN] + more)}. Build the library once, on a file system that all "
-        "nodes share (python "
-        f"setup.py build_kernels), or set {library.OVERRIDE}=none for all ranks"
+        f"nodes share (python setup.py build_kernels), or set {library.OVERRIDE}=none for all ranks"
     )

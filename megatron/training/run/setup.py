@@ -375,8 +375,7 @@ def build_saves(
         if topology.device.type == "cuda":
             reporter.say(
                 f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank "
-                "0's copy, "
-                f"after {time.monotonic() - start:.1f} s"
+                f"0's copy, after {time.monotonic() - start:.1f} s"
             )
     provenance = Provenance(config, topology, places)
     return Saves(
@@ -422,8 +421,7 @@ def build_wall_time(
         saves.after_save.append(wall_time.after_save)
     reporter.say(
         " wall time: the run saves and ends in time. Until its first save is measured, one is "
-        "assumed to "
-        f"take {wall_time.save_s:.0f} s"
+        f"assumed to take {wall_time.save_s:.0f} s"
     )
     return wall_time
 

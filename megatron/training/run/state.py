@@ -234,8 +234,8 @@ class Spike:
             return f"the loss of iteration {self.iteration} is {self.loss}"
         return (
             f"the loss {self.loss:.6g} of iteration {self.iteration} is "
-            f"{self.loss / self.median:.3g} times the median "
-            f"of the steps before it, {self.median:.6g}"
+            f"{self.loss / self.median:.3g} times the median of the steps before it, "
+            f"{self.median:.6g}"
         )
 
 

@@ -278,8 +278,7 @@ class SlurmEnd(JobEnd):
         left = self.left_s()
         self._say(
             f" warning: the time left to job {self._job} is unknown ({reason}): the run continues "
-            "without it; set it "
-            f"with --walltime"
+            "without it; set it with --walltime"
             if left is None
             else f" warning: {reason}; job {self._job} is assumed to have {show_duration(left)} "
             "left, as last reported"
@@ -351,8 +350,7 @@ class WallTime:
         left = self._end.left_s()
         return (
             f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step "
-            "takes up to "
-            f"{max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
+            f"takes up to {max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
             + ("" if self._save_s else " (estimated from its size)")
         )
 
@@ -389,8 +387,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
     if reason is not None:
         say(
             f" ERROR: job {job} could not be requeued: {' '.join(reason.split())}. Submit it again "
-            "by hand; sbatch "
-            f"--requeue, or the site, may have to allow it"
+            "by hand; sbatch --requeue, or the site, may have to allow it"
         )
         return False
     say(f" job {job} is back in the queue")

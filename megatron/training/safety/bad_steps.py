@@ -36,9 +36,8 @@ MOST = 5
 a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
 _ABSENT = (torch.iinfo(torch.int64).max,) * 4  # the key of a rank that has found nothing
 _NOTHING = (
-    "none on any rank: when the step was run again every value was finite. What does not repeat is "
-    "a fault of memory, "
-    "of a device, or a race: check the health of the nodes"
+    "none on any rank: when the step was run again every value was finite. What does not "
+    "repeat is a fault of memory, of a device, or a race: check the health of the nodes"
 )
 
 
@@ -83,10 +82,9 @@ def roll_back(run: Run, spike: Spike) -> bool:
     if run.spikes.went_back[progress.iteration] > MOST:
         raise TrainingError(
             f"{spike}, after the run went back to the checkpoint of iteration {progress.iteration} "
-            f"{MOST} times and "
-            "left out the samples of as many steps: go back further with --load-tag, lower --lr, "
-            "or raise "
-            f"--loss-spike-factor {run.config.training.loss_spike_factor}"
+            f"{MOST} times and left out the samples of as many steps: go back further with "
+            "--load-tag, lower --lr, or raise --loss-spike-factor "
+            f"{run.config.training.loss_spike_factor}"
         )
     first, last = _resume(run, spike, progress)
     if saves is not None:
@@ -94,8 +92,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
     left_out = run.progress.left_out
     reporter.say(
         f"WARNING: back to iteration {progress.iteration}; samples {first} to {last} of the data "
-        "order are left out "
-        f"from now on ({sum(stop - start for start, stop in left_out)} in all)"
+        f"order are left out from now on ({sum(stop - start for start, stop in left_out)} in all)"
     )
     reporter.metrics.write(
         "loss_spike",
@@ -367,10 +364,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
-        f"{step} "
-        f"(--max-consecutive-skips {skips.limit}); no weight moved since. The first bad value of "
-        "step "
-        f"{again.iteration}{of_scale}: {found}. Go back to an earlier checkpoint with --load-tag, "
-        "leave the data out, "
-        f"lower --lr, or take the node out of the job"
+        f"{step} (--max-consecutive-skips {skips.limit}); no weight moved since. The first bad "
+        f"value of step {again.iteration}{of_scale}: {found}. Go back to an earlier checkpoint "
+        "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
     )

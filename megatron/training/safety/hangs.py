@@ -183,8 +183,8 @@ def _without_root(waits: Waits) -> Verdict:
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return Verdict(
         f"no rank is late, and no call ends: {said}: where calls of one group have one number and "
-        "differ, a rank has "
-        f"left out a collective or made one more; otherwise look at network and devices",
+        "differ, a rank has left out a collective or made one more; otherwise look at network and "
+        "devices",
         sorted(rank for ranks in calls.values() for rank in ranks),
     )
 

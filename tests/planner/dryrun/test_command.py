@@ -14,8 +14,7 @@ from tests.helpers.launching import launch
 
 SMALL = (
     "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--vocab-size 250 --bf16 "
-    "--pipeline-model-parallel-size 4"
+    "--vocab-size 250 --bf16 --pipeline-model-parallel-size 4"
 ).split()
 
 

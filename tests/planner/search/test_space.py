@@ -17,8 +17,8 @@ from megatron.planner.search.space import Rejections, Space, make_config
 
 FRONTIER = load_cluster("frontier")
 FLAGS = (
-    "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size "
-    "512 --bf16"
+    "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size 512 "
+    "--bf16"
 ).split()
 
 

@@ -13,14 +13,11 @@ from megatron.training.report.metrics import IterationReport
 from megatron.training.report.reporter import format_iteration, format_timers, format_validation
 
 REAL_LINE = (
-    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 "
-    "| "
-    "elapsed time per iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  "
-    "1280 | "
-    "lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual "
-    "seqlen:  2048 | "
-    "number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 6.514 "
-    "| TFLOPs: 149.46 |"
+    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      "
+    "5242880 | elapsed time per iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch "
+    "size:  1280 | lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num "
+    "zeros: 0.0 | actual seqlen:  2048 | number of skipped iterations:   0 | number of nan "
+    "iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
 )
 
 # Fields in their order, each with the exact form of its value; those in parentheses with ? may be
