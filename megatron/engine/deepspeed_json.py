@@ -5,12 +5,15 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 _NEVER = 10**9
 
 
-def deepspeed_json(config: Any, partition_size: int, elements: int) -> dict[str, Any]:
+def deepspeed_json(config: Config, partition_size: int, elements: int) -> dict[str, Any]:
     """The JSON for one engine.
 
     partition_size  ranks over which DeepSpeed partitions the optimizer

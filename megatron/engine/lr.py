@@ -28,9 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.config.training import BatchConfig, OptimizerConfig
 
 _FINAL_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda q: 1.0 - q,
@@ -76,7 +80,7 @@ _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
 def _length(
-    section: Any, prefix: str, order: Sequence[str] = tuple(_UNITS)
+    section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
     """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, or in another
     order, with its unit.
@@ -88,14 +92,14 @@ def _length(
     return None
 
 
-def _run_length(config: Any) -> tuple[float, str] | None:
+def _run_length(config: Config) -> tuple[float, str] | None:
     """Return the length of the run; samples and iterations come before the token limit, which only
     shortens it.
     """
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
-def _clock(config: Any, unit: str) -> _Clock:
+def _clock(config: Config, unit: str) -> _Clock:
     batch = config.batch
     return _Clock(
         unit, batch.global_batch_size, config.model.seq_length, batch.rampup_batch_size is not None
@@ -113,7 +117,7 @@ class LearningRateSchedule:
     in several units.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         o = config.optimizer
         self.max_lr, self.min_lr, self.style = float(o.lr), float(o.min_lr), o.lr_decay_style
         found = _length(o, "lr_decay") or _run_length(config)
@@ -139,13 +143,13 @@ class LearningRateSchedule:
                 _FINAL_DECAYS[o.lr_wsd_decay_style],
             )
 
-    def _warmup_length(self, o: Any) -> float:
+    def _warmup_length(self, o: OptimizerConfig) -> float:
         if o.lr_warmup_fraction is not None:
             return 0.0 if math.isinf(self.decay) else o.lr_warmup_fraction * self.decay
         found = _length(o, "lr_warmup")
         return self._clock.convert(*found, "the warm-up") if found else 0.0
 
-    def _final_length(self, o: Any) -> float:
+    def _final_length(self, o: OptimizerConfig) -> float:
         found = _length(o, "lr_wsd_decay")
         assert found is not None, "megatron.config refuses WSD without a length"
         final = self._clock.convert(*found, "the final decay of WSD")
@@ -185,7 +189,7 @@ class WeightDecaySchedule:
     without a length.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         o = config.optimizer
         start, end = o.start_weight_decay, o.end_weight_decay
         self.start = o.weight_decay if start is None else start
