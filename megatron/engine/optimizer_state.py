@@ -12,6 +12,7 @@ from megatron.protocols import Optimizer
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.config.training import OptimizerConfig
 
 
 class OptimizerState(NamedTuple):
@@ -60,7 +61,7 @@ def has_kernel(config: Config) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
+def _state_of(make: Optimizer, settings: OptimizerConfig) -> OptimizerState:
     """Return what a step on a few weights leaves, with those of whole parameters where it takes
     such.
     """
@@ -74,7 +75,7 @@ def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
     return found[0]
 
 
-def _after_a_step(make: Optimizer, settings: Any, whole: Any) -> OptimizerState:
+def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> OptimizerState:
     import torch
 
     weights = torch.nn.Parameter(torch.ones(6))
