@@ -4,7 +4,7 @@ overlap and without.
     python benchmarks/overlap.py [--only pp dp tp] [--quick] [--real] [--slower 4]
 
 pp   Pipelines of sleeping stages, 2 and 4 ranks, each schedule, predicted from the schedule and the
-     length of a pass (megatron/pipeline/replay.py): a sleep of 20 ms is a little longer, so the
+     length of a pass (tests/helpers/replay.py): a sleep of 20 ms is a little longer, so the
      median of those without delay is taken. "off" are messages that are posted late: receives where
      they are needed, or for the interleaved schedule in the sequence of a step without latency.
 dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-param-gather, on and
@@ -40,8 +40,8 @@ import overlap_replay  # noqa: E402
 
 from megatron.pipeline import lists  # noqa: E402
 from megatron.pipeline.instructions import Op, Schedule  # noqa: E402
-from megatron.pipeline.replay import Replay, actions_of, replay  # noqa: E402
 from megatron.pipeline.schedule import build_schedule  # noqa: E402
+from tests.helpers.replay import Replay, actions_of, replay  # noqa: E402
 
 Windows = list[list[dict[str, Any]]]  # [rank][window]
 Delay = tuple[float, float | None]  # seconds, gigabytes per second

@@ -1,4 +1,4 @@
-"""Turn what overlap_worker.py recorded into a program for megatron.pipeline.replay, a Chrome trace,
+"""Turn what overlap_worker.py recorded into a program for tests.helpers.replay, a Chrome trace,
 and a picture.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron import drawing
-from megatron.pipeline.replay import Action, Compute, Lane, Post, Replay, Wait
+from tests.helpers.replay import Action, Compute, Lane, Post, Replay, Wait
 
 
 class Seen(NamedTuple):

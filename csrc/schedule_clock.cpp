@@ -1,20 +1,24 @@
 // A training step of a pipeline on a clock, for thousands of micro-batches on many ranks in milliseconds.
-// megatron/pipeline/lists.py makes the lists and is the interface; the rules of time are those of
-// megatron/pipeline/replay.py, and tests hold both to the same ticks.
+// megatron/pipeline/lists.py makes the lists and is the interface. tests/helpers/replay.py states the rules of time a
+// second time, in Python, and tests hold both to the same ticks.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <limits>
+#include <queue>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
 
 namespace {
 
-using Ticks = int64_t;
 template <typename T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
@@ -27,30 +31,43 @@ struct Row {
 };
 
 // Where the results of a stage go in one direction; receiver -1: nowhere, or to the same rank.
+template <typename Ticks>
 struct Route {
   int64_t link;
   int32_t sender, receiver;
   Ticks occupies, latency;
 };
 
+template <typename Ticks>
 struct Result {
   Ticks made = -1, posted = -1, arrives = -1;
 };
 
+template <typename Ticks>
 struct Rank {
   int64_t next, end;
   Ticks clock = 0, message_wait = 0;
   int64_t blocked = -1;
+  bool computing = false, arriving = false;  // only where cores are shared
   std::vector<int64_t> sent;
   size_t oldest = 0;
 };
 
+// Ranks share `at_once` times the cores that one of them keeps busy: with more of them computing at a time, all compute
+// more slowly, alike. Infinite: nothing is shared, and a rank runs ahead of the others until it needs a message.
+template <typename Ticks>
 class Step {
+  using Rank = ::Rank<Ticks>;
+  using Route = ::Route<Ticks>;
+  using Result = ::Result<Ticks>;
+
  public:
   Step(const Row* rows, std::vector<Rank>& ranks, const Array<int32_t>& owner, int64_t micro_batches,
-       const Ticks* times, const Ticks* costs, bool posted, bool duplex, int64_t in_flight, Ticks* starts, Ticks* ends)
+       const Ticks* times, const Ticks* costs, bool posted, bool duplex, int64_t in_flight, Ticks* starts, Ticks* ends,
+       double at_once)
       : rows_(rows), ranks_(ranks), stages_(owner.size()), micro_batches_(micro_batches), times_(times),
-        posted_(posted), in_flight_(static_cast<size_t>(in_flight)), starts_(starts), ends_(ends),
+        posted_(posted), in_flight_(static_cast<size_t>(in_flight)), at_once_(at_once),
+        shared_(at_once < std::numeric_limits<double>::infinity()), starts_(starts), ends_(ends),
         routes_(2 * stages_), results_(2 * stages_ * micro_batches), free_(ranks.size() * ranks.size(), 0) {
     const int64_t size = static_cast<int64_t>(ranks.size());
     for (int64_t stage = 0; stage < stages_; ++stage) {
@@ -71,11 +88,13 @@ class Step {
 
   void run() {
     for (size_t rank = ranks_.size(); rank-- > 0;) runnable_.push_back(static_cast<int32_t>(rank));
-    while (!runnable_.empty()) {
-      const int32_t rank = runnable_.back();
-      runnable_.pop_back();
-      go_on(rank);
-    }
+    do {
+      while (!runnable_.empty()) {
+        const int32_t rank = runnable_.back();
+        runnable_.pop_back();
+        go_on(rank);
+      }
+    } while (advance());
     for (const Rank& rank : ranks_) {
       if (rank.blocked >= 0) throw std::invalid_argument("the lists wait for each other in a circle");
     }
@@ -103,16 +122,25 @@ class Step {
 
   bool compute(Rank& rank, int32_t number, const Row& row) {
     const bool back = row.op != kForward;
-    if (row.op != kBackwardWeight) {
+    if (row.op != kBackwardWeight && !rank.computing) {
       const int64_t from = back ? row.stage + 1 : row.stage - 1;
       if (from >= 0 && from < stages_ && routes_[back * stages_ + from].receiver == number &&
           !wait(rank, result(back, from, row.micro_batch))) {
         return false;
       }
     }
-    starts_[rank.next] = rank.clock;
-    rank.clock += times_[row.op * stages_ + row.stage];
-    if (!back && row.micro_batch == 0) rank.clock += times_[4 * stages_ + row.stage];
+    if (!rank.computing) {
+      Ticks time = times_[row.op * stages_ + row.stage];
+      if (!back && row.micro_batch == 0) time += times_[4 * stages_ + row.stage];
+      starts_[rank.next] = rank.clock;
+      if (shared_) {
+        rank.computing = true;
+        computing_.emplace(work_ + time, number);
+        return false;
+      }
+      rank.clock += time;
+    }
+    rank.computing = false;
     ends_[rank.next] = rank.clock;
     if (row.op == kBackwardWeight) return true;
     const int64_t made = result(back, row.stage, row.micro_batch);
@@ -155,8 +183,36 @@ class Step {
     for (const int32_t end : {route.sender, route.receiver}) {
       if (ranks_[end].blocked != message) continue;
       ranks_[end].blocked = -1;
-      runnable_.push_back(end);
+      if (shared_) {
+        ranks_[end].arriving = true;
+        arrivals_.emplace(results_[message].arrives, end);
+      } else {
+        runnable_.push_back(end);
+      }
     }
+  }
+
+  // Goes to the next time at which a computation ends or a message arrives; false where there is none.
+  bool advance() {
+    if (computing_.empty() && arrivals_.empty()) return false;
+    const double slower = std::max(1.0, computing_.size() / at_once_);
+    const double end = computing_.empty() ? std::numeric_limits<double>::infinity()
+                                          : now_ + (computing_.top().first - work_) * slower;
+    int32_t number;
+    if (!arrivals_.empty() && arrivals_.top().first <= end) {
+      double time;
+      std::tie(time, number) = arrivals_.top();
+      arrivals_.pop();
+      work_ += (time - now_) / slower;
+      now_ = time;
+    } else {
+      std::tie(work_, number) = computing_.top();
+      computing_.pop();
+      now_ = end;
+      ranks_[number].clock = static_cast<Ticks>(end);
+    }
+    runnable_.push_back(number);
+    return true;
   }
 
   bool wait(Rank& rank, int64_t message) {
@@ -165,6 +221,12 @@ class Step {
       rank.blocked = message;
       return false;
     }
+    if (shared_ && waited.arrives > now_ && !rank.arriving) {
+      rank.arriving = true;
+      arrivals_.emplace(waited.arrives, static_cast<int32_t>(&rank - ranks_.data()));
+      return false;
+    }
+    rank.arriving = false;
     if (waited.arrives > rank.clock) {
       rank.message_wait += waited.arrives - std::max(rank.clock, waited.made);
       rank.clock = waited.arrives;
@@ -178,22 +240,33 @@ class Step {
   const Ticks* times_;
   const bool posted_;
   const size_t in_flight_;
+  const double at_once_;
+  const bool shared_;
   Ticks *starts_, *ends_;
   std::vector<Route> routes_;
   std::vector<Result> results_;
   std::vector<Ticks> free_;  // when the link of two ranks is
   std::vector<int32_t> runnable_;
+
+  // Where cores are shared:
+  using Event = std::pair<double, int32_t>;  // when, and the rank
+  using Events = std::priority_queue<Event, std::vector<Event>, std::greater<Event>>;
+  double now_ = 0;
+  double work_ = 0;  // that a rank would have done which computed all the time
+  Events computing_;  // by that work, when a rank is done
+  Events arrivals_;
 };
 
+template <typename Ticks>
 py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const Array<int32_t>& owner,
               int64_t micro_batches, const Array<Ticks>& times, const Array<Ticks>& costs, bool posted, bool duplex,
-              int64_t in_flight) {
+              int64_t in_flight, double at_once) {
   const int64_t size = offsets.size() - 1, count = rows.ndim() == 2 && rows.shape(1) == 3 ? rows.shape(0) : -1;
   if (count < 0 || size < 1 || times.size() != 5 * owner.size() || costs.size() != 4 * owner.size() ||
-      micro_batches < 1 || in_flight < 1) {
+      micro_batches < 1 || in_flight < 1 || !(at_once > 0)) {
     throw std::invalid_argument("arrays of other sizes were expected");
   }
-  std::vector<Rank> ranks(size);
+  std::vector<Rank<Ticks>> ranks(size);
   for (int64_t rank = 0; rank < size; ++rank) {
     ranks[rank].next = offsets.at(rank);
     ranks[rank].end = offsets.at(rank + 1);
@@ -205,8 +278,8 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
   Ticks *start = starts.mutable_data(), *end = ends.mutable_data();
   {
     py::gil_scoped_release release;
-    Step(reinterpret_cast<const Row*>(rows.data()), ranks, owner, micro_batches, times.data(), costs.data(), posted,
-         duplex, in_flight, start, end)
+    Step<Ticks>(reinterpret_cast<const Row*>(rows.data()), ranks, owner, micro_batches, times.data(), costs.data(), posted,
+         duplex, in_flight, start, end, at_once)
         .run();
   }
   for (int64_t rank = 0; rank < size; ++rank) {
@@ -221,7 +294,12 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
 PYBIND11_MODULE(_schedule_clock, module) {
   module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.lists is the interface.";
   // Counts the changes to names and arguments: a library from an older build is then left aside.
-  module.attr("interface") = 2;
-  module.def("run", &run, py::arg("rows"), py::arg("offsets"), py::arg("owner"), py::arg("micro_batches"),
-             py::arg("times"), py::arg("costs"), py::arg("posted"), py::arg("duplex"), py::arg("in_flight"));
+  module.attr("interface") = 3;
+  const auto define = [&module](const char* name, auto function) {
+    module.def(name, function, py::arg("rows"), py::arg("offsets"), py::arg("owner"), py::arg("micro_batches"),
+               py::arg("times"), py::arg("costs"), py::arg("posted"), py::arg("duplex"), py::arg("in_flight"),
+               py::arg("at_once"));
+  };
+  define("run", &run<int64_t>);
+  define("run_shared", &run<double>);
 }

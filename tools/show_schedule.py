@@ -15,7 +15,8 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
-from megatron.pipeline.replay import NOMINAL_DURATIONS, Timeline, simulate
+from megatron.pipeline.clock import Timeline, simulate
+from megatron.pipeline.lists import NOMINAL_DURATIONS
 from megatron.pipeline.schedule import (
     SCHEDULES,
     Op,

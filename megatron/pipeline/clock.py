@@ -11,16 +11,49 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.instructions import Instruction, Op, Schedule
 from megatron.pipeline.lists import Costs, Lists, Numbers, Times, run
 from megatron.pipeline.orders import ORDERS, AnyOrder, check_sizes, name_of
-from megatron.pipeline.replay import Span, Timeline
 from megatron.pipeline.schedule import build_lists
+
+
+class Span(NamedTuple):
+    """A computation and the time it takes."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Computations of each rank in order."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first computation's start to the last one's end, over all ranks."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time in which they wait, between 0 and 1."""
+        total = self.makespan * len(self.ranks)
+        return 1 - sum(self.busy) / total if total else 0.0
+
 
 # (time that a message keeps its link, time from leaving the link to arriving)
 Boundary = tuple[float, float]
@@ -173,17 +206,33 @@ def timeline(run: PipelineRun) -> Timeline:
     pipelines.
     """
     lists, done, scale = _run(run.pipeline)
+    return _timeline(lists, done.starts / scale, done.ends / scale)
+
+
+def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0) -> Timeline:
+    """Run the computations of all ranks, with results that travel by themselves in `latency`."""
+    passes = [
+        np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
+        for instructions in schedule
+    ]
+    lists, stages = Lists.of(passes, schedule.micro_batches), schedule.num_stages
+    costs = Costs(
+        np.outer([*(durations[op] for op in tuple(Op)[:4]), 0.0], np.ones(stages)),
+        np.outer([0.0, latency] * 2, np.ones(stages)),
+    )
+    done = run(lists, costs, posted=False)
+    return _timeline(lists, done.starts, done.ends)
+
+
+def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
     ops, ranks = tuple(Op), []
     for first, end in itertools.pairwise(lists.offsets.tolist()):
         rows = first + np.flatnonzero(lists.rows[first:end, 0] <= Op.BACKWARD_WEIGHT)
-        times = (of[rows] / scale for of in (done.starts, done.ends))
+        passes = zip(
+            lists.rows[rows].tolist(), starts[rows].tolist(), ends[rows].tolist(), strict=True
+        )
         ranks.append(
-            tuple(
-                Span(Instruction(ops[op], stage, micro_batch), start, end)
-                for (op, stage, micro_batch), start, end in zip(
-                    lists.rows[rows].tolist(), *(of.tolist() for of in times), strict=True
-                )
-            )
+            tuple(Span(Instruction(ops[op], *at), start, end) for (op, *at), start, end in passes)
         )
     return Timeline(tuple(ranks))
 

@@ -16,13 +16,13 @@ before it, so a rank that must send before it posts its receive posts it too lat
 messages take `planned_latency`, which puts them in the order of the real ones. With one chunk ranks
 compute in turn, and the order without latency is the best one.
 
-A step runs in C++ where the extension was built (csrc/schedule_clock.cpp), otherwise by replay.py,
-with the same ticks.
+A step runs in C++ (csrc/schedule_clock.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import ModuleType
@@ -31,20 +31,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.pipeline import replay
+from megatron.errors import MegatronError
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT, Instruction, Op
 from megatron.pipeline.orders import AnyOrder, Rows, group_sizes, passes_of_rank
 
 compiled: ModuleType | None
 try:
     from megatron.pipeline import _schedule_clock as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
-except ImportError:  # a checkout that was not built: slower, and no different
-    compiled = None
-if getattr(compiled, "interface", None) != 2:  # built from an older csrc/schedule_clock.cpp
+except ImportError:
     compiled = None
 
 Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point where ranks share cores
 _OPS = tuple(Op)
+
+# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for
+# its weights.
+NOMINAL_DURATIONS: Mapping[Op, float] = {
+    Op.FORWARD: 1.0,
+    Op.BACKWARD: 2.0,
+    Op.BACKWARD_INPUT: 1.0,
+    Op.BACKWARD_WEIGHT: 1.0,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,65 +138,44 @@ def run(
     cores: float | None = None,
     demand: float = 1.0,
 ) -> Times:
-    """Run the lists on a clock, as the executor does (executor.py). A deadlock raises ValueError.
+    """Run the lists on a clock, as the executor does: in ticks, or in floating point as `costs`.
 
-    Other arguments: as replay.actions_of and replay.replay take them.
+    posted         messages are posted by the lists; without, results travel by themselves as soon as
+                   they are computed
+    duplex         the two directions of a pair of ranks are links of their own
+    cores, demand  cores that all ranks share, and that one of them keeps busy while it computes;
+                   None: nothing is shared
+
+    Raises ValueError for a deadlock and MegatronError without the extension.
     """
-    if cores is None and compiled is not None:
-        return Times(
-            *compiled.run(
-                lists.rows,
-                lists.offsets,
-                lists.owner,
-                lists.micro_batches,
-                costs.passes,
-                costs.messages,
-                posted,
-                duplex,
-                SENDS_IN_FLIGHT,
-            )
+    if getattr(compiled, "interface", None) != 3:
+        raise MegatronError(
+            "megatron.pipeline._schedule_clock is missing or was built from other sources: run "
+            "`python setup.py build_ext --inplace` (with a C++ compiler) or `pip install .`"
         )
-    passes, messages = costs.passes.tolist(), costs.messages.tolist()
-    ranks = [lists.instructions(rank) for rank in range(len(lists))]
-
-    def duration(i: Instruction) -> float:
-        first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
-        result: float = first + passes[i.op][i.stage]
-        return result
-
-    def message(part: int) -> replay.Latency:
-        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
-
-    actions = replay.actions_of(
-        ranks, duration, message(0), message(1), posted=posted, duplex=duplex
+    assert compiled is not None and (cores is None or min(cores, demand) > 0)
+    step = compiled.run if costs.passes.dtype == np.int64 else compiled.run_shared
+    return Times(
+        *step(
+            lists.rows,
+            lists.offsets,
+            lists.owner,
+            lists.micro_batches,
+            costs.passes,
+            costs.messages,
+            posted,
+            duplex,
+            SENDS_IN_FLIGHT,
+            math.inf if cores is None else cores / demand,
+        )
     )
-    done = replay.replay(actions, cores, demand)
-    dtype = float if cores is not None else np.int64
-    starts, ends = np.zeros((2, len(lists.rows)), dtype)
-    computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT
-    starts[computes], ends[computes] = np.array(
-        [lane[1:] for of in done.computed for lane in of], dtype
-    ).T
-    made: dict[Hashable, float] = {
-        Instruction(
-            Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch
-        ): end
-        for (op, stage, micro_batch), end in zip(
-            lists.rows[computes].tolist(), ends[computes].tolist(), strict=True
-        )
-        if op != Op.BACKWARD_WEIGHT
-    }
-    waits = [
-        sum(lane.end - max(lane.start, made[lane.label]) for lane in lanes) for lanes in done.waited
-    ]
-    return Times(starts, ends, np.array(done.ends, dtype), np.array(waits, dtype))
 
 
 def planned_latency(chunks: int) -> float:
     """Time that messages take in the step from which their sequence is read, in forward passes of
     one chunk.
 
-    Measured on simulated links (replay.py) for latencies from 0.05 to 0.5 with passes of unequal
+    Measured on simulated links for latencies from 0.05 to 0.5 with passes of unequal
     length: 8 ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late
     instead of 3 to 7 %; sixteenths do as well.
     """
@@ -212,7 +198,7 @@ def with_messages(passes: Lists) -> Lists:
     if size == 1:
         return passes
     unit = 4  # ticks of a forward pass
-    nominal = np.array([replay.NOMINAL_DURATIONS[op] for op in _OPS[:4]] + [0.0])
+    nominal = np.array([NOMINAL_DURATIONS[op] for op in _OPS[:4]] + [0.0])
     latency = round(unit * planned_latency(stages // size))
     costs = Costs(
         np.repeat((unit * nominal).astype(np.int64), stages).reshape(5, stages),

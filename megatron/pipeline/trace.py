@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.pipeline.clock import PipelineRun, timeline
+from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
 from megatron.pipeline.instructions import Instruction, Op, Schedule
-from megatron.pipeline.replay import Span, Timeline
 from megatron.untrusted import without_waiting
 
 NAMES = {

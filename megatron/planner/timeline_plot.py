@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron import drawing
-from megatron.pipeline.clock import PipelineRun, timeline
+from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.replay import Span, Timeline
 
 _KINDS = {
     Op.FORWARD: ("forward", "#4878b0"),

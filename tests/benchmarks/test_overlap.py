@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.replay import replay
+from tests.helpers.replay import replay
 
 pytestmark = pytest.mark.campaign("benchmarks")
 

@@ -15,13 +15,13 @@ from benchmarks.published_runs import MI250X_RUNS, RUNS
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.replay import simulate
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, Compute, Figure
 from megatron.planner.error_bars import LINKS, spread
 from megatron.planner.memory import sized_model
 from megatron.planner.published import MODELS, published_by_name
+from tests.helpers.replay import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
-from megatron.pipeline import lists
+from megatron.errors import ConfigError, MegatronError
+from megatron.pipeline import clock, lists
 from megatron.pipeline.clock import (
     Boundaries,
     Pipeline,
@@ -20,14 +20,9 @@ from megatron.pipeline.clock import (
     timeline,
 )
 from megatron.pipeline.instructions import Op
+from tests.helpers.replay import run_lists
 
-needs_extension = pytest.mark.skipif(
-    lists.compiled is None, reason="csrc/schedule_clock.cpp was not built"
-)
-BOTH = pytest.mark.parametrize(
-    "compiled",
-    [pytest.param(True, marks=needs_extension, id="c++"), pytest.param(False, id="python")],
-)
+BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["c++", "python"])
 
 
 def even(
@@ -36,14 +31,18 @@ def even(
     return StageTimes((forward,) * stages, (backward,) * stages, (weight,) * stages)
 
 
-def without_extension(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lists, "compiled", None)
+def in_python(patch: pytest.MonkeyPatch) -> None:
+    """Let tests/helpers/replay.py run the lists in place of csrc/schedule_clock.cpp."""
+    for module in (lists, clock):
+        patch.setattr(module, "run", run_lists)
+    for cached in (clock._small_lists, clock._large_lists, clock.timeline):
+        cached.cache_clear()
 
 
 @pytest.fixture
 def either(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        without_extension(monkeypatch)
+        in_python(monkeypatch)
 
 
 # Closed forms, with whole numbers of ticks: exact.
@@ -188,15 +187,33 @@ def run_of(pipeline: Pipeline) -> PipelineRun:
     )
 
 
-@needs_extension
 @given(pipelines())
 def test_both_give_the_same_ticks(pipeline: Pipeline) -> None:
     run = run_of(pipeline)
     lanes = timeline(run)
     with pytest.MonkeyPatch.context() as patch:
-        without_extension(patch)
+        in_python(patch)
         assert run_of(pipeline) == run
         assert timeline(run) == lanes
+
+
+@given(pipelines(), st.sampled_from([0.7, 1.0, 2.3, 50.0]), st.sampled_from([0.5, 1.0, 1.7]))
+def test_both_share_cores_alike(pipeline: Pipeline, cores: float, demand: float) -> None:
+    pipeline = dataclasses.replace(pipeline, cores=cores, demand=demand)
+    run = run_of(pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        in_python(patch)
+        expected = run_of(pipeline)
+    for name in ("busy", "waited", "message_wait", "ends", "last_backward_start"):
+        assert getattr(run, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-9)
+
+
+def test_without_the_extension_the_command_that_builds_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lists, "compiled", None)
+    with pytest.raises(MegatronError, match="build_ext --inplace"):
+        run_pipeline("1f1b", 2, 1, 3, even(2))
 
 
 @given(pipelines(most=24))

@@ -14,10 +14,6 @@ from megatron.pipeline import lists
 from megatron.pipeline.clock import Boundaries, StageTimes, run_pipeline
 from tests.pipeline.test_torch_orders import executed_order, fake_stage
 
-pytestmark = pytest.mark.skipif(
-    lists.compiled is None, reason="csrc/schedule_clock.cpp was not built"
-)
-
 Lists = list[list[tuple[int, int, int]]]  # of each rank (number of the op, stage, micro-batch)
 OP = {"F": 0, "B": 1, "I": 2, "W": 3}
 

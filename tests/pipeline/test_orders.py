@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline import lists
 from megatron.pipeline.clock import StageTimes, run_pipeline
 from megatron.pipeline.instructions import Instruction, Op
 from megatron.pipeline.lists import moments_of_rank
@@ -33,15 +32,6 @@ def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -
     return order + [Instruction(Op.BACKWARD_WEIGHT, rank, i) for i in range(micro_batches)]
 
 
-@pytest.fixture(params=["c++", "python"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "python":
-        monkeypatch.setattr(lists, "compiled", None)
-    elif lists.compiled is None:
-        pytest.skip("csrc/schedule_clock.cpp was not built")
-
-
-@pytest.mark.usefixtures("either")
 def test_the_step_of_an_order_of_ones_own() -> None:
     """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965. One micro-batch at a time
     takes m p of them, but for the weight gradients, which are made while others compute, and m on
@@ -107,7 +97,6 @@ def test_passes_that_are_not_the_ranks_are_refused(
         build_schedule(changed(change), 2, 1, 3)
 
 
-@pytest.mark.usefixtures("either")
 def test_ranks_that_wait_for_each_other_are_refused() -> None:
     """The second rank wants the last micro-batch first, which the first rank only has after a
     backward pass.

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.instructions import Schedule
-from megatron.pipeline.replay import Action, Compute, Post, Wait, actions_of, replay, simulate
 from megatron.pipeline.schedule import build_schedule
+from tests.helpers.replay import Action, Compute, Post, Wait, actions_of, replay, simulate
 
 
 @st.composite

@@ -19,7 +19,6 @@ from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS
 from megatron.pipeline.lists import planned_latency
 from megatron.pipeline.orders import group_sizes
-from megatron.pipeline.replay import simulate
 from megatron.pipeline.schedule import (
     Instruction,
     Op,
@@ -29,6 +28,7 @@ from megatron.pipeline.schedule import (
     peak_activations,
     peak_receives,
 )
+from tests.helpers.replay import simulate
 
 MAKERS = {Op.RECV_FORWARD: {Op.FORWARD}, Op.RECV_BACKWARD: {Op.BACKWARD, Op.BACKWARD_INPUT}}
 RECEIVE_OF = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWARD}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
-from megatron.pipeline.replay import Compute, Lane, Post, Wait, replay
+from tests.helpers.replay import Compute, Lane, Post, Wait, replay
 
 pipelines = st.tuples(
     st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]),

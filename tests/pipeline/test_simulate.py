@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.replay import simulate
 from megatron.pipeline.schedule import Instruction, Op, build_schedule
+from tests.helpers.replay import simulate
 
 
 def bubble_time(name: str, size: int, chunks: int, micro_batches: int) -> float:

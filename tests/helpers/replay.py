@@ -3,7 +3,8 @@ arithmetic.
 
 Messages are what a network sees: both sides have to post them, those of one link follow each other,
 and a rank can be held up by what it has sent. Any program can be written in these words;
-`actions_of` writes a pipeline schedule in them as the executor runs it.
+`actions_of` writes a pipeline schedule in them as the executor runs it. It is written independently of
+csrc/schedule_clock.cpp, so that each checks the other.
 
 Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which
 each keeps `demand` cores busy, every one of them runs at min(1, cores / (n demand)) of its speed.
@@ -20,19 +21,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from megatron.pipeline.clock import Span, Timeline
 from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
+from megatron.pipeline.lists import NOMINAL_DURATIONS, Costs, Lists, Times
 
 Durations = Mapping[Op, float] | Callable[[Instruction], float]
 Latency = float | Callable[[Instruction], float]
-
-# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for
-# its weights.
-NOMINAL_DURATIONS: Mapping[Op, float] = {
-    Op.FORWARD: 1.0,
-    Op.BACKWARD: 2.0,
-    Op.BACKWARD_INPUT: 1.0,
-    Op.BACKWARD_WEIGHT: 1.0,
-}
 
 
 class Compute(NamedTuple):
@@ -305,37 +301,6 @@ def _function(of: Durations | Latency) -> Callable[[Instruction], float]:
 _FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
 
 
-class Span(NamedTuple):
-    """A computation and the time it takes."""
-
-    instruction: Instruction
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Computations of each rank in order."""
-
-    ranks: tuple[tuple[Span, ...], ...]
-
-    @property
-    def makespan(self) -> float:
-        """Time from the first computation's start to the last one's end, over all ranks."""
-        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of the ranks' time in which they wait, between 0 and 1."""
-        total = self.makespan * len(self.ranks)
-        return 1 - sum(self.busy) / total if total else 0.0
-
-
 def simulate(
     ranks: Sequence[Sequence[Instruction]],
     durations: Durations = NOMINAL_DURATIONS,
@@ -346,3 +311,46 @@ def simulate(
     """
     done = replay(actions_of(ranks, durations, latency=latency, posted=False))
     return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
+
+
+def run_lists(
+    lists: Lists,
+    costs: Costs,
+    *,
+    posted: bool = True,
+    duplex: bool = True,
+    cores: float | None = None,
+    demand: float = 1.0,
+) -> Times:
+    """Run the lists as megatron.pipeline.lists.run does in C++."""
+    passes, messages = costs.passes.tolist(), costs.messages.tolist()
+    ranks = [lists.instructions(rank) for rank in range(len(lists))]
+
+    def duration(i: Instruction) -> float:
+        first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
+        return first + passes[i.op][i.stage]
+
+    def message(part: int) -> Latency:
+        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
+
+    actions = actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
+    done = replay(actions, cores, demand)
+    dtype = costs.passes.dtype
+    starts, ends = np.zeros((2, len(lists.rows)), dtype)
+    computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT
+    starts[computes], ends[computes] = np.array(
+        [lane[1:] for of in done.computed for lane in of], dtype
+    ).T
+    made: dict[Hashable, float] = {
+        Instruction(
+            Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch
+        ): end
+        for (op, stage, micro_batch), end in zip(
+            lists.rows[computes].tolist(), ends[computes].tolist(), strict=True
+        )
+        if op != Op.BACKWARD_WEIGHT
+    }
+    waits = [
+        sum(lane.end - max(lane.start, made[lane.label]) for lane in lanes) for lanes in done.waited
+    ]
+    return Times(starts, ends, np.array(done.ends, dtype), np.array(waits, dtype))
