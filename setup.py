@@ -17,10 +17,8 @@ from setuptools.command.build_ext import build_ext
 kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / "build.py"))
 
 
-class OptionalBuild(build_ext):
-    """Goes on where there is no working compiler: megatron.pipeline.lists has the same loops in
-    Python, and torch's own operators take the place of kernels. Data files need the extension;
-    made-up data do not."""
+class Build(build_ext):
+    """Build the extensions, which need a C++ compiler, and the kernels that can be built here."""
 
     def run(self) -> None:
         super().run()
@@ -36,11 +34,9 @@ class OptionalBuild(build_ext):
         try:
             super().build_extension(ext)
         except Exception as error:  # every way in which a compiler can fail
-            print(
-                f"warning: {ext.name} was not built ({type(error).__name__}: {error}); without "
-                "_index_helpers data files cannot be read. Install a C++ compiler and run this "
-                "again.",
-                file=sys.stderr,
+            sys.exit(
+                f"error: {ext.name} cannot be compiled ({type(error).__name__}: {error}): install "
+                "a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev)"
             )
 
 
@@ -101,13 +97,9 @@ schedule_clock = Pybind11Extension(
     cxx_std=17,
     extra_compile_args=["-O3"],
 )
-extensions = [helpers, schedule_clock]
-for extension in extensions:
-    extension.optional = True  # lets setuptools copy the others when this one is missing
-
 setup(
     packages=[*find_namespace_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
     package_dir={"megatron_tools": "tools"},  # the modules of the console scripts
-    ext_modules=extensions,
-    cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels},
+    ext_modules=[helpers, schedule_clock],
+    cmdclass={"build_ext": Build, "build_kernels": BuildKernels},
 )

@@ -65,10 +65,10 @@ check_compiler() {
     local headers
     headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null; then
-        install_debian g++ || say "no C++ compiler: csrc is left out; indices are built by numpy, kernels are torch's"
+        install_debian g++ || die "no C++ compiler, which csrc needs"
     fi
     if [[ ! -e $headers/Python.h ]]; then
-        install_debian python3-dev || say "no Python.h in $headers: csrc is left out, as above"
+        install_debian python3-dev || die "no Python.h in $headers, which csrc needs"
     fi
 }
 
