@@ -110,7 +110,7 @@ def larger(case: Case, share: float = 0.2) -> tuple[Case, int]:
 
 
 def needed_bytes(case: Case, side: Side, inner: int | None) -> float:
-    """Bytes held at the fullest moment of a step."""
+    """Bytes held at the peak of a step."""
     recompute = dict(
         recompute_granularity="selective",
         recompute_modules=("mlp_act", "layernorm"),

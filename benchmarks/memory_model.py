@@ -133,7 +133,7 @@ def compare_run(run: Run) -> list[Compared]:
 
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:
-    """The rehearsal beside what runs on the first GPU held at their fullest: of both, tensors and
+    """The rehearsal beside what runs on the first GPU held at their peak: of both, tensors and
     nothing else.
     """
     every, found = [{**COMMON, **run.large, **run.fields} for run in runs], []

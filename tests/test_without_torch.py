@@ -30,7 +30,7 @@ for room in ("config", "planner", "jobs"):
     package = importlib.import_module(f"megatron.{{room}}")
     for found in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
         follows = found.name.startswith(("megatron.planner.dryrun.", "megatron.planner.calibration."))
-        if not follows and not found.name.endswith(("recorder", "tensors", "tether", "plots", "check_nodes")):
+        if not follows and not found.name.endswith(("recorder", "tensors", "parent_watch", "plots", "check_nodes")):
             importlib.import_module(found.name)
 
 def run(name, words, code=0):

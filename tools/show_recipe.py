@@ -165,7 +165,7 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
             layouts,
         ),
         Table(
-            "memory of the fullest pipeline rank, GiB per device",
+            "peak memory of a pipeline rank, GiB per device",
             (
                 "recipe",
                 "rank",

@@ -58,7 +58,8 @@ class Candidate:
     flags         of pretrain_gpt.py, all of them, without what a trial adds (length, metrics file,
                   log intervals)
     nodes         of the job; tokens of one step
-    memory_bytes  on a device of the fullest pipeline rank, by the planner; None: not asked
+    memory_bytes  on a device of the pipeline rank with the highest peak, by the planner; None: not
+                  asked
     step_s        of a step by the planner; None: without a described machine
     """
 
@@ -354,9 +355,9 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
 def _fit(
     config: Config, machine: Machine, predict: bool
 ) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Return (bytes of the fullest rank, seconds of a step on the best placement, flags that place
-    the ranks) by the planner. Raises Rejected for what does not fit, ConfigError for what it
-    refuses."""
+    """Return (bytes of the rank with the highest peak, seconds of a step on the best placement,
+    flags that place the ranks) by the planner. Raises Rejected for what does not fit, ConfigError
+    for what it refuses."""
     cluster, layout, capacity = machine.cluster, layout_of(config), machine.capacity_bytes
     if cluster is None:
         return None, None, ()

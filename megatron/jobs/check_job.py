@@ -607,14 +607,15 @@ def check_saving(job: Job, config: Config) -> None:
 
 
 def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
-    """Compare the planner's memory of the fullest device with what the machine has."""
-    fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
+    """Compare the planner's peak memory of a device with what the machine has."""
+    peak_gib = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.known["memory"] = text = (
-        f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
+        f"{peak_gib:.1f} GiB of {cluster.memory_gib:g} on the device with the highest peak, by the "
+        "planner"
     )
-    if fullest > _TIGHT * cluster.memory_gib:
+    if peak_gib > _TIGHT * cluster.memory_gib:
         job.find(
-            "error" if fullest > cluster.memory_gib else "warning",
+            "error" if peak_gib > cluster.memory_gib else "warning",
             "memory",
             f"{text}, beside the runtime: more tensor or pipeline parallelism, or "
             "--recompute-granularity full",

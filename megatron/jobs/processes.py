@@ -31,7 +31,7 @@ _WAIT_S = 60  # from the end of one task of a step until srun ends the others
 # rank
 _PEERS_S = 20.0
 _FIRST_PORT, _PORTS = 3442, range(1024, 65536)
-_TETHER = Path(__file__).with_name("tether.py")
+_PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 
 # Makes Slurm signal the step called STEP. An srun that is told to end while its tasks start asks
 # Slurm once to kill them. If they do not exist yet, that request is lost, and srun waits for them
@@ -191,7 +191,7 @@ def start_here(
     """
     run = Run(clock=clock)
     port = run.held.enter_context(reserve_port()).getsockname()[1]
-    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+    parent_watch = [sys.executable, "-I", "-S", str(_PARENT_WATCH), str(os.getpid())]
     if count > 1:
         (folder / TASKS).mkdir(exist_ok=True)
     try:
@@ -200,7 +200,7 @@ def start_here(
                 environment(os.environ, rank, count, str(port)),
                 f"{TASKS}/task_{rank}.err" if rank else LOG,
             )
-            run.processes.append(_spawn([*tether, *command], env, folder / log))
+            run.processes.append(_spawn([*parent_watch, *command], env, folder / log))
     except BaseException:
         run.kill()
         raise

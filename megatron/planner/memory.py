@@ -32,7 +32,7 @@ ROCm (kMinBlockSize in CUDACachingAllocator), and by torch's allocator of host m
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on each device of one pipeline rank, at the fullest moment of a step.
+    """Bytes on each device of one pipeline rank, at the peak of a step.
 
     weights      in the format of computation, embedding and output layer included
     master       fp32 weights of the optimizer; none in fp32, where the weights are it. Under ZeRO-1
@@ -101,7 +101,7 @@ def changes(steps: Iterable[Step], block: int, made: dict[int, Take]) -> Bytes:
     return np.array(rows).reshape(len(rows), len(CATEGORIES))
 
 
-def fullest(rows: Bytes) -> tuple[Bytes, int]:
+def find_peak(rows: Bytes) -> tuple[Bytes, int]:
     """Add rows up until they take the most; return the sum, and how many rows these are."""
     now = np.concatenate([NOTHING, rows]).cumsum(axis=0)
     at = int(now.sum(axis=1).argmax())
@@ -135,7 +135,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of one micro-batch in one chunk, beyond what was held before.
 
     kept      after the forward pass
-    forward   at the fullest moment of the forward pass
+    forward   at the peak of the forward pass
     backward  at that of the backward pass, what was kept included
     waiting   after a backward pass whose weight gradients wait
     """
@@ -197,8 +197,8 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
 
     kept = forward.sum(axis=0)
     halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
-    most = fullest(np.concatenate([kept[None], *halves]))[0]
-    return ChunkMemory(kept, fullest(forward)[0], most, kept + halves[0].sum(axis=0))
+    most = find_peak(np.concatenate([kept[None], *halves]))[0]
+    return ChunkMemory(kept, find_peak(forward)[0], most, kept + halves[0].sum(axis=0))
 
 
 def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
@@ -262,11 +262,11 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
         "moments": optimizer_state(config).bytes * n / divided,
         "gradients": precision.gradient_bytes * n,
     }
-    held = _fullest(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
+    held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 
 
-def _fullest(config: Config, rank: int, device: str) -> Bytes:
+def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     """Add up passes and messages at the moment at which they take the most."""
     parallel, traced, m = config.parallel, trace(config, device), config.num_micro_batches()
     p, v, group = (

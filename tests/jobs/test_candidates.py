@@ -310,7 +310,7 @@ recompute = ["none", "full:uniform:1"]
 
 
 def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
-    """A layout is a candidate exactly if its fullest rank fits; the closest miss is the example."""
+    """A layout is a candidate exactly if the rank with the highest peak fits; the closest miss is the example."""
     capacity = 20 * GIB
     free = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
     some = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))

@@ -27,7 +27,7 @@ from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.planner.dryrun.follower import Collectives, Follower, Message, followed
 from megatron.planner.events import Take
-from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, fullest
+from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, find_peak
 from megatron.training.run.data import reads_data
 
 _LARGEST = 3
@@ -38,10 +38,10 @@ class RankRun:
     """The result of one rank's steps.
 
     parameters   elements on the device, padding included
-    peak         memory at the fullest moment of a training step
+    peak         peak memory of a training step
     setup_bytes  the most before the first step
     copy_bytes   of host memory that --async-save keeps for the copy that is written; 0 without it
-    largest      tensors at the fullest moment: bytes, category and what it is
+    largest      tensors at the peak: bytes, category and what it is
     messages     those of the last step
     collectives  those of set-up and steps
     stands_for   ranks of the job that are of this kind, and need as much or less
@@ -161,7 +161,7 @@ def run_rank(
             engine.step(config.optimizer.lr)
             del losses
         engine.wait_for_weights()
-        peak, setup_bytes, largest = _fullest(
+        peak, setup_bytes, largest = _peak_of_steps(
             follower, setup, before, CPU_BLOCK if device == "cpu" else GPU_BLOCK
         )
         copy_bytes = 0
@@ -195,19 +195,19 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
     follower.move(parameters, "weights")
 
 
-def _fullest(
+def _peak_of_steps(
     follower: Follower, setup: int, last: int, block: int
 ) -> tuple[list[float], float, tuple[tuple[int, str, str], ...]]:
-    """Add up what was taken: by category at the fullest moment of the steps from number `last` on;
+    """Add up what was taken: by category at the peak of the steps from number `last` on;
     the most of the first `setup` ones; the largest tensors at that moment."""
     made: dict[int, Take] = {}
     at_setup = changes(follower.steps[:setup], block, made)
     before = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
-    most, until = fullest(changes(follower.steps[last:], block, dict(made)))
+    most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
     changes(follower.steps[last : last + until], block, made)
     largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
     shown = tuple((step.bytes, step.category, follower.shapes[step.id]) for step in largest)
-    return [*map(float, before + most)], float(fullest(at_setup)[0].sum()), shown
+    return [*map(float, before + most)], float(find_peak(at_setup)[0].sum()), shown
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:

@@ -389,7 +389,7 @@ def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
         ("stands for ranks", *(str(run.stands_for) for run in ranks)),
         ("parameters", *(f"{run.parameters:,}" for run in ranks)),
         *(amounts(name, (getattr(run.peak, name) for run in ranks)) for name in CATEGORIES),
-        amounts("in all, at the fullest", (run.peak.total for run in ranks)),
+        amounts("in all, at the peak", (run.peak.total for run in ranks)),
         amounts("before the first step", (run.setup_bytes for run in ranks)),
     ]
     if (capacity := found.capacity_bytes) is not None:

@@ -52,7 +52,7 @@ class Ranked(NamedTuple):
     """A layout and its score: seconds of a step per sample, by the folded cost or, once estimated,
     on the clock.
 
-    memory  bytes on each device of the fullest pipeline rank, 0 while unknown
+    memory  bytes on each device of the pipeline rank with the highest peak, 0 while unknown
     """
 
     score: float
@@ -164,7 +164,7 @@ class Search:
         try:
             for own in (layout._replace(recompute=option) for option in options):
                 config = self.space.config(own)
-                full = self._fullest(config)
+                full = self._peak_rank(config)
                 if full.total <= self.capacity:
                     return Ranked(self._folded(own, config), own, full.total)
                 misfits.append(self._misfit(own, full.total, full.rank))
@@ -212,7 +212,7 @@ class Search:
                     config = self.space.config(layout)
                     memory, rank = self._states(config)
                     if memory <= self.capacity:
-                        full = self._fullest(config)
+                        full = self._peak_rank(config)
                         memory, rank = full.total, full.rank
                 except ConfigError:
                     return None
@@ -255,7 +255,7 @@ class Search:
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
-    def _fullest(self, config: Config) -> RankMemory:
+    def _peak_rank(self, config: Config) -> RankMemory:
         """Find the pipeline rank that needs most memory; for a layout that does not fit, any that
         is too big.
         """
@@ -333,7 +333,7 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     for size in given.space.sizes(found.rejections):
         tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
     found.sizes = sum(map(len, tasks.values()))
-    ranked, fit, enough, outdone = list[Ranked](), list[Ranked](), Counter[Value](), 0
+    ranked, fit, enough, pruned = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
         # of which no larger micro-batch fits: to read its code would take longest of all
         full = set[tuple[int, int]]()
@@ -358,7 +358,7 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                 if len(fit) >= max(ESTIMATED, top) and all(
                     enough[value] >= OF_EACH_VALUE for value in values
                 ):
-                    outdone += 1
+                    pruned += 1
                 elif not one.memory:
                     some.append(one)
                 else:
@@ -376,9 +376,9 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
             alike.setdefault((pp, chunks, schedule, micro_batches), []).append(one)
         judged = run("judge", sorted(alike.values(), key=len, reverse=True))
         found.estimated = sorted(itertools.chain.from_iterable(judged))
-    if outdone:
+    if pruned:
         found.rejections.add(
-            "slower by the formula than those that were estimated", "", times=outdone
+            "slower by the formula than those that were estimated", "", times=pruned
         )
     found.seconds = time.monotonic() - start
     return found

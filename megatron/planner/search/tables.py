@@ -92,7 +92,7 @@ def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool) -> Table:
-    """Tabulate sizes, time, use of the peak, cost, and memory of the fullest rank; with `papers`
+    """Tabulate sizes, time, use of the peak, cost, and peak memory of a rank; with `papers`
     the TFLOP/s of a device as Dash et al. count them, too."""
     rows = []
     for layout, found, record in chosen:
@@ -279,7 +279,8 @@ def write_files(
         "figures": [used._asdict() for used in winner.confidence.used],
     }
     predicted = (
-        f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
+        f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the device "
+        "with the highest peak"
     )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
     timeline(winner.run)  # made here once, for both processes

@@ -182,14 +182,12 @@ def _step(found: Estimate, rank: int) -> Table:
 
 
 def _memory(found: Estimate) -> Table:
-    fullest = max(found.memory, key=lambda rank: rank.total)
+    peak = max(found.memory, key=lambda rank: rank.total)
     parts = {
-        name: value for name, value in vars(fullest).items() if isinstance(value, float) and value
+        name: value for name, value in vars(peak).items() if isinstance(value, float) and value
     }
-    rows = [
-        (name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": fullest.total}.items()
-    ]
-    return Table(f"memory, rank {fullest.rank}", ("tensors", "GiB"), rows)
+    rows = [(name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": peak.total}.items()]
+    return Table(f"memory, rank {peak.rank}", ("tensors", "GiB"), rows)
 
 
 def _figures(found: Estimate) -> Table:

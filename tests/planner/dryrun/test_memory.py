@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.collectives import reduce_scatter_first_async
 from megatron.planner.dryrun.follower import Follower, followed
 from megatron.planner.dryrun.rank import member
-from megatron.planner.memory import CATEGORIES, GPU_BLOCK, changes, fullest
+from megatron.planner.memory import CATEGORIES, GPU_BLOCK, changes, find_peak
 
 KIB = 1 << 10
 
@@ -34,7 +34,7 @@ def test_peak_of_tensors_that_come_and_go() -> None:
         b = zeros(4)
         del a
         c = zeros(6)
-    most, until = fullest(changes(follower.steps, GPU_BLOCK, {}))
+    most, until = find_peak(changes(follower.steps, GPU_BLOCK, {}))
     assert most.sum() == 12 * KIB and total(follower) == 10 * KIB
     peak = dict(zip(CATEGORIES, most, strict=True))
     assert peak["activations"] == 8 * KIB and peak["temporary"] == 4 * KIB
@@ -52,7 +52,7 @@ def test_a_tensor_that_changes_its_category_is_held_once() -> None:
     assert (
         rows.sum(axis=0)[CATEGORIES.index("weights")]
         == total(follower)
-        == fullest(rows)[0].sum()
+        == find_peak(rows)[0].sum()
         == 8 * KIB
     )
     del a

@@ -28,7 +28,7 @@ from megatron.planner.dryrun.rehearsal import (
     render,
 )
 from megatron.planner.events import Give, Take
-from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, changes, fullest
+from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, changes, find_peak
 from megatron.planner.tensors import Follower
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -112,7 +112,7 @@ def real_peak(rank: int, fields: dict[str, Any]) -> float:
         engine.wait_for_weights()
     made: dict[int, Take] = {}
     held = changes(follower.steps[:before], CPU_BLOCK, made).sum()
-    return float(held + fullest(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
+    return float(held + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
 
 
 MORE = pytest.mark.campaign("memory")

@@ -1,6 +1,6 @@
 """Run a command that the kernel kills when its parent process ends.
 
-    python -I -S tether.py PARENT COMMAND...
+    python -I -S parent_watch.py PARENT COMMAND...
 
 PARENT: process id of the parent. This is a program, not a preexec_fn, so that no Python code runs
 between fork and exec in the parent, which may have threads.
