@@ -55,7 +55,7 @@ help:
 	@echo 'make test    set up, then run everything that a change can break (about 7 minutes on 2 quiet cores)'
 	@echo 'make quick   the fast tests only (about a minute)'
 	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
-	@echo 'make lint    ruff, and mypy on megatron/'
+	@echo 'make lint    ruff and mypy'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make gpu-check'
 	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=8m; again: what is left'
@@ -88,7 +88,7 @@ prove: $(STAMP)
 lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted: $(PY) -m ruff format ."; exit 1; }
-	@$(PY) -m mypy megatron
+	@$(PY) -m mypy megatron tools/megatron_conversion tools/megatron_preparation
 
 # Peers lie in a folder of their own, see requirements/bench.txt; without them (no network) their rows say so.
 PEERS := $(VENV)/peers/.ready

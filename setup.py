@@ -98,8 +98,16 @@ schedule_clock = Pybind11Extension(
     extra_compile_args=["-O3"],
 )
 setup(
-    packages=[*find_namespace_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
-    package_dir={"megatron_tools": "tools"},  # the modules of the console scripts
+    packages=[
+        *find_namespace_packages(include=["megatron", "megatron.*"]),
+        "megatron_tools",
+        *find_namespace_packages("tools"),
+    ],
+    package_dir={
+        "megatron_tools": "tools",  # the modules of the console scripts
+        "megatron_conversion": "tools/megatron_conversion",
+        "megatron_preparation": "tools/megatron_preparation",
+    },
     ext_modules=[helpers, schedule_clock],
     cmdclass={"build_ext": Build, "build_kernels": BuildKernels},
 )

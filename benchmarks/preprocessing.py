@@ -46,12 +46,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from megatron.data.prepare.encode import PreprocessOptions, texts_of_block
-from megatron.data.prepare.preprocess import Listeners, Totals, preprocess
-from megatron.data.prepare.sources import read_blocks
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import byte_letters
+from megatron_preparation.encode import PreprocessOptions, texts_of_block
+from megatron_preparation.preprocess import Listeners, Totals, preprocess
+from megatron_preparation.sources import read_blocks
 from tools.build_corpus import build_corpus
 from tools.train_tokenizer import train_vocabulary
 

@@ -26,10 +26,10 @@ import torch
 from megatron.checkpoint.files import digest, write_manifest
 from megatron.checkpoint.load import load_weights
 from megatron.parallel.topology import Layout, Topology
-from tests.checkpoint.foreign import theirs
 from tests.checkpoint.made import make
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch
+from tests.tools.conversion import theirs
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _watching: list[list[str]] = []

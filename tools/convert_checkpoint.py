@@ -143,7 +143,7 @@ def show(rows: Sequence[tuple[str, str]]) -> None:
 def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Read, check, write. Raises MegatronError."""
     from megatron.checkpoint.folder import folder_name
-    from megatron.checkpoint.foreign.convert import (
+    from megatron_conversion.convert import (
         convert,
         find_source,
         plan_conversion,

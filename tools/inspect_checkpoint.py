@@ -712,7 +712,7 @@ class Progress:
     """Progress of reading, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
-        from megatron.data.prepare.progress import ByteProgress
+        from megatron_preparation.progress import ByteProgress
 
         self._progress, self._done = ByteProgress(what, size_bytes), 0
 

@@ -38,10 +38,10 @@ from megatron.data.indexed_dataset import (
     idx_path,
     map_index,
 )
-from megatron.data.prepare.progress import ByteProgress
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
+from megatron_preparation.progress import ByteProgress
 
 _FEW = whole(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (

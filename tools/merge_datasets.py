@@ -27,9 +27,9 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.config.option import Parser
 from megatron.data.indexed_dataset import TYPE_CODES, IndexedDataset, bin_path, idx_path
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.prepare.progress import ByteProgress
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
+from megatron_preparation.progress import ByteProgress
 
 
 def build_parser() -> argparse.ArgumentParser:

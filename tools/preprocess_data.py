@@ -26,12 +26,12 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
-from megatron.data.prepare.encode import PreprocessOptions
-from megatron.data.prepare.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
-from megatron.data.prepare.progress import Progress
-from megatron.data.prepare.sources import FORMATS
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.training.run.process import as_tool
+from megatron_preparation.encode import PreprocessOptions
+from megatron_preparation.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
+from megatron_preparation.progress import Progress
+from megatron_preparation.sources import FORMATS
 
 WITHOUT_EFFECT = {
     "lang": "the rule for sentences does not depend on the language",

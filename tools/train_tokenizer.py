@@ -132,8 +132,8 @@ def train_vocabulary(
 
 
 def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[str]:
-    from megatron.data.prepare.encode import PreprocessOptions, texts_of_block
-    from megatron.data.prepare.sources import read_blocks
+    from megatron_preparation.encode import PreprocessOptions, texts_of_block
+    from megatron_preparation.sources import read_blocks
 
     options = PreprocessOptions(tokenizer={}, json_keys=(json_key,))
     for block in read_blocks(inputs, json_keys=(json_key,)):

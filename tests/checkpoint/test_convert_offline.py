@@ -17,7 +17,7 @@ from megatron.checkpoint.save import write_offline
 from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from tests.checkpoint.foreign.whole import whole_tensors
+from tests.tools.conversion.whole import whole_tensors
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
 

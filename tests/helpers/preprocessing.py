@@ -13,8 +13,8 @@ import pyarrow
 from pyarrow import parquet
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare.encode import PreprocessOptions
 from megatron.data.tokenizer_adapters import byte_letters
+from megatron_preparation.encode import PreprocessOptions
 
 NULL: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
 NULL_FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]

@@ -310,7 +310,7 @@ PRELOADED = (
     "megatron.jobs.tune",
     "megatron.jobs.check_job",
     "megatron.planner.dryrun.rehearsal",
-    "megatron.data.prepare.preprocess",
+    "megatron_preparation.preprocess",
     "optuna",
 )
 

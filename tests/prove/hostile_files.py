@@ -178,8 +178,8 @@ def texts(folder: Path) -> None:
 
 def unfinished(folder: Path) -> None:
     """A run of preprocessing that was stopped after its first block."""
-    from megatron.data.prepare import sources as blocks
-    from megatron.data.prepare.preprocess import Listeners, PreprocessStopped, preprocess
+    from megatron_preparation import sources as blocks
+    from megatron_preparation.preprocess import Listeners, PreprocessStopped, preprocess
 
     write_input(folder / "a.jsonl", TEXTS)
     size, blocks.BLOCK_BYTES, seen = blocks.BLOCK_BYTES, 200, list[int]()
@@ -243,14 +243,14 @@ def pieces(folder: Path) -> None:
 
 
 def megatron(folder: Path) -> None:
-    from tests.checkpoint.foreign.test_megatron import write
+    from tests.tools.conversion.test_megatron import write
 
     write(folder / "megatron", "gpt", 2, 1, 1, 3.0, True)
 
 
 def deepspeed(folder: Path) -> None:
-    from tests.checkpoint.foreign.runs import of_our_own_names
     from tests.helpers.processes import run_processes
+    from tests.tools.conversion.runs import of_our_own_names
 
     run_processes(1, of_our_own_names, str(folder / "deepspeed"), timeout_s=300)
 

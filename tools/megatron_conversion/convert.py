@@ -13,9 +13,15 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.folder import TRACKER, tagged_name
-from megatron.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
-from megatron.checkpoint.foreign.megatron import FILE, is_megatron, read_megatron
-from megatron.checkpoint.foreign.names import (
+from megatron.checkpoint.save import write_offline
+from megatron.checkpoint.shards import named
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from megatron.model.gpt import global_shapes
+from megatron.untrusted import read_bytes
+from megatron_conversion.deepspeed import is_deepspeed, read_deepspeed
+from megatron_conversion.megatron import FILE, is_megatron, read_megatron
+from megatron_conversion.names import (
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
     WORD_EMBEDDINGS,
@@ -23,13 +29,7 @@ from megatron.checkpoint.foreign.names import (
     is_replicated,
     merge,
 )
-from megatron.checkpoint.foreign.source import KINDS, Part, Source, configure, laid_out, settings_of
-from megatron.checkpoint.save import write_offline
-from megatron.checkpoint.shards import named
-from megatron.config import Config
-from megatron.errors import CheckpointError
-from megatron.model.gpt import global_shapes
-from megatron.untrusted import read_bytes
+from megatron_conversion.source import KINDS, Part, Source, configure, laid_out, settings_of
 
 _TRACKER_LIMIT_BYTES = 4096
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder
-from megatron.checkpoint.foreign.convert import (
+from megatron.errors import CheckpointError, MegatronError
+from megatron.training.report.metrics import read_metrics
+from megatron_conversion.convert import (
     Plan,
     convert,
     find_source,
     plan_conversion,
     read_source,
 )
-from megatron.checkpoint.foreign.deepspeed import ZeroShards, shards_in
-from megatron.checkpoint.foreign.names import ours
-from megatron.errors import CheckpointError, MegatronError
-from megatron.training.report.metrics import read_metrics
-from tests.checkpoint.foreign import runs, theirs
-from tests.checkpoint.foreign.whole import whole_tensors
+from megatron_conversion.deepspeed import ZeroShards, shards_in
+from megatron_conversion.names import ours
 from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import run_processes
+from tests.tools.conversion import runs, theirs
+from tests.tools.conversion.whole import whole_tensors
 
 
 def converted(source: Path, target: Path, **settings: Any) -> Plan:

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.foreign.names import WORD_EMBEDDINGS, PipelineNames, flatten, ours
-from megatron.checkpoint.foreign.source import (
+from megatron.errors import CheckpointError
+from megatron_conversion.names import WORD_EMBEDDINGS, PipelineNames, flatten, ours
+from megatron_conversion.source import (
     MOMENTS,
     Part,
     Source,
@@ -35,8 +36,7 @@ from megatron.checkpoint.foreign.source import (
     check_ranks,
     source_of,
 )
-from megatron.checkpoint.foreign.unpickle import attributes, load_file
-from megatron.errors import CheckpointError
+from megatron_conversion.unpickle import attributes, load_file
 
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")

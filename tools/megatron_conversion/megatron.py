@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.foreign.names import flatten, ours
-from megatron.checkpoint.foreign.source import (
+from megatron.errors import CheckpointError
+from megatron_conversion.names import flatten, ours
+from megatron_conversion.source import (
     MOMENTS,
     Part,
     Source,
@@ -24,8 +25,7 @@ from megatron.checkpoint.foreign.source import (
     check_ranks,
     source_of,
 )
-from megatron.checkpoint.foreign.unpickle import attributes, load_file
-from megatron.errors import CheckpointError
+from megatron_conversion.unpickle import attributes, load_file
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")

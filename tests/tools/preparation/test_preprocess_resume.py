@@ -21,10 +21,10 @@ import pytest
 
 from megatron.data.file_lock import FileLock
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare import sources
-from megatron.data.prepare.encode import PreprocessOptions
-from megatron.data.prepare.preprocess import Listeners, PreprocessStopped, Totals, preprocess
 from megatron.errors import DataError
+from megatron_preparation import sources
+from megatron_preparation.encode import PreprocessOptions
+from megatron_preparation.preprocess import Listeners, PreprocessStopped, Totals, preprocess
 from tests.data.forks import MOMENTS, killed_at_each
 from tests.helpers.killing import forked, wait_for
 from tests.helpers.preprocessing import (

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.checkpoint.foreign.unpickle import attributes
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import is_count
+from megatron_conversion.unpickle import attributes
 
 T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,8 +17,8 @@ from megatron.engine.deepspeed_internals import (
     start_engine,
 )
 from megatron.parallel.topology import Topology
-from tests.checkpoint.foreign import theirs
 from tests.helpers.groups import join
+from tests.tools.conversion import theirs
 
 PRECISION: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron.data.prepare import sources
-from megatron.data.prepare.encode import BadInput, PreprocessOptions, encode_block
-from megatron.data.prepare.preprocess import preprocess
-from megatron.data.prepare.sources import Block, Place, find_sources, read_blocks, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
+from megatron_preparation import sources
+from megatron_preparation.encode import BadInput, PreprocessOptions, encode_block
+from megatron_preparation.preprocess import preprocess
+from megatron_preparation.sources import Block, Place, find_sources, read_blocks, read_sources
 from tests.helpers.examples import examples
 from tests.helpers.preprocessing import (
     EOD,

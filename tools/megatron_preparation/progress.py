@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from megatron.data.prepare.preprocess import Totals
+    from megatron_preparation.preprocess import Totals
 
 SHOWN_BAD = 10
 LINE_S = 10.0

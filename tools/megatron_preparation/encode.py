@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed_dataset import token_dtype
-from megatron.data.prepare import sources
-from megatron.data.prepare.sources import Block
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
+from megatron_preparation import sources
+from megatron_preparation.sources import Block
 
 POLL_S = 0.2
 _PENDING_PER_WORKER = 4

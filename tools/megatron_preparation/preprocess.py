@@ -35,11 +35,11 @@ from typing import Any, BinaryIO
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, renamed_into
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition, open_at
-from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
-from megatron.data.prepare.sources import Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.untrusted import is_count, read_json
+from megatron_preparation.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
+from megatron_preparation.sources import Block, Place, Source, find_sources, read_sources
 
 JOURNAL_INTERVAL_S = 15.0
 ON_BAD_INPUT = ("fail", "skip")

@@ -15,10 +15,10 @@ import torch
 
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.folder import TRACKER
-from megatron.checkpoint.foreign.convert import convert, find_source, plan_conversion, read_source
 from megatron.errors import CheckpointError, MegatronError
-from tests.checkpoint.foreign import theirs
-from tests.checkpoint.foreign.whole import whole_tensors
+from megatron_conversion.convert import convert, find_source, plan_conversion, read_source
+from tests.tools.conversion import theirs
+from tests.tools.conversion.whole import whole_tensors
 
 Tensors = dict[str, torch.Tensor]
 

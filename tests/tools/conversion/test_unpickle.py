@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.foreign.unpickle import Record, attributes, load_file
 from megatron.errors import CheckpointError
+from megatron_conversion.unpickle import Record, attributes, load_file
 
 
 class Runs:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare import progress, sources
-from megatron.data.prepare.preprocess import Totals
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
+from megatron_preparation import progress, sources
+from megatron_preparation.preprocess import Totals
 from tests.helpers.clock import VirtualClock
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, write_input
 from tools import build_corpus as corpus_tool
