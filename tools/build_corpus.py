@@ -178,18 +178,18 @@ def build_parser() -> argparse.ArgumentParser:
         type=real(),
         default=20.0,
         metavar="MB",
-        help="stop before this size (default: 20)",
+        help="maximum size (default: 20)",
     )
     parser.add_argument(
         "--seed", type=whole(0), default=1234, help="seed of the order of modules (default: 1234)"
     )
     parser.add_argument(
-        "--docstrings-only", action="store_true", help="docstrings instead of whole sources"
+        "--docstrings-only", action="store_true", help="write docstrings instead of whole sources"
     )
     parser.add_argument(
         "--stdlib",
         metavar="FOLDER",
-        help="read this folder of sources instead of this Python's library",
+        help="read the sources in this folder instead of this Python's library",
     )
     return parser
 

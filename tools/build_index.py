@@ -1,19 +1,17 @@
 #!/usr/bin/env python
-"""Build all indices of a training run before it starts, on a login node, without GPUs or a
-launcher.
+"""Build the data set indices of a training run before it starts. Runs on a login node, without GPUs.
 
     python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
 
-Give all flags of pretrain_gpt.py exactly as in the run: the lengths of the indices follow from the
-batch size, the length of the run and its evaluations, and their names from the data paths as
-written. `python pretrain_gpt.py --help` lists the flags. In addition:
+Give the flags of pretrain_gpt.py exactly as in the run, because they determine the indices: batch
+size, length of the run and evaluations give their lengths, the data paths as written their names.
+`python pretrain_gpt.py --help` lists the flags. In addition:
 
     --world-size N   processes of the run; optional with --global-batch-size
-    --workers N      build the indices of N data sets at the same time; each needs memory for one
-                     (default: 1)
+    --workers N      data sets to index at the same time; memory grows with N (default: 1)
 
-With --load, the indices are those of the resumed run. Existing indices are kept; if another process
-is building one, this waits for it. The exit code is 2, with a message, if something is missing.
+With --load, the indices are those of the resumed run. Existing indices are kept. If another process
+is building an index, this one waits for it. Exit code 2 if something is missing.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 #!/usr/bin/env python
-"""Measure this machine, and write the description that plan.py and the other tools take as
---cluster.
+"""Measure this machine and write a cluster file, which plan.py and other tools take as --cluster.
 
-    python tools/calibrate.py -o this.toml                                   a minute, a process for each GPU or core
+    python tools/calibrate.py -o this.toml                                   # a minute; one process per GPU or core
     python tools/calibrate.py -o this.toml --processes 4 --preset gpt2-124m
-    srun -N 2 -n 16 ... python tools/calibrate.py -o nodes.toml              under a launcher: its processes, its nodes
+    srun -N 2 -n 16 ... python tools/calibrate.py -o nodes.toml              # the processes and nodes of a launcher
     python tools/calibrate.py --refine runs/x/metrics.jsonl --cluster this.toml -o refined.toml
 
-All flags of pretrain_gpt.py are taken: products and kernels are measured over the shapes of that
-model, in its format. On a CPU a file holds for as many processes on a node as it was measured with,
-because they share its cores. --refine takes the metrics of runs of about 20 steps and corrects the
-figures by their step times.
+Accepts all flags of pretrain_gpt.py: matrix products and kernels are measured with the shapes and
+the precision of that model. On a CPU, where processes share the cores, a file is valid only for the
+number of processes per node that it was measured with. --refine corrects a file by the step times
+of runs of about 20 steps.
 """
 
 from __future__ import annotations
@@ -43,27 +42,39 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_preset(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE.toml",
+        help="cluster file to write",
     )
     parser.add_argument(
         "--processes",
         type=whole(1, 64),
         metavar="N",
-        help="on this node; default: one for each GPU, or each core of a CPU",
+        help="processes to start on this node (default: one per GPU, or one per CPU core)",
     )
     parser.add_argument(
-        "--minutes", type=real(60), default=1.0, metavar="M", help="of measuring, about (default 1)"
+        "--minutes",
+        type=real(60),
+        default=1.0,
+        metavar="M",
+        help="approximate measuring time in minutes (default 1)",
     )
-    parser.add_argument("--name", metavar="NAME", help="of the machine; default: the file's")
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the machine (default: the file's name)"
+    )
     parser.add_argument(
         "--refine",
         nargs="+",
         type=Path,
         metavar="METRICS",
-        help="metrics files of runs on it, or their folders: those of tools/tune.py's trials",
+        help="metrics files of runs on this machine, or folders of them, such as those of "
+        "tune.py's trials",
     )
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE", help="with --refine: the description to correct"
+        "--cluster", metavar="NAME|FILE", help="with --refine: the cluster file to correct"
     )
     return parser
 

@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-"""Say which fused kernels this machine has and where they come from, and compare each with torch's
-operators.
+"""List the fused kernels of this machine and their libraries, and compare each with torch's operators.
 
     python tools/check_kernels.py [--device cpu|cuda] [--list]
 
-For a machine that somebody is about to use, after `python setup.py build_kernels`: it takes
-seconds.
+Use it on a new machine after `python setup.py build_kernels`. Takes seconds.
 """
 
 from __future__ import annotations
@@ -216,11 +214,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="this kind only (cuda: ROCm, too)"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="check kernels of this kind only (cuda includes ROCm)",
     )
-    parser.add_argument(
-        "--list", action="store_true", help="print what is there, without comparing"
-    )
+    parser.add_argument("--list", action="store_true", help="list the kernels without testing them")
     return parser
 
 

@@ -6,9 +6,9 @@ Examples:
     torchrun --nproc-per-node 4 tools/generate_text.py --load checkpoints --prompt "The" \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-The model and its tokenizer are those of the checkpoint; the layout need not be. Every token costs a
-pass over the whole text so far. Where the newest checkpoint is broken, the one before it speaks,
-and standard error says so.
+Model and tokenizer are those of the checkpoint; the layout may differ from that of the training.
+There is no key-value cache: each token costs a pass over the whole text. If the newest checkpoint
+is damaged, the one before it is used, with a warning.
 """
 
 from __future__ import annotations
@@ -37,56 +37,58 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--load", required=True, metavar="FOLDER", help="the --save folder of a training run"
     )
-    parser.add_argument("--load-tag", metavar="NAME", help="a checkpoint in it other than the last")
+    parser.add_argument(
+        "--load-tag", metavar="NAME", help="another checkpoint in that folder (default: the newest)"
+    )
     parser.add_argument(
         "--prompt",
         action="append",
         required=True,
         metavar="TEXT",
-        help="may be given several times",
+        help="text to continue (repeatable)",
     )
     parser.add_argument(
         "--tokens",
         type=whole(),
         default=64,
         metavar="N",
-        help="at most so many new tokens (default: 64)",
+        help="maximum number of new tokens (default: 64)",
     )
     parser.add_argument(
         "--temperature",
         type=real(least=0),
         default=0.8,
-        help="0 takes the most probable token (default: 0.8)",
+        help="sampling temperature; 0 always takes the most probable token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=whole(0),
         default=0,
         metavar="K",
-        help="only the K most probable tokens; 0 all",
+        help="sample from the K most probable tokens only (default: 0, all)",
     )
     parser.add_argument(
         "--top-p",
         type=real(1),
         default=1.0,
         metavar="P",
-        help="only the most probable tokens that together have probability P (default: 1)",
+        help="sample from the most probable tokens whose probabilities add up to P (default: 1)",
     )
     parser.add_argument(
         "--seed",
         type=whole(0, 2**32 - 1),
         default=1234,
-        help="the same seed gives the same text (default: 1234)",
+        help="seed of the sampling (default: 1234)",
     )
     parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="where it lies now, if not where it lay in training",
+        help="path, if moved since training",
     )
-    parser.add_argument("--vocab-file", metavar="FILE", help="likewise")
-    parser.add_argument("--merge-file", metavar="FILE", help="likewise")
+    parser.add_argument("--vocab-file", metavar="FILE", help="path, if moved since training")
+    parser.add_argument("--merge-file", metavar="FILE", help="path, if moved since training")
     parser.add_argument(
         "--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES"
     )

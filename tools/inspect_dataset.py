@@ -6,8 +6,7 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-The whole index is always checked, with --validate all tokens too. The exit code is 2 if a data set
-is damaged.
+Checks the whole index, and with --validate all tokens. Exit code 2 if a data set is damaged.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="I",
-        help="show these, counted from 0",
+        help="show these documents, counted from 0",
     )
     group.add_argument(
         "--sample-tokens",

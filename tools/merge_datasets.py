@@ -5,7 +5,7 @@ Examples:
     python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-The second form merges all data sets of a folder, sorted by name.
+The second form joins all data sets of a folder, sorted by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--inputs",
         nargs="+",
         metavar="PREFIX",
-        help="merge these, in this order; paths without .bin and .idx",
+        help="merge these data sets in this order; paths without .bin and .idx",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"

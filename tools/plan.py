@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Find the fastest layout of a model on a machine before anything is queued: by estimates, nothing
-is run.
+"""Estimate which layout of a model is fastest on a machine. Runs on a login node, without GPUs.
 
 python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --global-batch 640:8000 --tokens 300e9
 python tools/plan.py --preset gpt-22b --cluster frontier --nodes 16 --fix tp=2 mbs=1,2 --output plans/22b
@@ -42,18 +41,18 @@ EXIT_NOTHING_FITS = 3
 _WIDTH = 190  # which the table of layouts needs
 
 EPILOG = """\
-A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
+A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
   nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
-  overlap (of tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
-  full[:uniform|block[:LAYERS]]), order (of directions over ranks), devices (0-1-6-7-2-3-4-5)
+  overlap (tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
+  full[:uniform|block[:LAYERS]]), order (rank order), devices (0-1-6-7-2-3-4-5)
 
-Of a preset the model counts, not its layout; flags of pretrain_gpt.py after -- change it. What a layout does not name
-is chosen as fastest; recompute=full is full:uniform:1, as in a run. --fix and --allow take several values, tp=4,8, and
-there recompute=full is all that begin so. All layouts that can fit are ranked by a formula; the best of them, and of
-those with each value, are estimated on the schedule's clock.
+A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
+fastest value of each name that a layout leaves out. --fix and --allow take several values: tp=4,8. recompute=full means
+full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; the best ones
+overall and for each value are then timed on their pipeline schedule.
 
-Exit code 0; 2 for a mistake; 3 where nothing fits, or a layout is rejected."""
+Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s --preset NAME --cluster NAME|FILE --nodes N [options] [-- flags of "
         "pretrain_gpt.py]",
     )
-    what = parser.add_argument_group("what is planned")
+    what = parser.add_argument_group("model and machine")
     add_preset(what)
     what.add_argument(
         "--cluster",
@@ -74,53 +73,63 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--nodes",
         metavar="N",
-        help="128, several 64,128, or 16:128, doubled from one to the other (default: that of a "
-        "machine of one node)",
+        help="number of nodes: 128; several: 64,128; or doubling: 16:128 (default: 1 if the "
+        "cluster file describes a single node)",
     )
     what.add_argument(
-        "--devices", metavar="N", help="devices in all instead of nodes, for a part of a node"
+        "--devices",
+        metavar="N",
+        help="total number of devices instead of nodes, to use part of a node",
     )
     what.add_argument(
         "--global-batch",
         metavar="B",
-        help="samples of a step: 640, several 640,1280, or 640:8000, doubled from one to the other "
-        "(default: the preset's)",
+        help="samples per step: 640; several: 640,1280; or doubling: 640:8000 (default: the "
+        "preset's)",
     )
     what.add_argument(
-        "--tokens", type=real(MOST_TOKENS), metavar="T", help="length of the run in tokens: 300e9"
+        "--tokens",
+        type=real(MOST_TOKENS),
+        metavar="T",
+        help="tokens to train on, for the cost of the whole run: 300e9",
     )
-    how = parser.add_argument_group("what is searched")
+    how = parser.add_argument_group("search")
     several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
-    how.add_argument("--fix", help="allow these values only", **several)
+    how.add_argument("--fix", help="restrict the search to these values", **several)
     how.add_argument(
         "--allow",
-        help="also try these, which the search leaves out by itself: tp beyond a node, mbs that is "
-        "no power of two, recompute=..., devices=...",
+        help="also search values that are left out by default: tp beyond a node, mbs that "
+        "is not a power of two, recompute=..., devices=...",
         **several,
     )
     how.add_argument(
         "--headroom",
         default="10%",
         metavar="GIB|%",
-        help="of a device's memory that stays free for the runtime, the communication library and "
-        "what the allocator cannot use (default 10%%)",
+        help="device memory to leave free for the runtime, the communication library and "
+        "fragmentation (default 10%%)",
     )
     how.add_argument(
         "--processes",
         type=whole(1, 512),
         metavar="N",
-        help="that search (default: cores, at most 8)",
+        help="search processes (default: number of cores, at most 8)",
     )
-    out = parser.add_argument_group("what is shown")
+    out = parser.add_argument_group("output")
     out.add_argument(
-        "--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)"
+        "--top",
+        type=whole(),
+        default=10,
+        metavar="N",
+        help="number of layouts in each table (default 10)",
     )
     out.add_argument(
         "--layout",
         action="append",
         default=[],
         metavar="LAYOUT",
-        help="no search: this layout, or why it is rejected; may be repeated",
+        help="estimate this layout instead of searching, or explain why it is rejected "
+        "(repeatable)",
     )
     out.add_argument(
         "--explain",
@@ -128,26 +137,25 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(),
         const=1,
         metavar="N",
-        help="walk through the arithmetic of number N of the table, or of --layout (default 1)",
+        help="show the arithmetic behind row N of the table, or behind --layout (default 1)",
     )
     out.add_argument(
         "--bounds",
         action="store_true",
-        help="how far the seconds of the layouts may be off, and what they would be at the "
-        "device's peak",
+        help="show the uncertainty of each step time, and the time at the device's peak",
     )
     out.add_argument(
         "--paper-flops",
         action="store_true",
-        help="TFLOP/s of a device by the formula of Dash et al. (arXiv 2312.12705)",
+        help="report TFLOP/s per device by the formula of Dash et al. (arXiv 2312.12705)",
     )
     out.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="write table.csv, table.json, timeline.png, trace.json and the job script into it",
+        help="folder for table.csv, table.json, timeline.png, trace.json and the job script",
     )
-    out.add_argument("--markdown", action="store_true", help="tables for a document")
+    out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     return parser
 
 

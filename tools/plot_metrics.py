@@ -1,5 +1,4 @@
-"""Draw the loss curve of a run from its metrics file: training loss, validation points, learning
-rate.
+"""Plot training loss, validation loss and learning rate from metrics files.
 
 Example:
 
@@ -34,9 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="metrics.jsonl of one run, or of several to compare",
     )
     parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the picture; .png, .svg or .pdf"
+        "--output", required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf"
     )
-    parser.add_argument("--title", default="", help="a line over the picture")
+    parser.add_argument("--title", default="", help="title of the picture")
     return parser
 
 

@@ -4,9 +4,10 @@
     python tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
     srun ... python tools/preflight.py measure --cluster frontier --out folder
 
-check, on a login node: prints what is wrong with the job that would be submitted, its cost, and
-what was not checked. measure, in the allocation: tests every device and node, and names the nodes
-to leave out. Both have a --help.
+check     on a login node: errors in a job before it is submitted, its cost, and what was not checked
+measure   in an allocation: test every device and node, and name the nodes to exclude
+
+Each has its own --help.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool, leave, run_guarded
 
 MEASURE = """\
-Test every device and node of an allocation with one process per device, started as the training is:
+Test every device and node of an allocation. Start one process per device, as for the training:
 
     srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
         python tools/preflight.py measure --out logs/preflight
 
-A matrix product, an all-reduce within each node and one with each neighbouring node are timed and checked. Slow, broken
-and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 if all nodes are good, 4 if some
-are not, 2 for a wrong setting. srun's own code may differ when another process died or was ended after --wait, so that
-a script should read good_hosts."""
+Times and checks a matrix product, an all-reduce within each node, and an all-reduce with each neighbouring node. Names
+slow, broken and missing nodes, and prints a line --exclude=... for them. Exit codes of rank 0: 0 all nodes are good; 4
+some are not; 2 error in the input. srun may return another code if a process died, so a script should read good_hosts."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,20 +45,22 @@ def build_parser() -> argparse.ArgumentParser:
         "--cluster",
         metavar="NAME|FILE",
         default=os.environ.get("MEGATRON_CLUSTER") or "none",
-        help="machine whose [bands] a device and its links must reach (default: MEGATRON_CLUSTER; "
-        "none: ranks are only compared with each other). On a CPU no speed is judged",
+        help="machine whose [bands] devices and links must reach; none: compare ranks with "
+        "each other only (default: MEGATRON_CLUSTER). On a CPU, speed is not judged",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for good_hosts and bad_hosts")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for good_hosts and bad_hosts"
+    )
     parser.add_argument(
         "--seconds",
         type=real(least=5),
         default=60.0,
         metavar="S",
-        help="time limit of each measurement; processes that have not come after twice this time "
-        "are given up (default 60)",
+        help="time limit of each measurement; processes missing after twice this time are "
+        "given up (default 60)",
     )
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices"
+        "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) with devices, else gloo"
     )
     return parser
 

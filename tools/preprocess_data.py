@@ -53,9 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines; .parquet; or plain text, one document per file (.txt); also compressed "
-        "as .gz or .zst. A quoted pattern such as 'shards/*.jsonl' stands for its files, sorted by "
-        "name",
+        help="JSON lines, .parquet, or plain text with one document per file (.txt); JSON "
+        "lines and text may be compressed (.gz, .zst). A quoted pattern such as "
+        "'shards/*.jsonl' stands for the files that match, sorted by name",
     )
     group.add_argument(
         "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
@@ -72,16 +72,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--on-bad-input",
         choices=ON_BAD_INPUT,
         default="fail",
-        help="lines that are not JSON or not UTF-8, without the key or without text there: fail at "
-        "the first (default), or skip, count and list them in PREFIX_bad_input.txt",
+        help="what to do with a line that is not JSON or UTF-8, or has no text under the "
+        "key: fail at the first one (default), or skip, count and list them in "
+        "PREFIX_bad_input.txt",
     )
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="one sequence per sentence, split after . ! ? and at line ends",
+        help="make each sentence a sequence; sentences end after . ! ? and at line ends",
     )
     group.add_argument(
-        "--keep-newlines", action="store_true", help="keep the white space between sentences"
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences: keep the white space between sentences",
     )
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
@@ -124,7 +127,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="special tokens of TikTokenizer",
     )
     group.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document id"
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to every document",
     )
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -137,10 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--dataset-impl",
         choices=("mmap",),
         default="mmap",
-        help="output format; mmap is the only one",
+        help="output format (mmap is the only one)",
     )
     group.add_argument(
-        "--restart", action="store_true", help="discard an unfinished run in PREFIX_partial"
+        "--restart", action="store_true", help="discard the unfinished run in PREFIX_partial"
     )
     group = parser.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))
@@ -157,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--log-interval",
         type=whole(),
         metavar="N",
-        help="documents between two progress lines in a log file (default: a line every 10 s)",
+        help="documents between two progress lines in a log file (default: one line every 10 s)",
     )
     group = parser.add_argument_group("accepted for existing scripts, without effect")
     group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])

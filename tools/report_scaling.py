@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""Read measured runs and compare them: a table, CSV and a plot of throughput and scaling
-efficiency.
+"""Compare throughput and scaling efficiency of runs, in a table, a CSV file and a plot.
 
-Give folders of runs (examples/frontier/weak_scaling.sh and the like make them), or single
-metrics.jsonl files.
+Reads folders of runs, such as those of examples/frontier/weak_scaling.sh, or single metrics.jsonl
+files.
 
     python tools/report_scaling.py runs/weak-175b-paper --out report
     python tools/report_scaling.py runs/a/metrics.jsonl runs/b/metrics.jsonl --peak-tflops 191.5
 
-Exit code 0, 1 when no run has a steady step, 2 after an error.
+Exit codes: 0; 1 no run has a step to measure; 2 error.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="PATH", help="folder of runs, or metrics file")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write report.csv and scaling.png there"
+        "--out", type=Path, metavar="FOLDER", help="folder for report.csv and scaling.png"
     )
     parser.add_argument(
-        "--no-plots", action="store_true", help="with --out: no picture (needs no matplotlib)"
+        "--no-plots",
+        action="store_true",
+        help="with --out: write no picture (then matplotlib is not needed)",
     )
     parser.add_argument(
         "--warm-up",
         type=whole(0),
         metavar="N",
-        help="steps from the start that do not count (default: as the experiment's point says, "
-        "else 1)",
+        help="number of first steps to leave out (default: that of the experiment, else 1)",
     )
     parser.add_argument(
         "--peak-tflops",

@@ -1,18 +1,17 @@
 #!/usr/bin/env python
-"""Plan and run a scaling experiment: the same model at several sizes, layouts or batches, each a
-short training.
+"""Run a scaling experiment: short trainings of one model on several node counts, layouts or batches.
 
     python tools/run_experiment.py weak --preset 175b --dry-run
     python tools/run_experiment.py strong --preset 1t --dry-run --nodes 384
     python tools/run_experiment.py tp --preset tiny --values 1,2 --launcher local --out runs/tp-tiny
 
-weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in examples/frontier call it inside an
-allocation. Flags of pretrain_gpt.py that hold for every point come after --. Each point gets a
-folder with its description (point.json), its metrics.jsonl, its log and how it ended (result.json);
-tools/report_scaling.py makes tables and plots of them.
+Inside an allocation it is called by weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in
+examples/frontier. Flags of pretrain_gpt.py for all points follow --. Each point gets a folder with
+its description (point.json), metrics.jsonl, log and result (result.json), which
+tools/report_scaling.py turns into tables and plots.
 
-Exit code 0 when every point is done, 1 when one failed or does not fit, 2 after an error, 3 when
-time ran out and the same command would go on, 4 when time ran out before any point was done.
+Exit codes: 0 all points done; 1 a point failed or does not fit; 2 error in the input; 3 out of
+time: the same command resumes; 4 out of time before any point was done.
 """
 
 from __future__ import annotations
@@ -45,88 +44,117 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     usage = "%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]"
     parser = Parser(description=__doc__, usage=usage)
-    parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
+    parser.add_argument(
+        "kind", choices=tuple(KINDS), help="experiment: what varies between its points"
+    )
     add_preset(parser, more=", or 22b, 175b, 1t with --recipe (default 175b)")
     parser.set_defaults(preset="175b")
     parser.add_argument(
-        "--recipe", choices=("paper", "frontier"), default="paper", help="default paper"
+        "--recipe",
+        choices=("paper", "frontier"),
+        default="paper",
+        help="the paper's settings, or ours for Frontier (default paper)",
     )
     parser.add_argument(
         "--values",
         type=_numbers,
         default=(),
         metavar="N,N",
-        help="of what varies (default: by model)",
+        help="values of what varies (default: depends on the model)",
     )
     parser.add_argument(
         "--batch",
         type=_COUNT,
         metavar="N",
-        help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of "
-        "every point (default: as published)",
+        help="sequences per replica (weak), per stage (pp-bubble), or in total (others) "
+        "(default: as published)",
     )
     parser.add_argument(
         "--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)"
     )
     parser.add_argument(
-        "--warm-up", type=whole(0), default=2, metavar="N", help="steps before them (default 2)"
+        "--warm-up",
+        type=whole(0),
+        default=2,
+        metavar="N",
+        help="steps before the measured ones (default 2)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/<experiment>")
     parser.add_argument(
-        "--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the results (default: runs/<experiment>)",
+    )
+    parser.add_argument(
+        "--points",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAME,NAME",
+        help="run only these points",
     )
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
-    place = parser.add_argument_group("where")
+    place = parser.add_argument_group("nodes and limits")
     place.add_argument(
-        "--dry-run", action="store_true", help="show the points and what they cost; run nothing"
+        "--dry-run", action="store_true", help="show the points and their cost; run nothing"
     )
     place.add_argument(
         "--print-nodes",
         action="store_true",
-        help="print the nodes of the largest point; run nothing",
+        help="print the number of nodes of the largest point; run nothing",
     )
     place.add_argument(
         "--list",
         action="store_true",
-        help="print a job for each point: name, nodes, time, partition",
+        help="print one job per point: name, nodes, time, partition",
     )
     place.add_argument(
-        "--print-limit", type=_COUNT, metavar="NODES", help="print the longest job on so many nodes"
+        "--print-limit",
+        type=_COUNT,
+        metavar="NODES",
+        help="print the time limit of a job on NODES nodes",
     )
     place.add_argument(
-        "--launcher", choices=("slurm", "local"), default="slurm", help="default slurm"
+        "--launcher",
+        choices=("slurm", "local"),
+        default="slurm",
+        help="how points are started (default slurm)",
     )
     place.add_argument(
-        "--hosts-file", type=Path, metavar="FILE", help="nodes to run on, one a line"
+        "--hosts-file", type=Path, metavar="FILE", help="file with the nodes to use, one per line"
     )
     place.add_argument(
         "--nodes",
         type=_COUNT,
         metavar="N",
-        help="nodes of the allocation, for the cost (--dry-run)",
+        help="nodes of the allocation, for the cost in --dry-run",
     )
     place.add_argument(
-        "--tasks-per-node", type=_COUNT, metavar="N", help="default: as the cluster has devices"
+        "--tasks-per-node",
+        type=_COUNT,
+        metavar="N",
+        help="processes per node (default: devices per node of the cluster)",
     )
     place.add_argument(
-        "--one-at-a-time", action="store_true", help="no points side by side on disjoint nodes"
+        "--one-at-a-time",
+        action="store_true",
+        help="do not run points side by side on disjoint nodes",
     )
     place.add_argument(
         "--limit",
         type=real(),
         metavar="SECONDS",
-        help="longest time of a point (default: by its cost)",
+        help="time limit of a point (default: from its estimated cost)",
     )
     place.add_argument(
         "--cluster",
         default=os.environ.get("MEGATRON_CLUSTER", "frontier"),
         metavar="NAME|FILE",
-        help="machine whose limits hold (default: MEGATRON_CLUSTER, else frontier); none",
+        help="machine whose limits apply; none: no limits (default: MEGATRON_CLUSTER, else "
+        "frontier)",
     )
     place.add_argument(
         "--partition",
         metavar="NAME",
-        help="partition whose limits hold (default: the cluster's first)",
+        help="partition whose limits apply (default: the cluster's first)",
     )
     place.add_argument(
         "--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Show where the ranks of a run would be on a machine's nodes, and what their messages cost there.
+"""Show on which nodes and devices the ranks of a run are placed, and the cost of their messages.
 
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --table ranks.csv
 
-All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen.
-Seconds are those of messages that nothing hides: a measure to compare placements by, no forecast of
-a step. Bandwidths are published for exactly these devices or, with ~, estimated from the link table
-([sources] of the machine's file, megatron/planner/channels.py).
+Accepts all flags of pretrain_gpt.py; --rank-order and --device-order replace the chosen orders. The
+seconds assume that no message overlaps with computation: use them to compare placements, not to
+predict a step. Bandwidths are published ones or, where marked ~, estimates from the link table
+([sources] in the cluster file, megatron/planner/channels.py).
 """
 
 from __future__ import annotations
@@ -81,10 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(0),
         default=1,
         metavar="N",
-        help="show the ranks of so many nodes (default 1)",
+        help="number of nodes to show (default 1)",
     )
     parser.add_argument(
-        "--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks"
+        "--table",
+        type=Path,
+        metavar="FILE.csv",
+        help="write node, device and layers of every rank to this file",
     )
     return parser
 

@@ -1,13 +1,11 @@
 #!/usr/bin/env python
-"""Show what a configuration needs of a device's memory and where its time would go, as predicted;
-nothing is run.
+"""Predict the memory of a configuration and where its step time goes. Runs nothing.
 
     python tools/show_recipe.py --preset gpt-175b-frontier --world-size 1024 [flags of pretrain_gpt.py]
     python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
     python tools/show_recipe.py --all [--markdown]
 
-RECIPES are the presets of examples/frontier and the paper's; docs/frontier.md has the tables of
---all.
+--all shows the presets of examples/frontier and those of the paper (also in docs/frontier.md).
 """
 
 from __future__ import annotations
@@ -190,12 +188,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="%(prog)s [options] [flags of pretrain_gpt.py, with --world-size N]",
     )
     add_preset(parser)
-    parser.add_argument("--all", action="store_true", help="the recipes of examples/frontier")
-    parser.add_argument("--markdown", action="store_true", help="tables for a document")
+    parser.add_argument("--all", action="store_true", help="show the recipes of examples/frontier")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
-        "--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag"
+        "--vary",
+        nargs="+",
+        metavar=("FLAG", "VALUE"),
+        help="show a row for each value of this flag",
     )
-    parser.add_argument("--cluster", default="frontier", help="the machine (default frontier)")
+    parser.add_argument(
+        "--cluster", default="frontier", help="cluster name or file (default frontier)"
+    )
     args, flags = parser.parse_known_args(argv)
     return args, with_preset(args.preset, flags)
 

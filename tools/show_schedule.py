@@ -34,7 +34,7 @@ _TIME = real(least=0)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
+    parser = Parser(description="Show a pipeline schedule as text, and as a picture with --plot.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
         "--pipeline-size",
@@ -56,7 +56,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="M",
         help="micro-batches per step (default 8)",
     )
-    parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
+    parser.add_argument(
+        "--forward-only", action="store_true", help="show the schedule of an evaluation"
+    )
     times = parser.add_argument_group("times of one micro-batch in one chunk, in any unit")
     times.add_argument(
         "--forward-time", type=_TIME, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T"
@@ -68,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--weight-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T"
     )
     times.add_argument(
-        "--latency", type=_TIME, default=0.0, metavar="T", help="time of a message (default 0)"
+        "--latency", type=_TIME, default=0.0, metavar="T", help="time of one message (default 0)"
     )
     parser.add_argument(
         "--instructions",

@@ -1,10 +1,9 @@
-"""Train a small GPT on this machine's own text, from nothing to a sample of what it writes;
-`make train` calls this.
+"""Train a small GPT on text from this machine, and print a sample. `make train` runs this.
 
-A corpus is made of the Python standard library, a vocabulary is trained on it, both are kept under
---folder for the next time. Then pretrain_gpt.py runs on 2 processes (a pipeline of 2 stages,
-interleaved, ZeRO-1), or on the machine's accelerators, and the loss curve is drawn. Exit code 1
-when the validation loss did not come down as it should.
+Makes a corpus from the Python standard library and trains a vocabulary on it; both are kept in
+--folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
+ZeRO-1), or on the machine's accelerators, and plots the loss. Exit code 1 if the validation loss
+does not fall as expected.
 """
 
 from __future__ import annotations
@@ -80,16 +79,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--folder",
         default="runs/example",
         metavar="FOLDER",
-        help="for all that is written; FOLDER/run is emptied",
+        help="folder for everything that is written; FOLDER/run is emptied first",
     )
     parser.add_argument(
         "--iterations",
         type=whole(),
         metavar="N",
-        help="training iterations instead of the example's own",
+        help="number of training iterations (default: that of the example)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works"
+        "--quick", action="store_true", help="train a tiny model for 20 iterations as a smoke test"
     )
     return parser
 

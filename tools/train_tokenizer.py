@@ -42,23 +42,30 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(1, MOST_WIDTH),
         default=4096,
         metavar="N",
-        help="size (default: 4096)",
+        help="number of pieces (default: 4096)",
     )
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="the key of the text (default: text)"
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="key of the text in a JSON line (default: text)",
     )
     parser.add_argument(
         "--sample-megabytes",
         type=real(),
         default=4.0,
         metavar="MB",
-        help="amount of text to train on, documents drawn at random (default: 4)",
+        help="amount of text to train on, in randomly drawn documents (default: 4)",
     )
     parser.add_argument(
-        "--num-threads", type=whole(1, 1024), default=2, metavar="N", help="threads (default: 2)"
+        "--num-threads",
+        type=whole(1, 1024),
+        default=2,
+        metavar="N",
+        help="number of threads (default: 2)",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)"
+        "--seed", type=whole(0), default=1234, help="seed of the draw (default: 1234)"
     )
     return parser
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env python
-"""Find the fastest layout of a model by trying: short real runs of pretrain_gpt.py, each chosen by
-what is known.
+"""Find the fastest layout of a model by short training runs, chosen by a search algorithm.
 
     python tools/tune.py --list-spaces
     python tools/tune.py --space two-cores --no-prior --max-trials 20
     python tools/tune.py --space my.toml --cluster machine.toml --walltime 2:00:00 -- --preset gpt-1.4b
     python tools/tune.py --space paper-175b --nodes 16 --dry-run
 
-On this machine, or inside a Slurm allocation (examples/frontier/tune.sbatch), where trials run side
-by side on nodes of their own. Killed and called again with the same words it goes on and repeats
-nothing. docs/tuning.md has the rest.
+Runs on this machine, or inside a Slurm allocation (examples/frontier/tune.sbatch), where trials run
+side by side on separate nodes. After an interruption the same command resumes without repeating
+trials. See docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ EPILOG = """\
 searches:
 {searches}
 
-Exit code 0: a best layout was found and confirmed, and the trials are used up or nothing is left to try. 1: no layout
-has valid figures. 2: a mistake. 3: interrupted, or out of time or of nodes with trials left, also of --confirm, and the
-same command goes on. 4: out of time before any trial ended."""
+Exit codes: 0 a best layout was found and confirmed, and no trials are left; 1 no layout has valid figures; 2 error in
+the input; 3 interrupted, or out of time or nodes while trials are left: the same command resumes; 4 out of time before
+any trial ended."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,30 +48,32 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG.format(searches=searches),
         usage="%(prog)s --space FILE|NAME [options] [-- flags of pretrain_gpt.py]",
     )
-    _add_search(parser.add_argument_group("what is searched"))
+    _add_search(parser.add_argument_group("search"))
     _add_trials(parser.add_argument_group("trials"))
-    _add_place(parser.add_argument_group("where trials run"))
-    _add_output(parser.add_argument_group("what is shown and written"))
+    _add_place(parser.add_argument_group("devices"))
+    _add_output(parser.add_argument_group("output"))
     return parser
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--space", metavar="FILE|NAME", help="a TOML file, or the name of a ready space"
+        "--space",
+        metavar="FILE|NAME",
+        help="TOML file, or the name of a built-in space (--list-spaces)",
     )
     add_preset(group)
     group.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default=OBJECTIVES[0],
-        help="what the best has most of, or least: tokens a second, or node-hours for each token "
-        f"(default {OBJECTIVES[0]})",
+        help=f"what to optimise: tokens per second, or node-hours per token (default "
+        f"{OBJECTIVES[0]})",
     )
     group.add_argument(
         "--search",
         choices=tuple(SEARCHES),
         default="auto",
-        help="how layouts are chosen: below (default auto)",
+        help="search algorithm, see below (default auto)",
     )
     group.add_argument(
         "--no-prior", action="store_true", help="search without the planner's ranking"
@@ -82,33 +83,33 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         type=whole(0),
         default=0,
         metavar="S",
-        help="of what is random in a search (default 0)",
+        help="seed of the search (default 0)",
     )
     group.add_argument(
         "--max-trials",
         type=_COUNT,
         metavar="N",
-        help="of the whole search, in however many starts (default: until nothing is left)",
+        help="maximum number of trials over all starts (default: until the space is exhausted)",
     )
     group.add_argument(
         "--confirm",
         type=whole(0),
         default=3,
         metavar="N",
-        help="when the search has ended, up to so many trials more than --max-trials measure again "
-        "what may be the best by the noise that was seen; what is named is the best of all "
-        "measurements (default 3; 0: none)",
+        help="after the search, spend up to N more trials on repeating the candidates that "
+        "may be the best within the measured noise; the best of all measurements wins "
+        "(default 3; 0: none)",
     )
     group.add_argument(
         "--walltime",
         metavar="T",
-        help="of this start: 90 (minutes), 1:30:00, 1-00:00:00; no trial begins that would not end "
-        "in it (default: the allocation's, or none)",
+        help="time limit of this start: 90 (minutes), 1:30:00 or 1-00:00:00; no trial is "
+        "started that would not finish in time (default: the allocation's, or none)",
     )
     group.add_argument(
         "--retry-failed",
         action="store_true",
-        help="run trials of an earlier start that gave no valid figures again",
+        help="repeat trials of earlier starts that gave no valid figures",
     )
 
 
@@ -117,71 +118,78 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         "--iterations",
         type=_COUNT,
         metavar="N",
-        help="measured steps of a trial (default: the space's)",
+        help="measured steps per trial (default: the space's)",
     )
     group.add_argument(
-        "--warm-up", type=whole(0), metavar="N", help="steps before them (default: the space's)"
+        "--warm-up",
+        type=whole(0),
+        metavar="N",
+        help="steps before the measured ones (default: the space's)",
     )
     group.add_argument(
         "--trial-limit",
         type=_SECONDS,
         metavar="SECONDS",
-        help="longest time of a trial (default: by the planner's step time, or 1800)",
+        help="time limit of a trial (default: from the planner's step time, or 1800)",
     )
     group.add_argument(
         "--stall",
         type=_SECONDS,
         metavar="SECONDS",
-        help="without a new step, after which a trial counts as hanging (default: by its steps "
-        "before)",
+        help="time without a new step after which a trial counts as hanging (default: from "
+        "its earlier steps)",
     )
 
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--launcher", choices=("local", "slurm"), help="default: slurm in an allocation, else local"
+        "--launcher",
+        choices=("local", "slurm"),
+        help="how trials are started (default: slurm inside an allocation, else local)",
     )
     group.add_argument(
         "--processes",
         type=_COUNT,
         metavar="N",
-        help="local: devices that trials may use (default: those of --cluster, else GPUs, else "
-        "cores, or as many processes as the space names)",
+        help="local: number of devices for trials (default: those of --cluster, else the "
+        "GPUs, else the cores or the processes that the space names)",
     )
     group.add_argument(
-        "--hosts-file", type=Path, metavar="FILE", help="slurm: nodes to run on, one a line"
+        "--hosts-file",
+        type=Path,
+        metavar="FILE",
+        help="slurm: file with the nodes to use, one per line",
     )
     group.add_argument(
         "--tasks-per-node",
         type=_COUNT,
         metavar="N",
-        help="slurm: default: as the cluster has devices",
+        help="slurm: processes per node (default: devices per node of the cluster)",
     )
     group.add_argument(
         "--parallel",
         type=_COUNT,
         metavar="K",
-        help="slurm: most trials at once, on nodes of their own (default: as many as there is room "
-        "for)",
+        help="slurm: maximum number of concurrent trials, each on its own nodes (default: "
+        "as many as fit)",
     )
     group.add_argument(
         "--nodes",
         type=_COUNT,
         metavar="N",
-        help="slurm: of the allocation, for --dry-run without hosts",
+        help="slurm: number of nodes to assume for --dry-run outside an allocation",
     )
     group.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="described machine, for the planner's ranking, memory and placement (default: "
-        "MEGATRON_CLUSTER, else on Slurm the space's); none",
+        help="machine for the planner's ranking, memory and placement; none: no planner "
+        "(default: MEGATRON_CLUSTER, else on Slurm the space's)",
     )
     group.add_argument(
         "--headroom",
         default="10%",
         metavar="GIB|%",
-        help="of a device's memory that a layout must leave free by the planner's figures (default "
-        "10%%)",
+        help="device memory that a layout must leave free by the planner's estimate (default 10%%)",
     )
 
 
@@ -190,17 +198,19 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="of the trials and the report (default: runs/tune-<space>)",
+        help="folder for trials and report (default: runs/tune-<space>)",
     )
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the layouts, the planner's best and the most that it may cost; run nothing",
+        help="show the layouts, the planner's best and the maximum cost; run nothing",
     )
     group.add_argument(
-        "--report-only", action="store_true", help="write the report of what was tried; run nothing"
+        "--report-only",
+        action="store_true",
+        help="write the report of the trials so far; run nothing",
     )
-    group.add_argument("--list-spaces", action="store_true", help="show the ready spaces")
+    group.add_argument("--list-spaces", action="store_true", help="list the built-in spaces")
 
 
 @as_tool

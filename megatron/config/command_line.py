@@ -123,7 +123,7 @@ class Scanned:
 
 def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
     """Add the option --preset to a tool's parser. `more` names further accepted values."""
-    text = f"the model: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py win over its values"
+    text = f"preset: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py override its values"
     parser.add_argument("--preset", "--model", metavar="NAME", help=text)
 
 

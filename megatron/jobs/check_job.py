@@ -37,18 +37,18 @@ USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUME
        preflight.py check [--cluster NAME] [sbatch's options] SCRIPT -- COMMAND ...     (a script of another project)
        preflight.py check [--cluster NAME] -- COMMAND ..."""
 DESCRIPTION = """\
-Check a job before it is submitted, on a login node without a GPU: everything is as sbatch would get it, in its place.
+Check a job before it is submitted. Runs on a login node, without GPUs. Write `preflight.py check` in place of `sbatch`.
 
   tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
   tools/preflight.py check -- srun -N 2 -n 16 python pretrain_gpt.py --preset gpt-22b ...
 
-The options of the job are read from the command line, variables and #SBATCH lines, and sbatch --test-only is asked
-where there is one. A script that sources examples/frontier/job.sh is run here with DRY_RUN=1, so that it prints its
-training command and starts nothing: what other commands it has act. Nothing of another script is run: give its training
-command after --. That command is resolved as its ranks would, and held against the machine's memory and limits and the
-files on disk. What the run costs, and what was not checked, is printed last.
+Job options come from the command line, the environment and #SBATCH lines, and sbatch --test-only checks them where it
+is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training command instead
+of starting it, but its other commands do run. Any other script is only read: give its training command after --. The
+training command is resolved as in the job, and checked against memory, limits and the files on disk. The last lines are
+the cost of the run and what was not checked.
 
-Exit code 0 without errors, 2 with."""
+Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
     r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
 )
@@ -139,8 +139,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="machine to check against (default: the script's MEGATRON_CLUSTER, or this variable, "
-        "or SITE_CLUSTER; none: no machine)",
+        help="machine to check against; none: no machine (default: MEGATRON_CLUSTER of the script "
+        "or the environment, else SITE_CLUSTER)",
     )
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
