@@ -32,8 +32,10 @@ Test every device and node of an allocation. Start one process per device, as fo
         python tools/preflight.py measure --out logs/preflight
 
 Times and checks a matrix product, an all-reduce within each node, and an all-reduce with each neighbouring node. Names
-slow, broken and missing nodes, and prints a line --exclude=... for them. Exit codes of rank 0: 0 all nodes are good; 4
-some are not; 2 error in the input. srun may return another code if a process died, so a script should read good_hosts."""
+slow, broken and missing nodes, and prints a line --exclude=... for them. srun may return another exit code than rank 0
+if a process died, so a script should read good_hosts.
+
+Exit codes of rank 0: 0 all nodes are good; 4 some are not; 2 error in the input."""
 
 
 def build_parser() -> argparse.ArgumentParser:
