@@ -38,9 +38,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import overlap_replay  # noqa: E402
 
-from megatron.pipeline import lists  # noqa: E402
-from megatron.pipeline.instructions import Op, Schedule  # noqa: E402
-from megatron.pipeline.schedule import build_schedule  # noqa: E402
+from megatron.pipeline import schedule as schedule_module  # noqa: E402
+from megatron.pipeline.orders import Op  # noqa: E402
+from megatron.pipeline.schedule import Schedule, build_schedule  # noqa: E402
 from tests.helpers.replay import Replay, actions_of, replay  # noqa: E402
 
 Windows = list[list[dict[str, Any]]]  # [rank][window]
@@ -226,7 +226,7 @@ def in_nominal_sequence(schedule: Schedule) -> Schedule:
     """The same computations with their messages in the sequence of a step without latency."""
     from unittest import mock
 
-    with mock.patch.object(lists, "planned_latency", lambda chunks: 0.0):
+    with mock.patch.object(schedule_module, "planned_latency", lambda chunks: 0.0):
         build_schedule.cache_clear()
         other = build_schedule(
             schedule.name, schedule.pipeline_size, schedule.chunks, schedule.micro_batches

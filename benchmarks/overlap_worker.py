@@ -33,9 +33,9 @@ import delayed_links  # noqa: E402
 from megatron.parallel.sharding import WeightGradients  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline import executor as executor_module  # noqa: E402
-from megatron.pipeline import lists  # noqa: E402
+from megatron.pipeline import schedule as schedule_module  # noqa: E402
 from megatron.pipeline.executor import Exchange, Executor  # noqa: E402
-from megatron.pipeline.instructions import Instruction  # noqa: E402
+from megatron.pipeline.orders import Instruction  # noqa: E402
 
 
 def record(
@@ -170,7 +170,7 @@ def sleeps(job: dict[str, Any]) -> list[dict[str, Any]]:
         executor_module, "Exchange", PostedAtNeed if job["late"] == "at need" else Exchange
     ):
         if job["late"] == "other order":
-            with mock.patch.object(lists, "planned_latency", nominal):
+            with mock.patch.object(schedule_module, "planned_latency", nominal):
                 return run_sleeps(job, topology)
         return run_sleeps(job, topology)
 

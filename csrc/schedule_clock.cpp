@@ -1,5 +1,5 @@
 // A training step of a pipeline on a clock, for thousands of micro-batches on many ranks in milliseconds.
-// megatron/pipeline/lists.py makes the lists and is the interface. tests/helpers/replay.py states the rules of time a
+// megatron/pipeline/schedule.py makes the lists and is the interface. tests/helpers/replay.py states the rules of time a
 // second time, in Python, and tests hold both to the same ticks.
 
 #include <pybind11/numpy.h>
@@ -22,7 +22,7 @@ namespace {
 template <typename T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-// As megatron.pipeline.instructions.Op numbers them.
+// As megatron.pipeline.orders.Op numbers them.
 enum Op : int32_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kSendForward, kRecvForward, kSendBackward,
                     kRecvBackward, kOps };
 
@@ -292,7 +292,7 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
 }  // namespace
 
 PYBIND11_MODULE(_schedule_clock, module) {
-  module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.lists is the interface.";
+  module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.schedule is the interface.";
   // Counts the changes to names and arguments: a library from an older build is then left aside.
   module.attr("interface") = 3;
   const auto define = [&module](const char* name, auto function) {

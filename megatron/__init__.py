@@ -33,7 +33,7 @@ _PLACES = {
     "megatron.model.gpt": ("GPTChunk", "build_chunks"),
     "megatron.model.stages": ("assign_layers",),
     "megatron.model.formulas": ("model_flops_per_token", "total_parameters"),
-    "megatron.pipeline.instructions": ("Instruction", "Op"),
+    "megatron.pipeline.orders": ("Instruction", "Op"),
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
     "megatron.engine.engine": ("Engine", "build_executor"),

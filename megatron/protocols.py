@@ -82,7 +82,7 @@ class Optimizer(Protocol):
 
 class Order(Protocol):
     """What `rank` of a pipeline computes in a training step, in order:
-    megatron.pipeline.instructions.Instruction, or an array with their numbers in rows.
+    megatron.pipeline.orders.Instruction, or an array with their numbers in rows.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. Messages are put in
     between by build_schedule. Raises ConfigError for sizes that it does not take.

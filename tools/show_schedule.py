@@ -16,17 +16,8 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config.option import Parser, real, whole
 from megatron.pipeline.clock import Timeline, simulate
-from megatron.pipeline.lists import NOMINAL_DURATIONS
-from megatron.pipeline.schedule import (
-    SCHEDULES,
-    Op,
-    Schedule,
-    build_schedule,
-    count_messages,
-    peak_activations,
-    peak_receives,
-)
-from megatron.pipeline.trace import label, text_lanes
+from megatron.pipeline.orders import COMPUTE, RECEIVES, SCHEDULES, SENDS, Instruction, Op
+from megatron.pipeline.schedule import NOMINAL_DURATIONS, Schedule, build_schedule
 from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.run.process import as_tool
 
@@ -83,11 +74,80 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple[int, ...]:
+    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at
+    once.
+
+    An activation lives from its forward to its backward pass. A split backward pass frees what only
+    the input's gradient needs in its first half, and the inputs of linear layers in its second:
+    `until_weights` counts an activation until the second half (an upper bound of memory), without
+    it until the first.
+    """
+    frees = {Op.BACKWARD, Op.BACKWARD_WEIGHT if until_weights else Op.BACKWARD_INPUT}
+    peaks = []
+    for instructions in schedule:
+        alive = peak = 0
+        for instruction in instructions:
+            if instruction.op is Op.FORWARD:
+                alive += 1
+                peak = max(peak, alive)
+                alive -= schedule.forward_only
+            elif instruction.op in frees:
+                alive -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_receives(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most receive buffers from their posting until their message is used."""
+    peaks = []
+    for instructions in schedule:
+        held: set[tuple[bool, int, int]] = set()
+        peak = 0
+        for op, stage, micro_batch in instructions:
+            if op in RECEIVES:
+                held.add((op is Op.RECV_FORWARD, stage, micro_batch))
+                peak = max(peak, len(held))
+            elif op in COMPUTE and op is not Op.BACKWARD_WEIGHT:
+                held.discard((op is Op.FORWARD, stage, micro_batch))
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def label(instruction: Instruction, schedule: Schedule) -> str:
+    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or
+    F3.1.
+    """
+    chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
+    return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
+
+
+def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
+    """One line per rank; time runs to the right in steps of the shortest computation, and dots are
+    waiting.
+    """
+    spans = [span for rank in timeline.ranks for span in rank]
+    step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+    width = max(len(label(span.instruction, schedule)) for span in spans) + 1
+    lines = []
+    for rank, of_rank in enumerate(timeline.ranks):
+        line = ""
+        for span in of_rank:
+            line += "." * (round(span.start / step) * width - len(line))
+            cell = label(span.instruction, schedule)
+            line += (
+                cell.ljust(max(width, round(span.end / step) * width - len(line)), "-")[:-1] + " "
+            )
+        line += "." * (round(timeline.makespan / step) * width - len(line))
+        lines.append(f"rank {rank:>2} |{line}|")
+    return "\n".join(lines)
+
+
 def report(schedule: Schedule, timeline: Timeline) -> str:
     def row(what: str, values: tuple[int, ...]) -> str:
         return f"{what:<28}" + " ".join(f"{value:>4}" for value in values)
 
-    messages = count_messages(schedule)
+    messages = sum(i.op in SENDS for instructions in schedule for i in instructions)
     return "\n".join(
         [
             f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}, {messages} "

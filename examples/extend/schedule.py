@@ -5,7 +5,7 @@ backward passes.
 from __future__ import annotations
 
 from megatron.errors import ConfigError
-from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.orders import Instruction, Op
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:

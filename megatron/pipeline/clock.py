@@ -1,8 +1,8 @@
 """The time of each pass of a training step, from seconds per stage and per boundary: the executor's
 lists on a clock.
 
-Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in
-flight and messages that follow each other on their links, as the executor runs it (lists.py,
+Each rank goes through its own list of a schedule, with receives posted ahead, sends in
+flight and messages that follow each other on their links, as the executor runs it (schedule.py,
 executor.py). Nothing is a formula for a bubble. Times are counted in whole ticks, a power of two of
 the caller's unit, so that sums are exact in any order.
 """
@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.instructions import Instruction, Op, Schedule
-from megatron.pipeline.lists import Costs, Lists, Numbers, Times, run
-from megatron.pipeline.orders import ORDERS, AnyOrder, check_sizes, name_of
-from megatron.pipeline.schedule import build_lists
+from megatron.pipeline.orders import ORDERS, AnyOrder, Instruction, Op, name_of
+from megatron.pipeline.schedule import Costs, Lists, Numbers, Schedule, Times, build_lists, run
 
 
 class Span(NamedTuple):
@@ -44,15 +42,11 @@ class Timeline:
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
-
-    @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time in which they wait, between 0 and 1."""
+        """Share of the ranks' time in which they do not compute, between 0 and 1."""
+        busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         total = self.makespan * len(self.ranks)
-        return 1 - sum(self.busy) / total if total else 0.0
+        return 1 - busy / total if total else 0.0
 
 
 # (time that a message keeps its link, time from leaving the link to arriving)
@@ -97,7 +91,15 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The arguments of `run_pipeline`."""
+    """A training step of a pipeline, with times in any unit.
+
+    schedule, size, chunks, micro_batches   as build_schedule takes them
+    times        by global stage: size * chunks values each
+    boundaries   by pipeline rank; None for messages that cost nothing
+    cores        number of cores that the ranks share: while more are wanted, all compute more
+                 slowly, alike. None: nothing is shared.
+    demand       cores that a rank keeps busy while it computes
+    """
 
     schedule: AnyOrder
     size: int
@@ -142,44 +144,17 @@ class PipelineRun:
     last_backward_end: tuple[float, ...]
 
     @property
-    def bubble(self) -> tuple[float, ...]:
-        """Time in which each rank neither computes nor waits for a message under way."""
-        return tuple(
-            self.makespan - b - w for b, w in zip(self.busy, self.message_wait, strict=True)
-        )
-
-    @property
     def bubble_fraction(self) -> float:
         """Share of the ranks' time in which they do not compute, between 0 and 1."""
         total = self.makespan * len(self.busy)
         return 1 - sum(self.busy) / total if total else 0.0
 
 
-def run_pipeline(
-    schedule: AnyOrder,
-    pipeline_size: int,
-    chunks: int,
-    micro_batches: int,
-    times: StageTimes,
-    boundaries: Boundaries | None = None,
-    *,
-    cores: float | None = None,
-    demand: float = 1.0,
-) -> PipelineRun:
+def run_pipeline(pipeline: Pipeline) -> PipelineRun:
     """Run one training step of a pipeline on a clock.
 
-    schedule, pipeline_size, chunks, micro_batches   as build_schedule takes them
-    times        by global stage: pipeline_size * chunks values each
-    boundaries   by pipeline rank; None for messages that cost nothing
-    cores        number of cores that the ranks share: while more are wanted, all compute more
-                 slowly, alike. None: nothing is shared.
-    demand       cores that a rank keeps busy while it computes
-
-    Any unit of time will do. Raises ConfigError as build_schedule does.
+    Raises ConfigError as build_schedule does.
     """
-    pipeline = Pipeline(
-        schedule, pipeline_size, chunks, micro_batches, times, boundaries, cores, demand
-    )
     lists, done, scale = _run(pipeline)
     busy = np.add.reduceat(done.ends - done.starts, lists.offsets[:-1])
     last = lists.last_backward
@@ -240,13 +215,12 @@ def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     """Return the step's lists, its times in ticks, and ticks per unit of time."""
     p, v, m = pipeline.size, pipeline.chunks, pipeline.micro_batches
-    check_sizes(pipeline.schedule, p, v, m)
     times, stages = pipeline.times, p * v
+    # Few large lists are kept: they take 12 bytes for each instruction.
+    lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     assert len(times.forward) == len(times.backward) == stages, (
         f"expected the times of {stages} stages"
     )
-    # Few large lists are kept: they take 12 bytes for each instruction.
-    lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     none = (0.0,) * stages
     passes = np.array(
         [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
@@ -280,7 +254,8 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     if pipeline.cores is None:
         costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
     duplex = boundaries is None or boundaries.duplex
-    done = run(lists, costs, duplex=duplex, cores=pipeline.cores, demand=pipeline.demand)
+    at_once = math.inf if pipeline.cores is None else pipeline.cores / pipeline.demand
+    done = run(lists, costs, duplex=duplex, at_once=at_once)
     return lists, done, scale
 
 

@@ -15,8 +15,15 @@ import torch.distributed as dist
 from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
-from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
-from megatron.pipeline.orders import AnyOrder, name_of
+from megatron.pipeline.orders import (
+    COMPUTE,
+    SENDS,
+    SENDS_IN_FLIGHT,
+    AnyOrder,
+    Instruction,
+    Op,
+    name_of,
+)
 from megatron.pipeline.schedule import build_rank_schedule
 
 Chunk = Callable[[Any, torch.Tensor | None], torch.Tensor]
@@ -310,7 +317,7 @@ class _Pass:
 # Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the
 # messages of a communicator run in the order in which they were posted, and the first message of a
 # pair sets up its communicator, which holds up both hosts. Neither can deadlock, because a schedule
-# lists the messages of all ranks in one common sequence (lists.py). Do not post a message that is
+# lists the messages of all ranks in one common sequence (schedule.py). Do not post a message that is
 # not in the schedule.
 
 

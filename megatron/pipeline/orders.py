@@ -1,15 +1,17 @@
-"""Orders of passes: 1F1B, interleaved 1F1B and zero-bubble ZB-H1. No other place states an order.
+"""Instructions of a pipeline schedule, and the orders of passes: 1F1B, interleaved 1F1B and
+zero-bubble ZB-H1. No other place states an order.
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
 passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
-pipeline size + rank. Messages (lists.py), what a rank holds (lists.py) and the time of a step
-(clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or given in
-place of a name.
+pipeline size + rank. Messages and what a rank holds (schedule.py) and the time of a step (clock.py)
+follow from the passes of all ranks. A new order is one function, in ORDERS or given in place of a
+name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,64 @@ import numpy.typing as npt
 
 from megatron.config.parallel import SCHEDULES
 from megatron.errors import ConfigError
-from megatron.pipeline.instructions import Op
+
+
+class Op(IntEnum):
+    """Kind of an instruction. BACKWARD is the whole backward pass; zero-bubble schedules split it
+    in two.
+
+    Numbered as csrc/schedule_clock.cpp does.
+    """
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    SEND_FORWARD = 4
+    RECV_FORWARD = 5
+    SEND_BACKWARD = 6
+    RECV_BACKWARD = 7
+
+    @property
+    def letters(self) -> str:
+        """A short name: F, B, I, W, SF, RF, SB, RB."""
+        return ("F", "B", "I", "W", "SF", "RF", "SB", "RB")[self]
+
+
+COMPUTE = frozenset((Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+SENDS = frozenset((Op.SEND_FORWARD, Op.SEND_BACKWARD))
+RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
+
+SENDS_IN_FLIGHT = 4
+"""Messages that a rank has on their way at most: their tensors are kept until they have left, and
+some backends (gloo) only report it to a wait, so the oldest is waited for. Waiting cannot deadlock:
+the schedules run even where every send blocks."""
+
+_PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
+
+
+class Instruction(NamedTuple):
+    """One step of one rank.
+
+    `stage` is the global stage that computes, sends or receives: chunk * pipeline size + pipeline
+    rank. A message appears twice, as SEND under the stage that produced it and as RECV under the
+    stage that needs it.
+    """
+
+    op: Op
+    stage: int
+    micro_batch: int
+
+    @property
+    def peer_stage(self) -> int:
+        """The global stage at the other end of this message."""
+        return self.stage + _PEER_OFFSET[self.op]
+
+    def __str__(self) -> str:
+        return f"{self.op.name} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+# -- orders ----------------------------------------------------------------------------------------
 
 Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
 AnyOrder = str | Callable[..., Any]  # a name of ORDERS, or a megatron.protocols.Order

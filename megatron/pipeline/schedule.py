@@ -1,48 +1,96 @@
-"""Pipeline schedules: which rank computes, sends and receives what, in which order. Pure data;
-needs no torch.
+"""Pipeline schedules: which rank computes, sends and receives what, in which order; the run of a
+schedule on a clock; and what a rank holds. Pure data; needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
 F0 SF0 F1 SF1 RB0 B0 RB1 B1
 RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+The passes of each rank come from orders.py. The messages between them are placed here by one rule.
+They carry no tags: the n-th message that one rank sends to another is the n-th that the other
+receives. Nor may they deadlock where a send blocks its rank until the receive is posted, as on a
+NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts
+its sends and receives in that sequence: a cycle of ranks that wait for each other would need a
+message that precedes itself.
+
+The sequence is the order in which messages are produced in a step with nominal times. So no message
+waits behind one that is produced later, as long as computations take about their nominal times.
+
+With several chunks messages travel around a ring, and in a step without latency a rank produces one
+at the very moment when its neighbour does. On a network each rank runs a little behind the one
+before it, so a rank that must send before it posts its receive would post it too late. There the
+nominal messages take `planned_latency`, which puts them in the order of the real ones. With one
+chunk ranks compute in turn, and the order without latency is the best one.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from megatron.config.parallel import SCHEDULES
-from megatron.errors import ConfigError
-from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
-from megatron.pipeline.lists import Lists, with_messages
+import numpy as np
+import numpy.typing as npt
+
+from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.orders import (
     ORDERS,
+    SENDS_IN_FLIGHT,
     AnyOrder,
+    Instruction,
+    Op,
+    Rows,
     check_sizes,
+    group_sizes,
     name_of,
     passes_of_rank,
 )
 
-__all__ = [
-    "SCHEDULES",
-    "Instruction",
-    "Op",
-    "Schedule",
-    "build_lists",
-    "build_rank_schedule",
-    "build_schedule",
-    "count_messages",
-    "peak_activations",
-    "peak_receives",
-    "splits_backward",
-]
+compiled: ModuleType | None
+try:
+    from megatron.pipeline import _schedule_clock as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
+except ImportError:
+    compiled = None
+
+Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point where ranks share cores
+_OPS = tuple(Op)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Instructions of every rank of a pipeline for one step, in order. Index it with a pipeline
+    rank.
+    """
+
+    name: str
+    pipeline_size: int
+    chunks: int
+    micro_batches: int
+    forward_only: bool
+    ranks: tuple[tuple[Instruction, ...], ...] = field(repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_size * self.chunks
+
+    def __getitem__(self, rank: int) -> tuple[Instruction, ...]:
+        return self.ranks[rank]
+
+    def __iter__(self) -> Iterator[tuple[Instruction, ...]]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
 
 @lru_cache(maxsize=2)  # a large pipeline's lists for all ranks take hundreds of megabytes
 def build_schedule(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Schedule:
-    """The instructions of every pipeline rank for one step (or, with `forward_only`, for one
+    """Return the instructions of every pipeline rank for one step (or, with `forward_only`, for one
     evaluation).
 
     name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more.
@@ -67,9 +115,7 @@ def build_rank_schedule(
     rank: int,
     forward_only: bool = False,
 ) -> tuple[Instruction, ...]:
-    """`build_schedule(...)[rank]`, with objects for the instructions of this rank only: what a
-    running job needs.
-    """
+    """Return `build_schedule(...)[rank]` without making the instructions of other ranks objects."""
     assert 0 <= rank < pipeline_size, f"pipeline rank {rank} of {pipeline_size}"
     return build_lists(name, pipeline_size, chunks, micro_batches, forward_only).instructions(rank)
 
@@ -77,7 +123,7 @@ def build_rank_schedule(
 def build_lists(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Lists:
-    """`build_schedule(...)` as arrays."""
+    """Return `build_schedule(...)` as arrays."""
     p, v, m = pipeline_size, chunks, micro_batches
     check_sizes(name, p, v, m)
     passes = [passes_of_rank(name, p, v, m, rank) for rank in range(p)]
@@ -89,53 +135,6 @@ def build_lists(
         raise ConfigError(f"order {name_of(name)!r} cannot be run by {p} ranks: {error}") from None
 
 
-def count_messages(schedule: Schedule) -> int:
-    """Return the number of messages of one step, over all ranks."""
-    return sum(i.op in SENDS for instructions in schedule for i in instructions)
-
-
-def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple[int, ...]:
-    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at
-    once.
-
-    An activation lives from its forward to its backward pass. A split backward pass frees what only
-    the input's gradient needs in its first half, and the inputs of linear layers in its second:
-    `until_weights` counts an activation until the second half (an upper bound of memory), without
-    it until the first.
-    """
-    frees = {Op.BACKWARD, Op.BACKWARD_WEIGHT if until_weights else Op.BACKWARD_INPUT}
-    peaks = []
-    for instructions in schedule:
-        alive = peak = 0
-        for instruction in instructions:
-            if instruction.op is Op.FORWARD:
-                alive += 1
-                peak = max(peak, alive)
-                alive -= schedule.forward_only
-            elif instruction.op in frees:
-                alive -= 1
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def peak_receives(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most buffers that are posted or filled and whose message is not yet
-    in use.
-    """
-    peaks = []
-    for instructions in schedule:
-        held: set[tuple[bool, int, int]] = set()
-        peak = 0
-        for op, stage, micro_batch in instructions:
-            if op in RECEIVES:
-                held.add((op is Op.RECV_FORWARD, stage, micro_batch))
-                peak = max(peak, len(held))
-            elif op in COMPUTE and op is not Op.BACKWARD_WEIGHT:
-                held.discard((op is Op.FORWARD, stage, micro_batch))
-        peaks.append(peak)
-    return tuple(peaks)
-
-
 @lru_cache(maxsize=256)
 def splits_backward(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int
@@ -145,3 +144,259 @@ def splits_backward(
         return pipeline_size > 1 and ORDERS[schedule].splits
     rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)
     return bool((rows[:, 0] == Op.BACKWARD_INPUT).any())
+
+
+# -- lists -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Instructions of all ranks of a pipeline as arrays, rank after rank.
+
+    rows     of all ranks  # [instructions, 3]: op, stage, micro-batch
+    offsets  of each rank's first row, and the number of rows  # [ranks + 1]
+    owner    the rank of each stage  # [stages]
+    """
+
+    rows: Rows
+    offsets: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int32]
+    micro_batches: int
+
+    @staticmethod
+    def of(ranks: Sequence[Rows], micro_batches: int) -> Lists:
+        rows = np.ascontiguousarray(np.concatenate(ranks), np.int32)
+        offsets = np.cumsum([0, *map(len, ranks)])
+        owner = np.full(rows[:, 1].max() + 1, -1, np.int32)
+        owner[rows[:, 1]] = np.repeat(np.arange(len(ranks)), np.diff(offsets))
+        return Lists(rows, offsets, owner, micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rank: int) -> Rows:
+        return self.rows[self.offsets[rank] : self.offsets[rank + 1]]
+
+    @cached_property
+    def first_forward(self) -> Numbers:
+        """The row of each stage's first forward pass."""
+        return _first_rows(self.rows, Op.FORWARD)
+
+    @cached_property
+    def last_backward(self) -> Numbers:
+        """The row of each stage's last pass that makes gradients of weights."""
+        return len(self.rows) - 1 - _first_rows(self.rows[::-1], Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+    def instructions(self, rank: int) -> tuple[Instruction, ...]:
+        return tuple(
+            Instruction(_OPS[op], stage, micro_batch)
+            for op, stage, micro_batch in self[rank].tolist()
+        )
+
+
+def _first_rows(rows: Rows, *ops: Op) -> Numbers:
+    found = np.flatnonzero(np.isin(rows[:, 0], ops))
+    return found[np.unique(rows[found, 1], return_index=True)[1]]
+
+
+# -- a run on a clock ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of passes and messages.
+
+    passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and what the first FORWARD takes
+              in addition  # [5, stages]
+    messages  by the stage that sends: forward on the link, and latency behind it; backward likewise
+              # [4, stages]
+    """
+
+    passes: Numbers
+    messages: Numbers
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the instructions of `Lists` start and end, by row. By rank: when it is done, and how long
+    it waited for results that had been computed already."""
+
+    starts: Numbers
+    ends: Numbers
+    done: Numbers
+    message_wait: Numbers
+
+
+def run(
+    lists: Lists,
+    costs: Costs,
+    *,
+    posted: bool = True,
+    duplex: bool = True,
+    at_once: float = math.inf,
+) -> Times:
+    """Run the lists on a clock, as the executor does (csrc/schedule_clock.cpp). Times are in ticks,
+    or in floating point where `costs` are.
+
+    posted   the lists post the messages; otherwise results travel by themselves as soon as they are
+             computed
+    duplex   the two directions of a pair of ranks are separate links
+    at_once  ranks that can compute at full speed at a time; more of them share the speed equally
+
+    Raises ValueError for a deadlock and MegatronError without the extension.
+    """
+    if getattr(compiled, "interface", None) != 3:
+        raise MegatronError(
+            "megatron.pipeline._schedule_clock is missing or was built from other sources: run "
+            "`python setup.py build_ext --inplace` (with a C++ compiler) or `pip install .`"
+        )
+    assert compiled is not None and at_once > 0
+    step = compiled.run if costs.passes.dtype == np.int64 else compiled.run_shared
+    return Times(
+        *step(
+            lists.rows,
+            lists.offsets,
+            lists.owner,
+            lists.micro_batches,
+            costs.passes,
+            costs.messages,
+            posted,
+            duplex,
+            SENDS_IN_FLIGHT,
+            at_once,
+        )
+    )
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for
+# its weights.
+NOMINAL_DURATIONS: Mapping[Op, float] = {
+    Op.FORWARD: 1.0,
+    Op.BACKWARD: 2.0,
+    Op.BACKWARD_INPUT: 1.0,
+    Op.BACKWARD_WEIGHT: 1.0,
+}
+
+
+def planned_latency(chunks: int) -> float:
+    """Return the latency of messages in the nominal step, in forward passes of one chunk.
+
+    Measured on simulated links with latencies from 0.05 to 0.5 and passes of unequal length: 8
+    ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late, instead of 3
+    to 7 %. A sixteenth does as well.
+    """
+    return 0.25 if chunks > 1 else 0.0
+
+
+def with_messages(passes: Lists) -> Lists:
+    """Add messages to the passes of each rank: sends directly behind what they send, receives
+    ahead of need.
+
+    Each rank's passes and messages are sorted by the (time, rank) at which the nominal step
+    computes what they produce or carry. So a receive is posted before the pass that its rank
+    computes while the message is produced, and the message travels during that pass; later only
+    where a send of this rank precedes it in the sequence. It is never posted earlier, which bounds
+    the buffers to messages that are produced and not yet used, and those in production: 2 per rank
+    with one chunk; with more at most 3 plus the largest group of micro-batches (orders.py), usually
+    a third of that.
+    """
+    size, stages = len(passes), len(passes.owner)
+    if size == 1:
+        return passes
+    unit = 4  # ticks of a forward pass
+    nominal = np.array([NOMINAL_DURATIONS[op] for op in _OPS[:4]] + [0.0])
+    latency = round(unit * planned_latency(stages // size))
+    costs = Costs(
+        np.repeat((unit * nominal).astype(np.int64), stages).reshape(5, stages),
+        np.repeat(np.array([0, latency] * 2, np.int64), stages).reshape(4, stages),
+    )
+    ends = run(passes, costs, posted=False).ends
+    op, stage, _ = np.ascontiguousarray(passes.rows.T)
+    rank = np.repeat(np.arange(size), np.diff(passes.offsets))
+    back = op != Op.FORWARD
+    # stage -1 is that behind the last one
+    to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]
+    leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
+    # At one time: a pass, its send, messages of later ranks; a pass that sends nothing is behind
+    # all messages.
+    time = (2 * size + 1) * ends
+    key = time + np.where(leaves, 2 * rank, 2 * size)
+    there, again = (np.flatnonzero(leaves & of) for of in (~back, back))
+    sends = np.flatnonzero(leaves)
+    # runs that are almost in order
+    source = np.concatenate([np.arange(len(op)), sends, there, again])
+    at = np.cumsum([0, len(op), len(sends), len(there), len(again)])
+    key, ranks = key[source], rank[source]
+    key[at[1] : at[2]] += 1
+    ranks[at[2] :] = to[source[at[2] :]]
+    order = np.argsort(ranks * (1 + key.max()) + key, kind="stable")
+    rows = passes.rows[source[order]]
+    placed = np.empty(len(order), np.intp)
+    placed[order] = np.arange(len(order))
+    for part, (forward, backward), steps in (
+        (slice(at[1], at[2]), (Op.SEND_FORWARD, Op.SEND_BACKWARD), (0, 0)),
+        (slice(at[2], at[4]), (Op.RECV_FORWARD, Op.RECV_BACKWARD), (1, -1)),
+    ):
+        behind = back[source[part]]
+        rows[placed[part], 0] = np.where(behind, backward, forward)
+        rows[placed[part], 1] += np.where(behind, *steps[::-1]).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=size))])
+    return Lists(rows, offsets, passes.owner, passes.micro_batches)
+
+
+# -- what a rank holds -----------------------------------------------------------------------------
+
+
+class Moments(NamedTuple):
+    """Passes of a step, one row each, among them the one during which most is held.
+
+    forward  1 for a forward pass, 0 for a backward pass (where it is split, its first half)
+    chunk    of this rank, from 0
+    held     micro-batches of each chunk between their forward and their backward pass, without
+             that of the pass itself  # [moments, chunks]
+    waiting  micro-batches whose weight gradients are deferred, in all chunks
+    """
+
+    forward: Numbers
+    chunk: Numbers
+    held: Numbers
+    waiting: Numbers
+
+
+_GROUPS = 3
+"""Groups of micro-batches of one size after which what a rank holds repeats, in any order of ORDERS:
+the warm-up is shorter than two groups, and from then on each group holds what the one before it
+held."""
+
+
+@lru_cache(maxsize=1 << 13)
+def moments_of_rank(
+    schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
+) -> Moments:
+    """Return the passes of `rank` in a step of `micro_batches`, without repetitions."""
+    if isinstance(schedule, str):
+        sizes = group_sizes(pipeline_size, micro_batches)
+        larger = sizes.count(sizes[0])
+        # The same groups result from this smaller number of micro-batches.
+        micro_batches = sum(sizes[:larger][:_GROUPS] + sizes[larger:][:_GROUPS])
+    op, stage, _ = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, rank).T
+    chunk = stage // pipeline_size
+    begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
+    own = chunk[:, None] == np.arange(chunks)
+    forward, backward = own & (op == Op.FORWARD)[:, None], own & begins[:, None]
+    held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
+    waiting = (
+        np.cumsum(op == Op.BACKWARD_INPUT)
+        - (op == Op.BACKWARD_INPUT)
+        - np.cumsum(op == Op.BACKWARD_WEIGHT)
+    )
+    rows = np.flatnonzero(op != Op.BACKWARD_WEIGHT)
+    if chunks == 1:  # else what a rank holds differs from pass to pass
+        seen = (2 * held[rows, 0] + (op[rows] == Op.FORWARD)) * micro_batches + waiting[rows]
+        rows = rows[np.unique(seen, return_index=True)[1]]
+    return Moments(
+        (op[rows] == Op.FORWARD).astype(np.int64), chunk[rows], held[rows], waiting[rows]
+    )

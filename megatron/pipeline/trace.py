@@ -1,7 +1,5 @@
-"""A pipeline's step as a trace and as text.
-
-The trace is JSON that chrome://tracing and https://ui.perfetto.dev open, with one row for each
-rank.
+"""A pipeline's step as a trace: JSON that chrome://tracing and https://ui.perfetto.dev open,
+with one row for each rank.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
-from megatron.pipeline.instructions import Instruction, Op, Schedule
+from megatron.pipeline.clock import PipelineRun, Span, timeline
+from megatron.pipeline.orders import Op
 from megatron.untrusted import without_waiting
 
 NAMES = {
@@ -129,32 +127,3 @@ def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str
         }
         yield {**shared, "ph": "s", "tid": stage % size, "ts": _at(made.end)}
         yield {**shared, "ph": "f", "bp": "e", "tid": to % size, "ts": _at(used.start)}
-
-
-def label(instruction: Instruction, schedule: Schedule) -> str:
-    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or
-    F3.1.
-    """
-    chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
-    return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
-
-
-def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
-    """One line per rank; time runs to the right in steps of the shortest computation, and dots are
-    waiting.
-    """
-    spans = [span for rank in timeline.ranks for span in rank]
-    step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-    width = max(len(label(span.instruction, schedule)) for span in spans) + 1
-    lines = []
-    for rank, of_rank in enumerate(timeline.ranks):
-        line = ""
-        for span in of_rank:
-            line += "." * (round(span.start / step) * width - len(line))
-            cell = label(span.instruction, schedule)
-            line += (
-                cell.ljust(max(width, round(span.end / step) * width - len(line)), "-")[:-1] + " "
-            )
-        line += "." * (round(timeline.makespan / step) * width - len(line))
-        lines.append(f"rank {rank:>2} |{line}|")
-    return "\n".join(lines)

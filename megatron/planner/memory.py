@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron.engine.optimizer_state import optimizer_state
-from megatron.pipeline.instructions import SENDS_IN_FLIGHT
-from megatron.pipeline.lists import moments_of_rank
+from megatron.pipeline.orders import SENDS_IN_FLIGHT
+from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
 from megatron.planner.stage import Stage, owners, parameters_of, stages_of
 from megatron.planner.trace import GPT2_VOCABULARY, trace

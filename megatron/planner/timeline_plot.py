@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron import drawing
 from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
-from megatron.pipeline.instructions import Op
+from megatron.pipeline.orders import Op
 
 _KINDS = {
     Op.FORWARD: ("forward", "#4878b0"),

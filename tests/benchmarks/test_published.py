@@ -14,7 +14,7 @@ from benchmarks import published_tables as table
 from benchmarks.published_runs import MI250X_RUNS, RUNS
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
-from megatron.pipeline.instructions import Op
+from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, Compute, Figure

@@ -23,7 +23,7 @@ from megatron.data.datasets import build_datasets
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.errors import ConfigError, DataError
-from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import build_rank_schedule
 from tests.helpers.launching import ROOT, Outcome, Script, launch
 from tests.helpers.processes import run_processes

@@ -16,6 +16,7 @@ Units are the caller's, seconds as a rule; whole numbers stay whole where no cor
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.pipeline.clock import Span, Timeline
-from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
-from megatron.pipeline.lists import NOMINAL_DURATIONS, Costs, Lists, Times
+from megatron.pipeline.orders import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
+from megatron.pipeline.schedule import NOMINAL_DURATIONS, Costs, Lists, Times
 
 Durations = Mapping[Op, float] | Callable[[Instruction], float]
 Latency = float | Callable[[Instruction], float]
@@ -319,10 +320,9 @@ def run_lists(
     *,
     posted: bool = True,
     duplex: bool = True,
-    cores: float | None = None,
-    demand: float = 1.0,
+    at_once: float = math.inf,
 ) -> Times:
-    """Run the lists as megatron.pipeline.lists.run does in C++."""
+    """Run the lists as megatron.pipeline.schedule.run does in C++."""
     passes, messages = costs.passes.tolist(), costs.messages.tolist()
     ranks = [lists.instructions(rank) for rank in range(len(lists))]
 
@@ -334,7 +334,7 @@ def run_lists(
         return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
     actions = actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
-    done = replay(actions, cores, demand)
+    done = replay(actions, None if math.isinf(at_once) else at_once)
     dtype = costs.passes.dtype
     starts, ends = np.zeros((2, len(lists.rows)), dtype)
     computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.pipeline import lists
-from megatron.pipeline.clock import Boundaries, StageTimes, run_pipeline
+from megatron.pipeline import schedule as schedule_module
+from megatron.pipeline.clock import Boundaries, Pipeline, StageTimes, run_pipeline
 from tests.pipeline.test_torch_orders import executed_order, fake_stage
 
 Lists = list[list[tuple[int, int, int]]]  # of each rank (number of the op, stage, micro-batch)
@@ -56,8 +56,8 @@ def makespan(
     """The step's time with any lists; `quarters` of a forward pass is the latency by which messages
     are placed.
     """
-    with mock.patch.object(lists, "planned_latency", lambda _: quarters / 4):
-        placed = lists.with_messages(arrays(passes))
+    with mock.patch.object(schedule_module, "planned_latency", lambda _: quarters / 4):
+        placed = schedule_module.with_messages(arrays(passes))
     assert placed.owner.tolist() == owner
     none = (0.0,) * len(owner)
     costs = np.zeros((4, len(owner)))
@@ -67,11 +67,11 @@ def makespan(
         ]
     seconds = np.array([times.forward, times.backward, times.backward, times.weight, none])
     ticks = [np.rint(of * 2.0**40).astype(np.int64) for of in (seconds, costs)]
-    return float(lists.run(placed, lists.Costs(*ticks)).done.max()) / 2**40
+    return float(schedule_module.run(placed, schedule_module.Costs(*ticks)).done.max()) / 2**40
 
 
-def arrays(passes: Lists) -> lists.Lists:
-    return lists.Lists.of(
+def arrays(passes: Lists) -> schedule_module.Lists:
+    return schedule_module.Lists.of(
         [np.array(rank) for rank in passes], 1 + max(i for rank in passes for *_, i in rank)
     )
 
@@ -139,10 +139,10 @@ def test_their_lists_take_the_time_of_ours(
         [(OP[op], stage, i) for op, stage, i in executed_order(rank, size, m)]
         for rank in range(size)
     ]
-    ours = run_pipeline("1f1b", size, 1, m, uneven(size), boundaries).makespan
+    ours = run_pipeline(Pipeline("1f1b", size, 1, m, uneven(size), boundaries)).makespan
     assert makespan(called, list(range(size)), uneven(size), boundaries) == ours
     split, owner, _ = torch_lists("ScheduleInterleavedZeroBubble", size, 1, m)
-    ours = run_pipeline("zb-h1", size, 1, m, uneven(size), boundaries).makespan
+    ours = run_pipeline(Pipeline("zb-h1", size, 1, m, uneven(size), boundaries)).makespan
     assert makespan(split, owner, uneven(size), boundaries) == ours
 
 
@@ -154,7 +154,9 @@ def test_their_interleaved_list_too(
     m, stages = size * rounds, size * chunks
     boundaries = None if cost is None else Boundaries((cost,) * size, (cost,) * size)
     lists, owner, _ = torch_lists("ScheduleInterleaved1F1B", size, chunks, m)
-    ours = run_pipeline("interleaved", size, chunks, m, uneven(stages), boundaries).makespan
+    ours = run_pipeline(
+        Pipeline("interleaved", size, chunks, m, uneven(stages), boundaries)
+    ).makespan
     assert makespan(lists, owner, uneven(stages), boundaries, quarters=1) == ours
 
 
@@ -169,6 +171,8 @@ def test_their_interleaved_list_too(
 )
 def test_lists_that_cannot_be_run_are_refused(passes: Lists) -> None:
     placed = arrays(passes)
-    free = lists.Costs(*(np.zeros((kinds, len(placed.owner)), np.int64) for kinds in (5, 4)))
+    free = schedule_module.Costs(
+        *(np.zeros((kinds, len(placed.owner)), np.int64) for kinds in (5, 4))
+    )
     with pytest.raises(ValueError):
-        lists.run(placed, free, posted=False)
+        schedule_module.run(placed, free, posted=False)

@@ -19,11 +19,11 @@ from megatron.parallel.flight import Call, FlightRecorder, FlightState
 from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange, Executor
-from megatron.pipeline.instructions import Instruction, Op
-from megatron.pipeline.orders import AnyOrder
-from megatron.pipeline.schedule import build_schedule, peak_activations
+from megatron.pipeline.orders import AnyOrder, Instruction, Op
+from megatron.pipeline.schedule import build_schedule
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
+from tools.show_schedule import peak_activations
 
 WIDTH, ROWS = 6, 3
 

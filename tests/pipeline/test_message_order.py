@@ -13,7 +13,7 @@ import torch
 from megatron.parallel.flight import FlightRecorder
 from megatron.pipeline import executor as executor_module
 from megatron.pipeline.executor import Executor
-from megatron.pipeline.instructions import COMPUTE, Instruction
+from megatron.pipeline.orders import COMPUTE, Instruction
 from megatron.pipeline.schedule import build_schedule
 
 

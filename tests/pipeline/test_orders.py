@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline.clock import StageTimes, run_pipeline
-from megatron.pipeline.instructions import Instruction, Op
-from megatron.pipeline.lists import moments_of_rank
-from megatron.pipeline.orders import SCHEDULES, group_sizes, passes_of_rank
-from megatron.pipeline.schedule import build_rank_schedule, build_schedule, peak_activations
+from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
+from megatron.pipeline.orders import SCHEDULES, Instruction, Op, group_sizes, passes_of_rank
+from megatron.pipeline.schedule import build_rank_schedule, build_schedule, moments_of_rank
 from megatron.protocols import Order
+from tools.show_schedule import peak_activations
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
@@ -37,11 +36,17 @@ def test_the_step_of_an_order_of_ones_own() -> None:
     takes m p of them, but for the weight gradients, which are made while others compute, and m on
     the first rank at the end."""
     ones = (1.0,) * 4
-    run = run_pipeline(gpipe, 4, 1, 6, StageTimes(ones, (2.0,) * 4))
+    run = run_pipeline(Pipeline(gpipe, 4, 1, 6, StageTimes(ones, (2.0,) * 4)))
     assert run.makespan == (6 + 3) * 3
     assert run.busy == (18.0,) * 4
-    assert run_pipeline(split_late, 4, 1, 6, StageTimes(ones, ones, ones)).makespan == 6 * 8 + 6
-    assert run_pipeline(gpipe, 1, 2, 3, StageTimes((1.0, 1.0), (2.0, 2.0))).makespan == 3 * 2 * 3
+    assert (
+        run_pipeline(Pipeline(split_late, 4, 1, 6, StageTimes(ones, ones, ones))).makespan
+        == 6 * 8 + 6
+    )
+    assert (
+        run_pipeline(Pipeline(gpipe, 1, 2, 3, StageTimes((1.0, 1.0), (2.0, 2.0)))).makespan
+        == 3 * 2 * 3
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.instructions import Schedule
-from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.schedule import Schedule, build_schedule
 from tests.helpers.replay import Action, Compute, Post, Wait, actions_of, replay, simulate
 
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.clock import (
+    Boundaries,
+    Pipeline,
+    PipelineRun,
+    StageTimes,
+    run_pipeline,
+    timeline,
+)
 from tests.helpers.replay import Compute, Lane, Post, Wait, replay
 
 pipelines = st.tuples(
@@ -32,14 +39,16 @@ def run(
     stages = size * chunks
     times = StageTimes((1.0,) * stages, (*((1.75,) * (stages - 1)), 2.5), (0.75,) * stages)
     boundaries = Boundaries((cost,) * size, (cost,) * size) if cost else None
-    return run_pipeline(name, size, chunks, m, times, boundaries, cores=cores, demand=demand)
+    return run_pipeline(
+        Pipeline(name, size, chunks, m, times, boundaries, cores=cores, demand=demand)
+    )
 
 
 def test_two_ranks_on_one_core() -> None:
     """Forward passes of 1 and backward passes of 2, two micro-batches; where both ranks compute,
     both take twice as long."""
     times = StageTimes((1.0, 1.0), (2.0, 2.0))
-    one = run_pipeline("1f1b", 2, 1, 2, times, cores=1.0)
+    one = run_pipeline(Pipeline("1f1b", 2, 1, 2, times, cores=1.0))
     first, second = ([(span.start, span.end) for span in rank] for rank in timeline(one).ranks)
     assert first == [(0, 1), (1, 3), (5, 9), (10, 12)]
     assert second == [(1, 3), (3, 5), (5, 7), (7, 10)]

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
-from megatron.pipeline.instructions import COMPUTE
+from megatron.pipeline.orders import COMPUTE
 from megatron.pipeline.schedule import build_schedule
 
 Order = list[tuple[str, int, int]]  # (operation, stage, micro-batch)

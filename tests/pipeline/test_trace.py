@@ -11,8 +11,16 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.pipeline import trace
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
-from megatron.pipeline.schedule import build_schedule, count_messages
+from megatron.pipeline.clock import (
+    Boundaries,
+    Pipeline,
+    PipelineRun,
+    StageTimes,
+    run_pipeline,
+    timeline,
+)
+from megatron.pipeline.orders import SENDS
+from megatron.pipeline.schedule import build_schedule
 from megatron.pipeline.trace import write_trace
 
 
@@ -22,7 +30,7 @@ def a_run(
     stages = size * chunks
     times = StageTimes((0.001,) * stages, (0.002,) * stages, (0.0005,) * stages)
     boundaries = Boundaries(((0.0001, 0.0),) * size, ((0.0002, 0.0),) * size)
-    return run_pipeline(schedule, size, chunks, micro_batches, times, boundaries)
+    return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -57,7 +65,9 @@ def test_an_arrow_for_each_message(tmp_path: Path, schedule: str, chunks: int) -
     found = events(tmp_path / "trace.json")
     begins = {event["id"]: event for event in found if event["ph"] == "s"}
     ends = {event["id"]: event for event in found if event["ph"] == "f"}
-    assert len(begins) == len(ends) == count_messages(build_schedule(schedule, 3, chunks, 5))
+    listed = build_schedule(schedule, 3, chunks, 5)
+    sends = sum(i.op in SENDS for instructions in listed for i in instructions)
+    assert len(begins) == len(ends) == sends
     assert begins.keys() == ends.keys()
     starts = {(e["tid"], e["ts"]) for e in found if e["ph"] == "X"}
     for number, begin in begins.items():

@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Config
-from megatron.pipeline.lists import moments_of_rank
-from megatron.pipeline.schedule import build_schedule, peak_activations
+from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.events import Pass, Take
 from megatron.planner.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank
 from megatron.planner.stage import stages_of
 from megatron.planner.trace import trace
+from tools.show_schedule import peak_activations
 
 SMALL = dict(
     num_layers=16,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
+from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.timeline_plot import plot_timeline
 
 
@@ -19,7 +19,7 @@ def a_run(
     stages = size * chunks
     times = StageTimes((0.01,) * stages, (0.02,) * stages, (0.01,) * stages)
     boundaries = Boundaries(((0.001, 0.001),) * size, ((0.001, 0.001),) * size)
-    return run_pipeline(schedule, size, chunks, micro_batches, times, boundaries)
+    return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel.flight import FlightRecorder
-from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.planner import tensors
 from megatron.planner.events import Give, Take
 from megatron.planner.tensors import Work

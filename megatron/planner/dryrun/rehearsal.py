@@ -24,8 +24,7 @@ from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
-from megatron.pipeline.instructions import SENDS_IN_FLIGHT
-from megatron.pipeline.orders import group_sizes
+from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.dryrun.follower import Finding, check_collectives, check_messages

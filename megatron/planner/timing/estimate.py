@@ -19,7 +19,7 @@ from megatron.config import Config
 from megatron.engine.optimizer_state import bucket_elements, has_kernel, optimizer_state
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
+from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import Channels
 from megatron.planner.clocked import crowding, rates_of
 from megatron.planner.cluster import Cluster
@@ -225,14 +225,16 @@ def _run(
     )
     on_node = min(parallel.world_size, cluster.devices_per_node)
     return run_pipeline(
-        config.schedule,
-        size,
-        chunks,
-        config.num_micro_batches(),
-        times,
-        boundaries,
-        cores=cluster.shared_cores if crowd > 1.0 else None,
-        demand=on_node / size if crowd > 1.0 else 1.0,
+        Pipeline(
+            config.schedule,
+            size,
+            chunks,
+            config.num_micro_batches(),
+            times,
+            boundaries,
+            cores=cluster.shared_cores if crowd > 1.0 else None,
+            demand=on_node / size if crowd > 1.0 else 1.0,
+        )
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.instructions import RECEIVES, SENDS
+from megatron.pipeline.orders import RECEIVES, SENDS
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.dryrun.follower import Collective, Message, check_collectives, check_messages
 

@@ -14,7 +14,7 @@ from megatron.engine.optimizer_state import bucket_elements
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology
-from megatron.pipeline.clock import StageTimes, run_pipeline
+from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements
 from megatron.planner.timing.estimate import buckets_of, exchange, weights_of
@@ -65,13 +65,15 @@ class Links:
 def passes(config, forward=1.0):
     size = config.parallel.pipeline_model_parallel_size
     return run_pipeline(
-        config.parallel.schedule,
-        size,
-        config.parallel.num_chunks,
-        config.num_micro_batches(),
-        StageTimes(
-            (forward,) * config.parallel.num_stages, (2 * forward,) * config.parallel.num_stages
-        ),
+        Pipeline(
+            config.parallel.schedule,
+            size,
+            config.parallel.num_chunks,
+            config.num_micro_batches(),
+            StageTimes(
+                (forward,) * config.parallel.num_stages, (2 * forward,) * config.parallel.num_stages
+            ),
+        )
     )
 
 
