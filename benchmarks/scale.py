@@ -165,7 +165,6 @@ def engine(data: int, repeat: int) -> list[Row]:
     def step() -> None:
         for p in chunks.parameters():
             p.grad = torch.zeros_like(p)
-        of_stage.after_backward()
         of_stage.step(1e-4)
 
     step()
@@ -272,7 +271,7 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
     equal stretches.
     """
     from megatron.checkpoint.shards import Shard
-    from megatron.engine.fragments import boxes
+    from megatron.engine.optimizer import boxes
 
     rank = (stage * data + data_rank) * TENSOR + tensor
     parameters = stage_parameters(tensor, stage)

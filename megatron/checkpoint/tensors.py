@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.fragments import Fragment, Index, is_copy
+from megatron.engine.optimizer import Fragment, Index, is_copy
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 

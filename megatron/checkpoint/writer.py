@@ -24,7 +24,7 @@ import xxhash
 
 from megatron.checkpoint.shards import Shard, Stored
 from megatron.checkpoint.tensors import Shards
-from megatron.engine.fragments import Index
+from megatron.engine.optimizer import Index
 
 _BUFFER = 1 << 20  # bytes: smaller writes are collected
 _CHUNK = 64 << 20  # bytes between two calls of `alive`

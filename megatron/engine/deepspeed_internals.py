@@ -1,14 +1,14 @@
 """Everything that is used of DeepSpeed beyond its public interface: its start, and its ZeRO-1 step.
 
-`OF_MODULES` and `OF_OBJECTS` list each name with the reason; each is checked when an engine is
-made, since most of them are replaced, and replacing a name that a new version no longer uses would
-do nothing without an error.
+`OF_MODULES` and `OF_OBJECTS` list each name with the reason. All are checked when an engine is
+made: most of them are replaced, and replacing a name that a new version no longer uses would
+silently do nothing.
 
 BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and
-moments and update their partition. Around that they flatten, copy, reduce, clip and gather; here
-the gradients are flat and reduced before, the norm is one pass over this rank's partition, and the
-caller gathers the weights. They wait on the host for the norm; here norm, clip factor and the
-decision whether the step counts stay on the device, where the update reads them.
+moments and update their partition; around that they flatten, copy, reduce, clip and gather. Here
+gradients are flat and reduced before, the norm is one pass over this rank's partition, and the
+caller gathers the weights. DeepSpeed's optimizers wait on the host for the norm; here norm, clip
+factor and the decision whether the step counts stay on the device, where the update reads them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import contextlib
 import datetime
 import gc
 import importlib
-import inspect
 import logging
 import operator
 import os
+import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from megatron.engine.fragments import is_copy
-from megatron.engine.gradients import Bucket, sum_of_squares
-from megatron.engine.optimizer import FusedAdamW
+from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
+from megatron.engine.optimizer import FusedAdamW, is_copy
 from megatron.errors import ConfigError
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
@@ -40,15 +41,17 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.environment import changed
 from megatron.parallel.topology import Group, Topology
 
-MINIMUM_VERSION = (0, 19, 5)
-NEWEST_TESTED = "0.19.8"
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
 
 ALIGNMENT = 8
-"""Elements of which a rank's part of a bucket is a multiple, so that each begins on 16 bytes, in 16
-and in 32 bit.
+"""A rank's part of a bucket is a multiple of this number of elements, so that each part begins on a
+multiple of 16 bytes, in 16 and in 32 bit.
 
-With DeepSpeed's own 2, parts begin on 4 or 8, where kernels load single elements and NCCL leaves
-its wide path."""
+With DeepSpeed's own 2, parts begin on multiples of 4 or 8 bytes, where kernels load single elements
+and NCCL leaves its wide path."""
 
 _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -75,7 +78,7 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
-        "BF16_Optimizer.__init__(grad_acc_dtype)": "gets the format of the sums: a configuration "
+        "BF16_Optimizer.__init__": "gets the format of the sums as grad_acc_dtype: a configuration "
         "with bf16 sums would choose another optimizer",
     },
     _ZERO: _STEP,
@@ -89,7 +92,6 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     "DeepSpeedEngine": {
         "optimizer": "read: one of the two below",
         "step": "called: updates the master weights",
-        "set_gradient_accumulation_boundary": "called: every step is an optimizer step",
         "enable_backward_allreduce": "off: gradients are reduced in our buckets",
     },
     "BF16_Optimizer": {
@@ -130,33 +132,32 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: its questions about model parallelism, answered from a Topology.
+    """DeepSpeed's `mpu`: answers to its questions about model parallelism, from a Topology.
 
     "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the
     data-parallel ranks; 0 gives DeepSpeed a data group of this rank alone, so that every rank keeps
     the whole optimizer and the Engine reduces gradients itself.
 
-    Only these questions may be answered: the names of sequence parallelism in DeepSpeed
-    (get_sequence_parallel_..., initialize_sequence_parallel) mean another technique, and change its
-    groups.
+    There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
+    initialize_sequence_parallel): they mean another technique, and change its groups.
     """
 
     def __init__(self, topology: Topology, zero_stage: int) -> None:
         self._topology = topology
         self._alone: Any = None
         self.partition = topology.data if zero_stage == 1 else Group((topology.rank,), 0)
-        self._answer("model_parallel", topology.model)
-        self._answer("tensor_model_parallel", topology.tensor)
-        self._answer("pipeline_model_parallel", topology.pipeline)
-        self._answer("data_parallel", self.partition)
-
-    def _answer(self, kind: str, group: Group) -> None:
-        setattr(self, f"get_{kind}_group", lambda: self._handle(group))
-        setattr(self, f"get_{kind}_world_size", lambda: group.size)
-        setattr(self, f"get_{kind}_rank", lambda: group.rank)
+        for kind, group in (
+            ("model_parallel", topology.model),
+            ("tensor_model_parallel", topology.tensor),
+            ("pipeline_model_parallel", topology.pipeline),
+            ("data_parallel", self.partition),
+        ):
+            setattr(self, f"get_{kind}_group", partial(self._handle, group))
+            setattr(self, f"get_{kind}_world_size", partial(getattr, group, "size"))
+            setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
     def _handle(self, group: Group) -> Any:
-        """Return a torch process group, also for a group of one; all those are the same object."""
+        """Return the group's torch process group; all groups of one share a single object."""
         if group.size > 1:
             return group.handle
         if self._topology.world.size == 1:
@@ -189,7 +190,7 @@ def ensure_process_group(device: Any = "cpu") -> None:
 
 
 def import_deepspeed(device: Any = "cpu") -> Any:
-    """Return the deepspeed module, imported without its messages and its slow start.
+    """Import deepspeed without its messages and its slow start, and return the module.
 
     Raises ConfigError when it is absent, too old, or lacks a name of OF_MODULES.
     """
@@ -205,24 +206,51 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     try:
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")
+            _check_version(deepspeed.__version__)
+            with patch.object(torch, "compile", _uncompiled):
+                modules = {name: importlib.import_module(name) for name in OF_MODULES}
     except ImportError as error:
-        raise ConfigError(
-            f"deepspeed cannot be imported ({error}): install deepspeed >= {_MINIMUM}"
-        ) from error
-    _check_version(deepspeed.__version__)
+        raise ConfigError(f"deepspeed cannot be imported ({error}): {_USE_A_TESTED_ONE}") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that newer versions of torch print a warning about, once
     # in every process.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
-    with _plain_torch_compile(), contextlib.suppress(ImportError):
-        importlib.import_module(_MUON)
-    with _quiet():
-        _check_modules(deepspeed.__version__)
+    for name, module in modules.items():
+        _check_names(module, name, OF_MODULES[name], deepspeed.__version__)
     if on_cpu:
-        # deepspeed.comm.torch is torch itself
-        communication: Any = importlib.import_module(_COMMUNICATION)
-        communication.build_shm_op = _nothing
+        vars(modules[_COMMUNICATION])["build_shm_op"] = _nothing
     return deepspeed
+
+
+def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
+    """Return the configuration handed to DeepSpeed: what the user passes through, and above it what
+    the Engine decides.
+
+    The batch sizes of an engine over `ranks` data-parallel ranks, the format of gradient sums and
+    the loss scale are stand-ins: the Engine has its own.
+    """
+    extra: Mapping[str, Any] = config.engine.extra or {}
+    return {
+        **extra,
+        "train_batch_size": ranks,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.clip_grad,
+        "steps_per_print": _NEVER,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            **extra.get("zero_optimization", {}),
+            "stage": 1,
+            # The order of parameters in the flat buffers is the order of the parameter groups.
+            "round_robin_gradients": False,
+        },
+        "fp16": {"enabled": config.precision.fp16, "loss_scale": 1.0},
+        "bf16": {"enabled": config.precision.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+_NEVER = 10**9
 
 
 def start_engine(
@@ -231,8 +259,8 @@ def start_engine(
     """Run deepspeed.initialize(**arguments) over the running process group; return the
     DeepSpeedEngine.
 
-    sums  the format of BF16_Optimizer's gradient sums. In a configuration with bf16 sums DeepSpeed
-          would take another optimizer, so that the configuration always says fp32.
+    sums  the format of BF16_Optimizer's gradient sums. The configuration always says fp32: with
+          bf16 sums in it, DeepSpeed would choose another optimizer.
 
     Raises ConfigError for settings of --deepspeed_config that DeepSpeed refuses.
     """
@@ -254,10 +282,10 @@ def start_engine(
     with (
         _quiet(),
         _rank_variables(topology),
-        _replaced(bf16, see_memory_usage=_nothing, align_dense_tensors=padded),
-        _replaced(bf16.BF16_Optimizer, __init__=init_with_sums),
-        _replaced(zero, align_dense_tensors=padded),
-        _replaced(accelerator, is_fp16_supported=fp16_supported),
+        patch.multiple(bf16, see_memory_usage=_nothing, align_dense_tensors=padded),
+        patch.object(bf16.BF16_Optimizer, "__init__", init_with_sums),
+        patch.object(zero, "align_dense_tensors", padded),
+        patch.object(accelerator, "is_fp16_supported", fp16_supported),
         _no_collections(),
     ):
         if not deepspeed.comm.is_initialized():
@@ -279,26 +307,28 @@ def start_engine(
     return engine
 
 
-_MINIMUM = ".".join(map(str, MINIMUM_VERSION))
+_USE_A_TESTED_ONE = (
+    f"install one of the versions {OLDEST_TESTED} to {NEWEST_TESTED}, with which this was tested"
+)
 
 
 def _check_version(version: str) -> None:
-    numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:3] if n.isdigit())
-    if numbers < MINIMUM_VERSION:
-        raise ConfigError(f"deepspeed {version} is too old: install deepspeed >= {_MINIMUM}")
+    oldest, found = (
+        [int(n) for n in re.findall(r"\d+", text)[:3]] for text in (OLDEST_TESTED, version)
+    )
+    if found < oldest:
+        raise ConfigError(f"deepspeed {version} is too old: {_USE_A_TESTED_ONE}")
 
 
-def _check_modules(version: str) -> None:
-    """Raise ConfigError unless DeepSpeed has each name of OF_MODULES."""
-    for module, names in OF_MODULES.items():
-        for name in names:
-            path, _, argument = name.rstrip(")").partition("(")
-            try:
-                found = operator.attrgetter(path)(importlib.import_module(module))
-            except (ImportError, AttributeError):
-                raise _lacking(f"{module}.{name}", names[name], version) from None
-            if argument and argument not in inspect.signature(found).parameters:
-                raise _lacking(f"{module}.{name}", names[name], version)
+def _check_names(owner: Any, kind: str, names: Mapping[str, str], version: str) -> None:
+    """Raise ConfigError unless `owner` has each of the names."""
+    for name, reason in names.items():
+        try:
+            operator.attrgetter(name)(owner)
+        except AttributeError:
+            raise ConfigError(
+                f"deepspeed {version} has no {kind}.{name} ({reason}): {_USE_A_TESTED_ONE}"
+            ) from None
 
 
 def _check_object(thing: Any, version: str, kind: str | None = None) -> None:
@@ -311,18 +341,7 @@ def _check_object(thing: Any, version: str, kind: str | None = None) -> None:
             f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: "
             f"{_USE_A_TESTED_ONE}"
         )
-    for name, reason in OF_OBJECTS[kind].items():
-        if not hasattr(thing, name):
-            raise _lacking(f"{kind}.{name}", reason, version)
-
-
-_USE_A_TESTED_ONE = (
-    f"install one of the versions {_MINIMUM} to {NEWEST_TESTED}, with which this was tested"
-)
-
-
-def _lacking(name: str, reason: str, version: str) -> ConfigError:
-    return ConfigError(f"deepspeed {version} has no {name} ({reason}): {_USE_A_TESTED_ONE}")
+    _check_names(thing, kind, OF_OBJECTS[kind], version)
 
 
 @contextlib.contextmanager
@@ -342,10 +361,9 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _rank_variables(topology: Topology) -> Iterator[None]:
-    """Set the variables without which DeepSpeed looks for mpi4py; hide mpirun's, which DeepSpeed
-    compares with them although another launcher may count. Afterwards all are as they were."""
+def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[None]:
+    """Set the variables without which DeepSpeed looks for mpi4py. Hide mpirun's, which DeepSpeed
+    compares with them although another launcher may be the one that counts. All are restored."""
     values = {
         "RANK": topology.rank,
         "WORLD_SIZE": topology.world.size,
@@ -354,33 +372,12 @@ def _rank_variables(topology: Topology) -> Iterator[None]:
         "MASTER_PORT": 0,
     }
     missing = {name: str(value) for name, value in values.items() if name not in os.environ}
-    with changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None}):
-        yield
+    return changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None})
 
 
-@contextlib.contextmanager
-def _plain_torch_compile() -> Iterator[None]:
-    """Let torch.compile return functions as they are, while some that are never called are
-    defined.
-    """
-
-    def compile_nothing(function: Any = None, **_: Any) -> Any:
-        return function if function is not None else lambda f: f
-
-    with _replaced(torch, compile=compile_nothing):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    """Stand in for torch.compile while functions that are never called are defined."""
+    return (lambda f: f) if function is None else function
 
 
 @contextlib.contextmanager
@@ -402,12 +399,12 @@ def _quiet() -> Iterator[None]:
 class ZeroStep:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
-    inner    the optimizer that DeepSpeed's calls on its master weights
-    rank     this rank's place among the `ranks` that share the optimizer
-    kernels  whether our kernel may take the norm, where it is loaded
+    inner      the optimizer that DeepSpeed's calls on its master weights
+    partition  the ranks that share the optimizer
+    kernels    whether our kernel may compute the norm, where it is loaded
 
-    buckets  one for each parameter group, in their order
-    masters  this rank's part of the fp32 weights of each bucket  # [n / ranks]
+    buckets    one for each parameter group, in their order
+    masters    this rank's part of the fp32 weights of each bucket  # [n / ranks]
 
     Raises ConfigError when DeepSpeed lacks a name of OF_OBJECTS.
     """
@@ -418,8 +415,7 @@ class ZeroStep:
         inner: torch.optim.Optimizer,
         topology: Topology,
         dtype: torch.dtype,
-        rank: int,
-        ranks: int,
+        partition: Group,
         kernels: bool,
     ) -> None:
         version = importlib.import_module("deepspeed").__version__
@@ -441,21 +437,16 @@ class ZeroStep:
         )
         for hook in outer._grad_acc_hooks:
             hook.remove()
-        engine.set_gradient_accumulation_boundary(True)
         engine.enable_backward_allreduce = False
         if self._bf16:
-            groups, weights, self.masters = (
-                outer.bf16_groups,
-                outer.bf16_groups_flat,
-                outer.fp32_groups_flat_partition,
-            )
-            sums = outer.fp32_groups_gradients_flat
+            groups, weights = outer.bf16_groups, outer.bf16_groups_flat
+            self.masters, sums = outer.fp32_groups_flat_partition, outer.fp32_groups_gradients_flat
         else:
             groups, weights = outer.bit16_groups, outer.bit16_groups_flat
             self.masters = outer.single_partition_of_fp32_groups
             sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
         self.buckets = [
-            Bucket(list(group), gradients, w, rank, ranks)
+            Bucket(list(group), gradients, w, partition.rank, partition.size)
             for group, gradients, w in zip(groups, sums, weights, strict=True)
         ]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
@@ -466,17 +457,15 @@ class ZeroStep:
         else:
             self._prepare_others()
         # This rank's gradients: those that count in the norm, and those that another rank counts.
-        copies = {p for p in self._parameters if is_copy(p, topology)}
-        self._counted = self._owned([p for p in self._parameters if p not in copies])
-        self._copies = self._owned(copies)
-
-    def _owned(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [part for bucket in self.buckets for part in bucket.reduced(parameters)]
+        copies = [p for p in self._parameters if is_copy(p, topology)]
+        counted = [p for p in self._parameters if not is_copy(p, topology)]
+        self._counted = owned_gradients(self.buckets, counted)
+        self._copies = owned_gradients(self.buckets, copies)
 
     def _share_masters(self, version: str) -> None:
         """Make this rank's part of the fp32 weights the master weights: no copy is kept or made."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.data = bucket.own(bucket.weights)
+            master.data = bucket.own_weights
         for p in self._parameters:
             _check_object(p, version, "Parameter")  # of another class in a dry run
             p._hp_mapping = None  # type: ignore[attr-defined]
@@ -489,10 +478,10 @@ class ZeroStep:
             outer.clip_grad = 0.0
         if isinstance(self._inner, FusedAdamW):
             outer.update_lp_params = _nothing
-            parts = [bucket.own(bucket.weights) for bucket in self.buckets]
+            parts = [bucket.own_weights for bucket in self.buckets]
             self._inner.copies = dict(zip(self.masters, parts, strict=True))
             if outer.grad_acc_dtype != torch.float32:
-                gradients = [bucket.own(bucket.gradients) for bucket in self.buckets]
+                gradients = [bucket.own_gradients for bucket in self.buckets]
                 self._inner.gradients = dict(zip(self.masters, gradients, strict=True))
                 outer.fp32_groups_gradient_flat_partition = []
 
@@ -524,9 +513,7 @@ class ZeroStep:
             outer.loss_scaler.cur_scale = loss_scale
             for i, bucket in enumerate(self.buckets):
                 # What DeepSpeed takes for a group's gradients: a partition that is flat already.
-                outer.averaged_gradients[i] = SimpleNamespace(
-                    flat_partition=bucket.own(bucket.gradients)
-                )
+                outer.averaged_gradients[i] = SimpleNamespace(flat_partition=bucket.own_gradients)
         squares = self._sum_of_squares()
         if self._bf16:
             # each rank's rounded as DeepSpeed does: runs continue bit by bit
@@ -539,13 +526,13 @@ class ZeroStep:
         ours: dict[str, Any] = {"all_gather_dp_groups": _nothing}
         if self._bf16:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
-        with _replaced(self._module, **ours):
+        with patch.multiple(self._module, **ours):
             self._engine.step()
         return self._norm
 
     def not_taken(self) -> None:
-        """Take the last step out of the bias correction: it was left out. torch's optimizers do it
-        themselves, and others were not called."""
+        """Take the last step, which was skipped, out of the bias correction. torch's optimizers do
+        so themselves, and others were not called."""
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()
 
@@ -553,14 +540,14 @@ class ZeroStep:
         """Make this rank's part of the weights of forward and backward from the master weights."""
         with torch.no_grad():
             for bucket, master in zip(self.buckets, self.masters, strict=True):
-                bucket.own(bucket.weights).copy_(master)
+                bucket.own_weights.copy_(master)
 
     def _sum_of_squares(self) -> torch.Tensor:
         """Return the sum of squares of this replica group's gradients; a scalar.
 
         A parameter that several model-parallel ranks hold counts on one of them. A bad value in
-        another's copy would pass, and the copies would part for good: 0 times their squares is 0,
-        or NaN where anything is not finite.
+        another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
+        squares is 0, or NaN where anything is not finite.
         """
         zero = torch.zeros((), device=self._topology.device)
         total = self._squares(self._counted) if self._counted else zero
@@ -569,21 +556,19 @@ class ZeroStep:
         return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
 
     def _gradients_to_clip(self, for_clipping: bool = False) -> Any:
-        """Return what DeepSpeed's bf16 optimizer clips; it takes the norm of nothing."""
-        return (
-            [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
-        )
+        """Return what DeepSpeed's bf16 optimizer clips, and nothing where it computes a norm."""
+        return [bucket.own_gradients for bucket in self.buckets] if for_clipping else ([], {})
 
     def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor | float:
-        """Return the norm on the host, where DeepSpeed clips by it; otherwise any positive number
-        serves, for which the host need not wait. Some versions refuse a norm of 0."""
+        """Return the norm on the host where DeepSpeed clips by it, otherwise any positive number, for
+        which the host need not wait. Some versions refuse a norm of 0."""
         return (
             1.0 if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
         )
 
     def _set_factor(self, loss_scale: float) -> None:
-        """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_ over
-        the loss scale. It is computed in fp64, as the host would."""
+        """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_,
+        divided by the loss scale. It is computed in fp64, as on the host."""
         norm = (self._norm / loss_scale).double()
         good = torch.isfinite(norm)
         factor = (
@@ -600,4 +585,4 @@ class ZeroStep:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Replace what is done elsewhere, or not needed."""
+    """Stand in for what is done elsewhere, or not needed."""

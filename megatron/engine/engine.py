@@ -1,10 +1,10 @@
 """The engine: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
 
-The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that
-own them while the last backward passes run. `step()` waits for that, clips, updates, and begins to
-hand the new weights to all ranks; the forward passes that follow wait for theirs. DeepSpeed's own
-forward and backward are never called: they divide the gradients that enter each pipeline stage by
-the number of micro-batches.
+The executor calls the chunks directly. Gradients are summed in flat buckets, which are sent to the
+ranks that own them during the last backward passes. `step()` waits for that, clips, updates, and
+starts to send the new weights to all ranks; the forward passes that follow wait for those they
+need. DeepSpeed's own forward and backward are never called: they divide the gradients that enter
+each pipeline stage by the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_internals import (
     ModelParallelUnit,
     ZeroStep,
+    deepspeed_json,
     ensure_process_group,
     import_deepspeed,
     start_engine,
 )
-from megatron.engine.deepspeed_json import deepspeed_json
-from megatron.engine.fragments import Fragment, is_copy
-from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather, WholeParameters
+from megatron.engine.gradients import Gradients, Terms, WeightGather, WholeParameters
 from megatron.engine.optimizer import (
+    Fragment,
     build_optimizer,
     check_groups,
     create_state,
     get_step,
+    is_copy,
     parameter_groups,
     set_step,
     unique_parameters,
 )
 from megatron.engine.optimizer_state import bucket_elements, optimizer_state
-from megatron.kernels.choose import choose_fusions
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
@@ -87,8 +87,8 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale is a
-        setting: it stays.
+        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale of this run
+        is a setting, and stays.
         """
         if self.dynamic:
             self.scale = float(state["scale"])
@@ -116,9 +116,9 @@ class StepResult:
 
 
 class _HostCopy:
-    """Numbers that a device sends to the host while the host continues.
+    """Numbers on their way from a device to the host, which continues meanwhile.
 
-    `read` waits until they have arrived, and for nothing that was queued on the device after them.
+    `read` waits until they have arrived, but not for later work of the device.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -139,22 +139,26 @@ class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32
     or bf16.
 
-    config    reads .batch, .engine, .kernels, .logging, .optimizer, .parallel, .pieces and
-              .precision
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
               or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with
-    partitions of one rank, and gradients that all ranks get the sum of.
+    partitions of one rank, and with gradients whose sum all ranks get.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
-    Modules wait for theirs (WeightGather), and so does `state_dict()`; whoever reads
+    Modules wait for theirs (WeightGather), and so does `state_dict()`. Code that reads
     `chunks.parameters()` in another way after `step()`, or after a checkpoint was loaded, calls
     `wait_for_weights()` before.
 
-    The gradient is the sum over data-parallel ranks of what their backward passes sum up: the loss
-    must be divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So
-    the numbers in which fp16 overflows are the same on every layout.
+    The gradient is the sum over all backward passes of all data-parallel ranks: the loss must be
+    divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So fp16
+    overflows in the same numbers on every layout.
+
+    Attributes for checkpoints:
+
+    moment_names          names of the optimizer's state tensors, as in every fragment's `moments`
+    data_parallel_copies  data-parallel ranks that hold the same fragments: 1 where ZeRO partitions
+                          them
 
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """
@@ -164,45 +168,47 @@ class Engine:
         self.chunks = chunks
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
-        self._stage = int(config.engine.zero_stage)
-        self._state = optimizer_state(config)
-        self._moments = self._state.tensors
-        self.log_num_zeros = config.logging.log_num_zeros_in_grad
-        self.log_params_norm = config.logging.log_params_norm
+        state, stage = optimizer_state(config), config.engine.zero_stage
+        self.moment_names = state.tensors
+        self.data_parallel_copies = 1 if stage == 1 else topology.data.size
+        self._logging = config.logging
 
         parameters = unique_parameters(chunks)
         for p in parameters:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
-        mpu = ModelParallelUnit(topology, self._stage)
+        mpu = ModelParallelUnit(topology, stage)
         limit = None
         if topology.data.size > 1:
-            limit = bucket_elements(int(config.engine.zero_reduce_bucket_size), topology.data.size)
-        whole = getattr(config.pieces.optimizer, "whole", None)
+            limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
+        own = config.pieces.optimizer
+        whole = getattr(own, "whole", None)
         groups = parameter_groups(parameters, config.optimizer.weight_decay, limit, whole)
         ensure_process_group(topology.device)
         check_groups(groups, topology)
         ordered = [p for g in groups for p in g["params"]]
 
         # DeepSpeed would round the weights before it makes master weights of them. The exact ones
-        # are kept in host memory: the device has better use for its own.
+        # are kept in host memory, since device memory is scarce.
         exact = (
             {}
             if self._dtype == torch.float32
             else {p: p.detach().cpu().contiguous() for p in ordered}
         )
         deepspeed = import_deepspeed(topology.device)
-        self._basic = self._build_optimizer(config, groups)
-        settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
-        sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
+        self._basic = (
+            build_optimizer(groups, config, topology.device)
+            if own is None
+            else own(groups, config.optimizer)
+        )
         engine = start_engine(
             deepspeed,
             topology,
-            sums=sums,
+            sums=torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32,
             model=chunks,
             optimizer=self._basic,
-            config=settings,
+            config=deepspeed_json(config, mpu.partition.size),
             mpu=mpu,
         )
         self._zero = ZeroStep(
@@ -210,22 +216,24 @@ class Engine:
             self._basic,
             topology,
             self._dtype,
-            mpu.partition.rank,
-            mpu.partition.size,
+            mpu.partition,
             kernels=config.kernels.optimizer_implementation != "torch",
         )
         for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
             group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
-        for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True):
-            for p, first, place in bucket.owned():
-                if p in exact:
-                    part = master.detach()[place]
-                    part.copy_(exact.pop(p).view(-1)[first : first + len(part)])
+        owned = [
+            (p, first, place.stop - place.start, master, place)
+            for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
+            for p, first, place in bucket.owned()
+        ]
+        for p, first, count, master, place in owned:
+            if p in exact:
+                master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
         exact.clear()
-        # the moments are larger than any hole that the weights of the start have left
+        # the moments are larger than any hole that the initial weights have left
         release_free_memory()
-        create_state(self._basic, self._state)
+        create_state(self._basic, state)
         self._scale = LossScale(config.precision)
         # a step whose figures were not read yet
         self._under_way: tuple[float, _HostCopy] | None = None
@@ -235,40 +243,21 @@ class Engine:
                 p,
                 sharding_of(p),
                 first,
-                place.stop - place.start,
+                count,
                 master.detach()[place],
-                {name: self._basic.state[master][name][place] for name in self._moments},
+                {name: self._basic.state[master][name][place] for name in self.moment_names},
             )
-            for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
-            for p, first, place in bucket.owned()
+            for p, first, count, master, place in owned
         ]
-
-    # -- set-up ------------------------------------------------------------------------------------
-
-    def _build_optimizer(
-        self, config: Config, groups: list[dict[str, Any]]
-    ) -> torch.optim.Optimizer:
-        own = config.pieces.optimizer
-        if own is not None:
-            result: torch.optim.Optimizer = own(groups, config.optimizer)
-            return result
-        fused = choose_fusions(
-            config.kernels, self.topology.device, config.precision.dtype_name
-        ).optimizer
-        implementation = config.kernels.optimizer_implementation
-        return build_optimizer(
-            groups, config.optimizer, self.topology.device, implementation, fused
-        )
 
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
         place = {p: i for i, p in enumerate(parameters)}
         self._bucket_of = {p: bucket for bucket in self._zero.buckets for p in bucket.parameters}
 
-        def last_backward(bucket: Bucket) -> int:
-            return -min(place[p] for p in bucket.parameters)
-
-        buckets = sorted(self._zero.buckets, key=last_backward)
+        buckets = sorted(
+            self._zero.buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters)
+        )
         watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
         self._gradients = Gradients(
             buckets,
@@ -288,53 +277,46 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before the backward pass; 1 but in fp16. A dynamic one depends on the
-        last step, for which this waits."""
+        """Return the factor of the loss before the backward pass; 1 except in fp16. A dynamic one
+        depends on the last step, for which this waits."""
         if self._scale.dynamic:
             self._settle()
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches`: buckets that are complete early can be
-        reduced early.
+        """Announce the backward passes of `micro_batches`, so that complete buckets can be reduced
+        early.
 
-        Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call
-        before `step`.
+        Not needed without overlap. Raises ConfigError, on every rank, for a second call before
+        `step`.
         """
         self._gradients.begin(micro_batches)
 
-    def after_backward(self) -> None:
-        """Take gradients that were put into `.grad` by hand; those of autograd and of our layers
-        are taken already.
-        """
-        self._gradients.collect()
-
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient sum of a parameter since the last step, loss scale included, before any
-        reduction.
+        """Return the gradient sum of a parameter since the last step, loss scale included, before
+        any reduction.
 
-        With overlap_grad_reduce the reduction begins during the backward passes: then nothing is
-        promised after them.
+        With overlap_grad_reduce the reduction begins during the backward passes, and the value is
+        undefined after them.
         """
         return self._gradients.of(p)
 
     def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
         """Reduce the gradients over all ranks, clip them, update the weights and clear the
-        gradients.
+        gradients. Gradients that were put into `.grad` by hand count as well.
 
         A gradient that is not finite on any rank skips the step on all. `weight_decay`, where
-        given, is the one of the decaying parameters from now on.
+        given, holds for the decaying parameters from now on.
         """
         self.start_step(lr, weight_decay)
         return self.finish_step()
 
     def start_step(self, lr: float, weight_decay: float | None = None) -> None:
-        """`step` without its result, for which the host would wait: the device decides whether the
-        step counts.
+        """Start a step without waiting for its result: the device decides whether the step counts.
 
-        The next passes may follow at once; `finish_step` gives the result any time before the next
-        step. Until a first step has counted it is read here: what later ones may overlap depends on
-        it.
+        The next passes may follow at once; `finish_step` returns the result at any time before the
+        next step. Until a first step has counted, this waits: whether later steps may overlap
+        depends on it.
         """
         self._settle()
         for group in self._basic.param_groups:
@@ -345,17 +327,17 @@ class Engine:
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.wait()  # of the step before: some may not have been asked for
-        zeros = [self._count_zeros()] if self.log_num_zeros else []
+        zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._zero.step(scale)
         self._gradients.renew()
         self._weights.start()
-        squares = [self._params_squares()] if self.log_params_norm else []
+        squares = [self._params_squares()] if self._logging.log_params_norm else []
         self._under_way = scale, _HostCopy(torch.stack([(norm / scale).double(), *zeros, *squares]))
         if not self._gradients.counted:
             self._settle()
 
     def finish_step(self) -> StepResult:
-        """The result of the last step; waits for the device where it was not read yet."""
+        """Return the result of the last step; wait for the device where it was not read yet."""
         self._settle()
         assert self._result is not None, "a step was started"
         return self._result
@@ -373,7 +355,7 @@ class Engine:
             self._gradients.counts()
         self._scale.update(skipped)
         self.skipped_steps += skipped
-        zeros = others.pop(0) if self.log_num_zeros else None
+        zeros = others.pop(0) if self._logging.log_num_zeros_in_grad else None
         self._result = StepResult(
             grad_norm=None if skipped else norm,
             skipped=skipped,
@@ -383,16 +365,14 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Discard the gradients accumulated since the last step. All ranks must call it, as
-        `step`.
+        """Discard the gradients accumulated since the last step. Like `step` it is called on all
+        ranks.
         """
-        for p in self._gradients.parameters:
-            p.grad = None
         self._gradients.renew()
 
     def wait_for_weights(self) -> None:
-        """Return when all weights of the last step are here: before they are read other than by a
-        forward pass.
+        """Wait until all weights of the last step have arrived: for code that reads them other than
+        by a forward pass.
         """
         self._weights.wait()
 
@@ -401,10 +381,10 @@ class Engine:
         replicated over the tensor ranks, a tied embedding. The first call also looks at the
         gradients of the first step.
 
-        All ranks call it, after a step that was not skipped, then now and then: it reads all
+        All ranks call it, after a step that was not skipped, and then at intervals: it reads all
         weights once, and sends a few bytes for each parameter and one number over all ranks. Raises
         TrainingError on every rank where copies differ, ConfigError where a gradient that is a term
-        of a sum over the tensor ranks is taken as whole, or the other way round. `when` goes into
+        of a sum over the tensor ranks is taken as whole, or the other way round. `when` is part of
         the message.
         """
         self._settle()
@@ -418,7 +398,7 @@ class Engine:
         """Sum scalars, in float64, over everything that together holds the model once; a scalar."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
         value = torch.stack([zero, *(t.to(zero) for t in terms)]).sum()
-        if self._stage == 1:
+        if self.data_parallel_copies == 1:
             all_reduce(value, self.topology.data)
         return all_reduce(value, self.topology.model)
 
@@ -428,7 +408,7 @@ class Engine:
         for f in self._counted():
             bucket = self._bucket_of[f.parameter]
             start, stop = bucket.held(f.parameter)
-            gradient = bucket.own(bucket.gradients)[start:stop]
+            gradient = bucket.own_gradients[start:stop]
             terms += [view.numel() - view.count_nonzero() for _, view in f.real(gradient)]
         return self._over_model(terms)
 
@@ -445,27 +425,15 @@ class Engine:
 
     # -- state, for checkpoints --------------------------------------------------------------------
 
-    @property
-    def moment_names(self) -> tuple[str, ...]:
-        """Names of the optimizer's state tensors, as in every fragment's `moments`."""
-        return self._moments
-
     def fragments(self) -> list[Fragment]:
-        """Return the parts of parameters that this rank's optimizer holds, as views: writing
-        changes the optimizer.
+        """Return the parts of parameters that this rank's optimizer holds, as views through which it
+        can be written.
         """
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
-    @property
-    def data_parallel_copies(self) -> int:
-        """Number of data-parallel ranks that hold the same fragments: 1 when ZeRO partitions
-        them.
-        """
-        return 1 if self._stage == 1 else self.topology.data.size
-
     def scalars(self) -> dict[str, Any]:
-        """The state that is the same on every rank, JSON-ready."""
+        """Return the state that is the same on every rank, JSON-ready."""
         self._settle()
         return {
             "optimizer_step": get_step(self._basic),
@@ -474,7 +442,7 @@ class Engine:
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Restore the result of `scalars()`, perhaps of another layout or precision."""
+        """Restore the result of `scalars()`, also from another layout or precision."""
         self._settle()
         set_step(self._basic, int(scalars["optimizer_step"]))
         self.skipped_steps = int(scalars.get("skipped_steps", 0))

@@ -9,7 +9,7 @@ alone, which have a data-parallel size'th of the elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.parallel.collectives import (
     all_reduce_async,
     gather_first,
     reduce_scatter_first,
+    reduce_scatter_into_async,
     start,
 )
 from megatron.parallel.sharding import GradientSink, sharding_of
@@ -39,11 +40,14 @@ class Gradients:
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete when each of its parameters got as many contributions as a step gives it.
-    How many that are for each micro-batch is counted in the first step, which therefore overlaps
-    nothing, nor do those before one `counts`; schedules that split the backward pass, shared
-    weights and layers that hand their gradient to autograd need no further care. Buckets are sent
-    in their order, so that all ranks post the same messages, also where a parameter gets no
-    gradient: its bucket and those behind it wait for `reduce`.
+    How many that are for each micro-batch is counted in the first step. So that step overlaps
+    nothing, nor do steps before the first that is not skipped (`counts`). Schedules that split the
+    backward pass, shared weights and layers that hand their gradient to autograd need no further
+    care. Buckets are sent in their order, so that all ranks post the same messages, also where a
+    parameter gets no gradient: its bucket and those behind it wait for `reduce`.
+
+    counted  whether a step has counted
+    first    of the first step that counted; None without tensor parallelism
     """
 
     def __init__(
@@ -52,13 +56,12 @@ class Gradients:
         topology: Topology,
         terms: Terms,
         overlap: bool,
-        direct: bool = True,
+        direct: bool,
     ) -> None:
         self.buckets = list(buckets)
-        # of the step that counted first; None without tensor parallelism
+        self.counted = False
         self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
-        self._counted = False
         self._topology, self._terms = topology, terms
         self._overlap = overlap and topology.data.size > 1
         self._sinks: dict[torch.nn.Parameter, GradientSink] = {}
@@ -72,30 +75,24 @@ class Gradients:
                 self._sinks[p], self._bucket_of[p] = sink, number
         # what this rank owns of them; the first step shows which they are
         self._partial: list[torch.Tensor] = []
-        self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
+        tied = [p for p in self._sinks if sharding_of(p).tied]
+        self._tied = owned_gradients(self.buckets, tied)
         self._works: list[Any] = []
         self._sent = 0  # buckets on their way
         self._micro_batches = 0  # of the current step; 0: not announced
         # contributions; empty until the first step is over
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
         self._seen = dict.fromkeys(self._sinks, 0)
-        # for each bucket parameters that are not complete; empty: nothing is sent early
+        # parameters of each bucket that are not complete; empty: nothing is sent early
         self._missing: list[int] = []
-
-    @property
-    def parameters(self) -> Iterable[torch.nn.Parameter]:
-        return self._sinks
-
-    def _owned(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [part for bucket in self.buckets for part in bucket.reduced(parameters)]
 
     # -- while backward passes run -----------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`; `reduce` follows them.
 
-        Raises ConfigError, on every rank, for a second call before that, where the sums of the
-        first were sent.
+        Raises ConfigError, on every rank, for a second call before `reduce` where the overlap may
+        have sent sums already.
         """
         if self._missing:
             raise ConfigError(
@@ -104,7 +101,7 @@ class Gradients:
                 "--no-overlap-grad-reduce"
             )
         self._micro_batches += micro_batches
-        if self._overlap and self._per_micro_batch and self._counted:
+        if self._overlap and self._per_micro_batch and self.counted:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def collect(self) -> None:
@@ -146,21 +143,19 @@ class Gradients:
     # -- between backward passes and the optimizer's step ------------------------------------------
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was
-        sent.
+        """Return the gradient sum of `p` in its shape, zeros without contributions; meaningless once
+        it was sent.
         """
         return self._sinks[p].complete()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that
-        it owns.
-        """
+        """Sum the terms of all ranks; each rank then has the sum of the parts that it owns."""
         if self._micro_batches and not self._per_micro_batch:
             self._per_micro_batch = {
                 p: _for_each(n, self._micro_batches) for p, n in self._seen.items()
             }
-        if not self._counted:
+        if not self.counted:
             self._look()
         self._send_all()
         topology = self._topology
@@ -174,7 +169,7 @@ class Gradients:
             work.wait()
 
     def _look(self) -> None:
-        """Find in a first step which gradients are terms, and keep the digests that check it."""
+        """Find which gradients of a first step are terms, and keep digests by which to check it."""
         if self._topology.tensor.size == 1:
             return
         partial = {
@@ -182,24 +177,18 @@ class Gradients:
             for p, s in self._sinks.items()
             if sharding_of(p).dim is None
         }
-        self._partial = self._owned([p for p, is_term in partial.items() if is_term])
+        terms = [p for p, is_term in partial.items() if is_term]
+        self._partial = owned_gradients(self.buckets, terms)
         if partial:
             found = torch.stack(
                 [mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial]
             )
             self._looked = FirstGradients(list(partial), list(partial.values()), found)
 
-    @property
-    def counted(self) -> bool:
-        """True once a step has counted."""
-        return self._counted
-
     def counts(self) -> None:
-        """The step of the last `reduce` was not skipped: later ones overlap, and are not looked
-        at.
-        """
-        if not self._counted:
-            self._counted, self.first = True, self._looked
+        """Note that the step of the last `reduce` was not skipped: later steps may overlap."""
+        if not self.counted:
+            self.counted, self.first = True, self._looked
 
     def _send_all(self) -> None:
         while self._sent < len(self.buckets):
@@ -209,13 +198,14 @@ class Gradients:
         self._works = []
 
     def renew(self) -> None:
-        """Begin new sums. What is on its way arrives first: all data-parallel ranks must call
+        """Begin new sums, after what is on its way has arrived: all data-parallel ranks must call
         this.
         """
         if self._missing:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
         self._sent, self._micro_batches, self._missing = 0, 0, []
         for p, sink in self._sinks.items():
+            p.grad = None
             sink.renew()
             self._seen[p] = 0
 
@@ -224,8 +214,8 @@ _NEVER = 1 << 62
 
 
 def _for_each(contributions: int, micro_batches: int) -> int:
-    """Contributions for one micro-batch; more than ever come where they differ or there were
-    none.
+    """Return the contributions of each micro-batch; a number never reached where they differ or
+    there were none.
     """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
@@ -233,7 +223,7 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 @torch.no_grad()
 def to_sink(p: torch.Tensor) -> None:
-    """Add what autograd has left to the sink; it left no gradient where a layer has added its
+    """Move the gradient that autograd has left to the sink; there is none where a layer added its
     own.
     """
     if p.grad is not None:
@@ -245,16 +235,13 @@ def sum_over(tensors: Sequence[torch.Tensor], group: Group) -> None:
     """Sum flat tensors over a group in place, in one message."""
     if group.size == 1 or not tensors:
         return
-    if len(tensors) == 1:
-        all_reduce(tensors[0], group)
-        return
     joined = torch.cat(list(tensors))
     all_reduce(joined, group)
     torch._foreach_copy_(list(tensors), list(joined.split([len(t) for t in tensors])))
 
 
 class Terms:
-    """The kind of each parameter's gradient, whole or a term of a sum over the tensor ranks.
+    """The kind of each parameter's gradient: whole, or a term of a sum over the tensor ranks.
 
     It is read off the autograd graph of the first forward pass of each of `chunks`. A parameter
     that all tensor ranks hold gets its whole gradient on each of them where it works on values that
@@ -264,8 +251,8 @@ class Terms:
     forward pass, True where the gradients that it returns are terms. Every other function passes on
     the kind of gradient that it gets.
 
-    sequence_parallel  a gradient that enters a chunk through its output is of this rank's tokens
-                       only
+    sequence_parallel  whether gradients that enter a chunk through its output are of this rank's
+                       tokens only
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], sequence_parallel: bool) -> None:
@@ -291,7 +278,7 @@ class Terms:
                 continue
             seen.add(way)
             node, partial = way
-            # The chunk's input is a leaf, too, which must not be kept.
+            # The chunk's input is a leaf as well, and must not be kept.
             if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
                 self._seen.setdefault(node.variable, set()).add(partial)
             partial = getattr(node, "partial_gradient", partial)
@@ -301,8 +288,9 @@ class Terms:
         """Return whether the gradients of `p` on the tensor ranks are terms of a sum; its Sharding
         may declare it.
 
-        `used`: it has a gradient. Raises ConfigError where no path of the graph, or paths of both
-        kinds lead to it.
+        used  whether it has a gradient
+
+        Raises ConfigError where no path of the graph, or paths of both kinds, lead to it.
         """
         sharding = sharding_of(p)
         if sharding.partial_gradient is not None or sharding.dim is not None:
@@ -310,10 +298,10 @@ class Terms:
         seen = self._seen.get(p, set())
         if len(seen) > 1:
             raise ConfigError(
-                f"the gradient of {sharding.name} is whole on one way from the loss and a term of "
-                "a sum over the tensor ranks on another: values that all ranks hold enter a "
-                "tensor-parallel region through ColumnParallelLinear, or through an autograd "
-                "function that sums their gradient over the ranks"
+                f"the gradient of {sharding.name} is whole along one path from the loss and a term "
+                "of a sum over the tensor ranks along another: pass values that all ranks hold "
+                "into a tensor-parallel region through ColumnParallelLinear, or through an "
+                "autograd function that sums their gradient over the ranks"
             )
         if used and not seen:
             raise ConfigError(
@@ -339,6 +327,7 @@ class Bucket:
     gradients  sums, in fp32 or bf16  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
     rank       this rank's place among those that share the bucket, of `ranks`
+    own_...    the parts that this rank owns  # [n / ranks]
     """
 
     parameters: Sequence[torch.nn.Parameter]
@@ -347,31 +336,31 @@ class Bucket:
     rank: int
     ranks: int
     starts: dict[torch.nn.Parameter, int] = field(init=False)
+    own_gradients: torch.Tensor = field(init=False)
+    own_weights: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.gradients.shape == self.weights.shape, (
             "gradients and weights are laid out alike"
         )
         assert len(self.weights) % self.ranks == 0, "ranks own equal parts"
+        size = len(self.weights) // self.ranks
+        self.own_gradients = self.gradients.narrow(0, self.rank * size, size)
+        self.own_weights = self.weights.narrow(0, self.rank * size, size)
         self.starts, at = {}, 0
         for p in self.parameters:
             self.starts[p] = at
             at += p.numel()
 
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part [n / ranks] of a flat tensor that this rank owns."""
-        size = len(flat) // self.ranks
-        return flat.narrow(0, self.rank * size, size)
-
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The whole gradient sum of a parameter, in its shape."""
+        """Return the whole gradient sum of a parameter, in its shape."""
         return self.gradients.narrow(0, self.starts[p], p.numel()).view(p.shape)
 
     def held(self, p: torch.nn.Parameter) -> tuple[int, int]:
-        """[start, stop) of a parameter within what this rank owns; empty where another rank owns
-        all of it.
+        """Return [start, stop) of a parameter within what this rank owns; empty where other ranks
+        own all of it.
         """
-        size = len(self.weights) // self.ranks
+        size = len(self.own_weights)
         start = self.starts[p] - self.rank * size
         return min(max(start, 0), size), min(max(start + p.numel(), 0), size)
 
@@ -379,18 +368,15 @@ class Bucket:
         """Yield each parameter of which this rank owns elements, the first of them, and where they
         are in its part.
         """
+        begin = self.rank * len(self.own_weights)
         for p in self.parameters:
             start, stop = self.held(p)
             if start < stop:
-                yield (
-                    p,
-                    max(0, self.rank * (len(self.weights) // self.ranks) - self.starts[p]),
-                    slice(start, stop),
-                )
+                yield p, max(0, begin - self.starts[p]), slice(start, stop)
 
     def reduced(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Return this rank's part of the gradients of some parameters; those of neighbours as one
-        flat tensor.
+        """Return this rank's part of the gradients of some parameters; adjacent ones are one flat
+        tensor.
         """
         wanted, runs = set(parameters), list[tuple[int, int]]()
         for p in self.parameters:
@@ -400,59 +386,54 @@ class Bucket:
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]
             runs.append((start, stop))
-        own = self.own(self.gradients)
-        return [own[start:stop] for start, stop in runs]
+        return [self.own_gradients[start:stop] for start, stop in runs]
+
+
+def owned_gradients(
+    buckets: Iterable[Bucket], parameters: Collection[torch.nn.Parameter]
+) -> list[torch.Tensor]:
+    """Return this rank's part of the gradients of some parameters, as flat tensors."""
+    return [part for bucket in buckets for part in bucket.reduced(parameters)]
 
 
 def reduce_to_owners(bucket: Bucket, group: Group) -> list[Any]:
-    """Start to sum the gradients over `group`: every rank gets the part that it owns. Returns what
-    to wait for.
+    """Start to sum the gradients over `group`: every rank gets the part that it owns. Returns work
+    handles.
 
-    Of the other parts nothing is promised. Where each rank owns the whole bucket (ZeRO stage 0) all
-    get the whole sum.
+    The other parts are undefined afterwards. Where each rank owns the whole bucket (ZeRO stage 0)
+    all get the whole sum.
     """
     flat = bucket.gradients
     if bucket.ranks == 1:
-        return [start(b"all_reduce", group, flat.nbytes, dist.all_reduce, flat)]
+        return [all_reduce_async(flat, group)]
     if flat.device.type == "cpu":
-        # gloo copies the input of a reduce-scatter and sums all of it on all ranks; a reduction to
-        # one rank it does in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
+        # gloo copies the input of a reduce-scatter and sums all of it on all ranks, but reduces to
+        # one rank in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
         parts = zip(flat.chunk(bucket.ranks), group.ranks, strict=True)
         return [
             start(b"reduce", group, part.nbytes, dist.reduce, part, dst=rank)
             for part, rank in parts
         ]
-    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return [start(b"reduce_scatter", group, flat.nbytes, scatter, bucket.own(flat), flat)]
+    return [reduce_scatter_into_async(bucket.own_gradients, flat, group)]
 
 
 def gather_from_owners(bucket: Bucket, group: Group) -> list[Any]:
-    """Start to collect the weights of all owners on every rank of `group`. Returns what to wait
-    for.
-    """
+    """Start to gather the weights of all owners on every rank of `group`. Returns work handles."""
     if bucket.ranks == 1:
         return []
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return [
-        start(
-            b"all_gather",
-            group,
-            bucket.weights.nbytes,
-            gather,
-            bucket.weights,
-            bucket.own(bucket.weights),
-        )
-    ]
+    whole = bucket.weights
+    return [start(b"all_gather", group, whole.nbytes, gather, whole, bucket.own_weights)]
 
 
 _BLOCK = 1 << 16
 
 
 def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of flat tensors, by torch; fp32, a scalar.
+    """Return the sum of squares of flat tensors by torch's operators; fp32, a scalar.
 
-    Squares of blocks are added up in fp32 and the blocks in fp64: all in fp64 takes torch eighteen
-    times as long.
+    Squares within a block are added up in fp32 and the blocks in fp64: with fp64 throughout, torch
+    takes eighteen times as long.
     """
     norms = []
     for t in tensors:
@@ -471,10 +452,10 @@ class WeightGather:
     chunks   this rank's model: a module that is about to run waits for its weights
     overlap  `start` returns at once
 
-    A chunk says with `weight_users()` which modules it calls, and which parameters must be there
-    for each: pairs of a module and its parameters, those of modules within included. Without, all
-    of a chunk's weights are waited for before it runs. A state_dict of a chunk or of a module of it
-    waits for all. Whoever reads weights in another way calls `wait` before.
+    A chunk's `weight_users()` returns which modules it calls, and which parameters each needs: pairs
+    of a module and its parameters, those of its submodules included. A chunk without that method
+    waits for all its weights before it runs. A state_dict of a chunk or of one of its modules waits
+    for all. Code that reads weights in another way calls `wait` before.
     """
 
     def __init__(
@@ -494,7 +475,7 @@ class WeightGather:
             for module, parameters in users() if users else [(chunk, list(chunk.parameters()))]:
                 module.register_forward_pre_hook(self._waits_for(parameters, of))
             for module in chunk.modules():
-                module.register_state_dict_pre_hook(self._before_state_dict)
+                module.register_state_dict_pre_hook(lambda *_: self.wait())
 
     def _waits_for(
         self, parameters: Sequence[torch.nn.Parameter], of: Mapping[torch.nn.Parameter, Bucket]
@@ -507,12 +488,9 @@ class WeightGather:
 
         return before
 
-    def _before_state_dict(self, *_: Any) -> None:
-        self.wait()
-
     @torch.no_grad()
     def start(self) -> None:
-        """Collect the weights: all ranks of the group call it, after their part has changed."""
+        """Gather the weights: all ranks of the group call it, after their part has changed."""
         for bucket in self._buckets:
             works = gather_from_owners(bucket, self._group)
             if works:
@@ -521,7 +499,7 @@ class WeightGather:
             self.wait()
 
     def wait(self) -> None:
-        """Return when all weights are there."""
+        """Wait until all weights are there."""
         self._wait(list(self._works))
 
     def _wait(self, buckets: Iterable[Bucket]) -> None:
@@ -540,8 +518,8 @@ class WholeParameters:
     Gathers `flat` [n], laid out as this rank's weights of the group, over the data-parallel and
     tensor-parallel ranks; calls change(name, tensor) with the values of each parameter in its
     global shape, on one data-parallel rank and all tensor-parallel ranks; returns this rank's part
-    of the results, [n]. The groups of data-parallel ranks get their parameters so that each
-    computes about as many elements.
+    of the results, [n]. Parameters are spread over the data-parallel ranks so that each computes
+    about as many elements.
     """
 
     def __init__(self, bucket: Bucket, topology: Topology) -> None:
@@ -569,9 +547,9 @@ class WholeParameters:
         parameter.
         """
         tensor, sharding = self._topology.tensor, sharding_of(p)
-        dim = sharding.dim
+        dim, real = sharding.dim, tuple(slice(0, n) for n in sharding.extent)
         if dim is None or tensor.size == 1:
-            whole = local[tuple(slice(0, n) for n in sharding.extent)]
+            whole = local[real]
         else:
             whole = gather_first(local.transpose(0, dim), tensor).transpose(0, dim)
             whole = whole.narrow(dim, 0, sharding.global_shape[dim])  # padding is at the end
@@ -584,5 +562,5 @@ class WholeParameters:
         extent = tuple(
             slice(o, o + n) for o, n in zip(sharding.offset, sharding.extent, strict=True)
         )
-        shard[tuple(slice(0, n) for n in sharding.extent)] = found[extent]
+        shard[real] = found[extent]
         return shard

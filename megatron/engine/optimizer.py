@@ -1,27 +1,34 @@
-"""The torch optimizer that runs on this rank's master weights, and its parameter groups."""
+"""The torch optimizer that runs on this rank's master weights, its parameter groups, and the parts
+of parameters that it holds.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.engine.optimizer_state import OptimizerState
 from megatron.errors import ConfigError
-from megatron.kernels.choose import fused_adam
+from megatron.kernels.choose import choose_fusions, fused_adam
 from megatron.kernels.ops.optimizer import adamw_
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 WantsWhole = Callable[[str, tuple[int, ...]], bool]
 
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Trainable parameters in order; a weight that two layers share appears once."""
+    """Return the trainable parameters in order; a weight that two layers share appears once."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -31,17 +38,16 @@ def parameter_groups(
     bucket_elements: int | None = None,
     whole: WantsWhole | None = None,
 ) -> list[dict[str, Any]]:
-    """The parameters with weight decay, then those without, cut into buckets; an empty group is
-    left out.
+    """Return parameter groups: first those with weight decay, then those without, cut into buckets.
 
     Each kind is in the reverse of the order given, which is about the order in which a backward
-    pass makes gradients. A group has at most `bucket_elements` unless one parameter has more; None:
-    all of a kind are one group. The tied embedding is a group of its own, so that the first and the
-    last stage divide it alike over their data-parallel ranks. So are parameters that the optimizer
-    wants `whole`, by global name and shape.
+    pass produces gradients. A group has at most `bucket_elements` unless one parameter has more;
+    with None all parameters of a kind form one group. The tied embedding is a group of its own, so
+    that the first and the last stage divide it alike over their data-parallel ranks. So are
+    parameters that the optimizer wants `whole`, by global name and shape.
 
-    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the
-    schedule, and a key `whole`, True for those of whole parameters.
+    A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
+    whether it consists of whole parameters.
     """
     kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
     for p in list(parameters)[::-1]:
@@ -73,63 +79,46 @@ def _cut(
 
 
 def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
-    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same kinds of
-    parameter groups.
-    """
-    mine = tuple(sorted({bool(g["decays"]) for g in groups}, reverse=True))
-    found: list[Any] = [mine]
-    if topology.model.size > 1:
-        found = [None] * topology.model.size
-        dist.all_gather_object(found, mine, group=topology.model.handle)
-    if len(set(found)) > 1 or not mine:
-        names = {True: "with weight decay", False: "without"}
-        listed = "; ".join(
-            f"rank {rank}: {', '.join(names[d] for d in kinds) or 'none'}"
-            for rank, kinds in zip(topology.model.ranks, found, strict=True)
-        )
+    """Raise ConfigError, on every rank, where a model-parallel rank has no parameters to train."""
+    counts = gather_objects(len(groups), topology.model)
+    without = [rank for rank, n in zip(topology.model.ranks, counts, strict=True) if not n]
+    if without:
         raise ConfigError(
-            "every pipeline stage and tensor rank needs parameters of the same kinds, but they "
-            f"have: {listed}. Use fewer pipeline stages or another --pipeline-layout, so that no "
-            "stage is without layers"
+            f"ranks {without} have no parameters to train: use fewer pipeline stages or another "
+            "--pipeline-layout, so that no stage is without layers"
         )
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]],
-    settings: Any,
-    device: torch.device,
-    implementation: str = "auto",
-    fused: bool = False,
+    groups: list[dict[str, Any]], config: Config, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD, from `config.optimizer`.
+    """Make the AdamW or SGD of `config.optimizer`.
 
-    implementation  config.kernels.optimizer_implementation; "apex": apex's AdamW, where it runs on
-                    this device
-    fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is
-                    torch's fused one
+    AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
+    kernel where megatron.kernels.choose says so; otherwise torch's fused one.
     """
+    settings, kernels = config.optimizer, config.kernels
     if settings.optimizer == "sgd":
         return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    if implementation == "apex" and fused_adam(device.type).usable:
-        apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
-        apex = apex_adam(
-            groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True
+    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    if kernels.optimizer_implementation == "apex" and fused_adam(device.type).usable:
+        apex: Any = importlib.import_module("apex.optimizers").FusedAdam
+        made: torch.optim.Optimizer = apex(
+            groups, lr=settings.lr, betas=betas, eps=eps, adam_w_mode=True
         )
-        for group in apex.param_groups:
+        for group in made.param_groups:
             group["step"] = 0
-        result: torch.optim.Optimizer = apex
-        return result
-    if fused:
-        return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
-    return AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+        return made
+    if choose_fusions(kernels, device, config.precision.dtype_name).optimizer:
+        return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=eps)
+    return AdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
 
 
 def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Make the optimizer's state now, as zeros.
+    """Create the optimizer's state as zeros.
 
-    torch makes it at the first step; a fresh engine must have it before to load a checkpoint, and
-    memory that does not suffice is better found out at the start.
+    torch creates it at the first step. A fresh engine needs it earlier to load a checkpoint, and it
+    is better to run out of memory at the start.
     """
     # fused, so that its steps are counted on the device
     torchs = isinstance(optimizer, torch.optim.AdamW)
@@ -146,7 +135,7 @@ def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> Non
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
-    """Steps taken, which a bias correction counts; 0 for an optimizer that counts none."""
+    """Return the steps that the bias correction has counted; 0 for an optimizer that counts none."""
     group = optimizer.param_groups[0]
     step = optimizer.state[group["params"][0]].get("step", group.get("step", 0))
     return int(step)
@@ -166,11 +155,10 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 class Untraced:
-    """A base class before torch's optimizer: its methods without the marks for torch's compiler.
+    """Methods of torch's optimizers without their marks for torch's compiler.
 
-    torch marks methods of its optimizers as not to be traced, and imports the compiler when they
-    are first called, which takes half as long as importing torch. Nothing here is traced, so the
-    methods are used without the marks.
+    torch marks them as not to be traced, and imports the compiler when they are first called, which
+    takes half as long as importing torch. Nothing here is traced.
     """
 
     add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -178,9 +166,9 @@ class Untraced:
 
 
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The method `step` of one of torch's optimizers; like that one it records no gradients."""
-    result: Callable[..., Any] = torch.no_grad()(inspect.unwrap(optimizer.step))
-    return result
+    """Return the method `step` of one of torch's optimizers without the mark."""
+    step: Callable[..., Any] = inspect.unwrap(optimizer.step)
+    return torch.no_grad()(step)
 
 
 class AdamW(Untraced, torch.optim.AdamW):
@@ -196,16 +184,15 @@ class SGD(Untraced, torch.optim.SGD):
 
 
 class FusedAdamW(Untraced, torch.optim.Optimizer):
-    """torch.optim.AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients fp32 or 16
-    bit.
+    """AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients in fp32 or 16 bit.
 
     params  as torch's optimizers take them; lr, betas, eps, weight_decay are numbers
 
-    Each group counts its steps in `group["step"]`, on the host, also for a parameter without
-    gradient, which is left out. State: `exp_avg` and `exp_avg_sq`, fp32.
+    Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
+    left out. State: `exp_avg` and `exp_avg_sq`, fp32.
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    gradients       {parameter: gradient} in place of .grad, which has the parameter's format
+    gradients       {parameter: gradient}, in place of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
                     which the host need not know. Where it is not finite the step changes nothing,
                     and the caller must call `uncount`
@@ -259,3 +246,75 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         """Take the last step, which changed nothing, out of the bias correction."""
         for group in self.param_groups:
             group["step"] -= 1
+
+
+# -- parts of parameters ---------------------------------------------------------------------------
+#
+# ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of
+# the line. A stretch of a row-major tensor is a few boxes of its index space; a box has a place in
+# the global tensor, whatever the layout.
+
+Index = tuple[int, ...]
+
+
+def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Index]]:
+    """Return elements [start, stop) of a row-major array as boxes (offsets, sizes), in order; at
+    most 2 * dimensions - 1.
+
+    >>> boxes(2, 9, (3, 4))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = []
+    while start < stop:
+        offset = tuple(start // stride % n for stride, n in zip(strides, shape, strict=True))
+        dim = 0  # the outermost of which a whole slice begins here
+        while start % strides[dim] or start + strides[dim] > stop:
+            dim += 1
+        count = min((stop - start) // strides[dim], shape[dim] - offset[dim])
+        found.append((offset, (*(1,) * dim, count, *shape[dim + 1 :])))
+        start += count * strides[dim]
+    return found
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The stretch [start, start + numel) of one local parameter whose optimizer state this rank
+    holds.
+
+    master   fp32 weights, a flat view into the optimizer's partition  # [numel]
+    moments  the optimizer's state by name, flat views like `master`
+    """
+
+    parameter: torch.nn.Parameter
+    sharding: Sharding
+    start: int
+    numel: int
+    master: torch.Tensor
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def real(self, flat: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield (global offset, view) of the real elements of a flat tensor [numel] that is laid
+        out like this fragment. Padding is left out. Views share memory with `flat`.
+        """
+        at = 0
+        for offset, sizes in boxes(self.start, self.start + self.numel, self.parameter.shape):
+            box = flat.narrow(0, at, math.prod(sizes)).view(sizes)
+            at += box.numel()
+            within = zip(offset, self.sharding.extent, strict=True)
+            view = box[tuple(slice(0, max(0, extent - o)) for o, extent in within)]
+            if view.numel():
+                place = zip(offset, self.sharding.offset, strict=True)
+                yield tuple(o + s for o, s in place), view
+
+
+def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
+    """Return whether another rank of the model group holds the same values and counts them.
+
+    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not
+    sharded.
+    """
+    sharding = sharding_of(parameter)
+    if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
+        return True
+    return sharding.dim is None and not topology.tensor.is_first

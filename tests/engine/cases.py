@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron.engine.engine as engine_module
+import megatron.engine.optimizer as optimizer_module
 from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine, StepResult
 from megatron.engine.optimizer import FusedAdamW
@@ -104,12 +105,28 @@ def scale_grows(topology: Topology) -> dict[str, Any]:
     return {"scales": scales, "state": toy.state_pieces(engine)}
 
 
-def unequal_groups(topology: Topology) -> str:
-    """The last stage has no parameter without weight decay."""
+def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
+    """The state after two steps, without clipping, of the whole model; and of one whose last stage
+    has no parameter without weight decay.
+    """
+    states = []
+    for lacks in (False, True):
+        chunks = toy.build(topology)
+        if lacks and topology.pipeline.is_last:
+            for chunk in chunks.values():
+                del chunk._parameters["final_norm"]
+        engine = Engine(toy.config(precision, clip_grad=0.0), topology, chunks)
+        for s in range(2):
+            step(engine, topology, s)
+        states.append(toy.state_pieces(engine))
+    return states
+
+
+def no_parameters(topology: Topology) -> str:
+    """The last stage has none to train."""
     chunks = toy.build(topology)
     if topology.pipeline.is_last:
-        for chunk in chunks.values():
-            del chunk._parameters["final_norm"]
+        chunks.requires_grad_(False)
     try:
         Engine(toy.config(), topology, chunks)
     except ConfigError as error:
@@ -208,7 +225,7 @@ def fused_engine(
     """With FusedAdamW, also where no kernels are loaded: torch's operators serve then."""
     whole = toy.config(precision, zero_stage, **fields)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
+        patch.setattr(optimizer_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
         engine = Engine(
             dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology)
         )
@@ -335,7 +352,8 @@ def on_four(rank: int) -> dict[str, Any]:
         f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down")
         for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))
     }
-    out["unequal groups"] = unequal_groups(both)
+    out["no parameters"] = no_parameters(both)
+    out |= {f"unequal groups {p}": unequal_groups(both, p) for p in PRECISIONS}
     for o in BOTH:
         out |= {
             f"overlap 2x1x2 {p} {z} {o}": overlapped(tensor_data, p, z, o)

@@ -54,7 +54,6 @@ def test_every_part_begins_on_16_bytes(precision: str) -> None:
                     *(engine._basic.state[master][name] for name in engine.moment_names),
                 ]
                 assert all(
-                    t.data_ptr() % 16 == 0 and t.shape == bucket.own(bucket.weights).shape
-                    for t in state
+                    t.data_ptr() % 16 == 0 and t.shape == bucket.own_weights.shape for t in state
                 )
     assert odd > 2, "padding is needed"

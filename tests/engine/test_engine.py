@@ -171,9 +171,19 @@ def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
         )
 
 
-def test_unequal_parameter_groups_are_refused_on_all_ranks(runs: Any) -> None:
-    messages = runs["unequal groups"]
-    assert all(f"rank {rank}: " in messages[0] for rank in range(4)) and len(set(messages)) == 1
+def test_a_stage_without_parameters_is_refused_on_all_ranks(runs: Any) -> None:
+    messages = runs["no parameters"]
+    assert "[2, 3]" in messages[0] and len(set(messages)) == 1
+
+
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
+def test_stages_may_have_other_kinds_of_parameters(runs: Any, precision: str) -> None:
+    """Parameters train as they do beside one that the last stage lacks here."""
+    whole, lacking = (
+        toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
+    )
+    assert {name.partition(".")[2] for name in whole.keys() - lacking.keys()} == {"final.norm"}
+    assert all(np.array_equal(values, whole[name]) for name, values in lacking.items())
 
 
 # -- overlap ---------------------------------------------------------------------------------------

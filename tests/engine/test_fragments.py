@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.engine.fragments import boxes, real_boxes
+from megatron.engine.optimizer import Fragment, boxes
 from megatron.parallel.sharding import shard
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -49,7 +49,8 @@ def test_real_boxes_put_every_element_in_its_place(
         part[real] = whole[tuple(slice(o, o + n) for o, n in zip(s.offset, s.extent, strict=True))]
         cut = data.draw(st.integers(0, part.numel()))
         for start, flat in ((0, part.view(-1)[:cut]), (cut, part.view(-1)[cut:])):
-            for offset, view in real_boxes(flat, start, local_shape, s):
+            p = torch.nn.Parameter(torch.empty(local_shape))
+            for offset, view in Fragment(p, s, start, len(flat), flat, {}).real(flat):
                 place = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
                 assert (found[place] == -1).all()
                 found[place] = view

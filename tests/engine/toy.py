@@ -251,7 +251,7 @@ def backward(engine: Engine, topology: Topology, step: int) -> None:
         for p in engine.chunks.parameters():
             g = (gradient(p, topology, step, m) * engine.loss_scale).to(p.dtype)
             p.grad = g if p.grad is None else p.grad + g
-        engine.after_backward()
+        engine._gradients.collect()
 
 
 def same(g: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,7 @@ def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
             optimizer=name,
         )
 
-        def plain(groups: Any, settings: Any) -> torch.optim.Optimizer:
-            return build_optimizer(groups, settings, torch.device("cpu"))
+        def plain(groups: Any, settings: Any, config: Config = config) -> torch.optim.Optimizer:
+            return build_optimizer(groups, config, torch.device("cpu"))
 
         assert optimizer_state(config.with_pieces(optimizer=plain)).tensors == state.tensors

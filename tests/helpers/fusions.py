@@ -43,5 +43,5 @@ def force(monkeypatch: pytest.MonkeyPatch, fusions: Fusions = ALL) -> None:
     """Models and engines that are built from now on use `fusions`, whatever the flags and the
     machine say.
     """
-    for module in ("megatron.model.gpt", "megatron.engine.engine"):
+    for module in ("megatron.model.gpt", "megatron.engine.optimizer"):
         monkeypatch.setattr(f"{module}.choose_fusions", lambda *_: fusions)

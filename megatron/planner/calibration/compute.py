@@ -204,9 +204,7 @@ def _update(config: Config, device: torch.device) -> Task:
         weights.grad = torch.ones_like(weights)
         groups = [{"params": [weights], "decays": True}]
         fused = choose_fusions(kernels, device, dtype_name).optimizer
-        adam = build_optimizer(
-            groups, config.optimizer, device, kernels.optimizer_implementation, fused
-        )
+        adam = build_optimizer(groups, config, device)
         create_state(adam, OPTIMIZERS["adam"])
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
