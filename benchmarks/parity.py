@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.metrics_file import read_records  # noqa: E402
-from megatron.parallel.processes import environment, gpus_here, reserve_port  # noqa: E402
+from megatron.planner.processes import environment, gpus_here, reserve_port  # noqa: E402
 from tests.helpers.launching import TINY  # noqa: E402
 
 PRECISION = {

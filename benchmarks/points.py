@@ -37,9 +37,9 @@ from megatron.data.sampler import make_micro_batch
 from megatron.layers.vocabulary import look_up
 from megatron.model.gpt import build_chunks
 from megatron.parallel import sharding
-from megatron.parallel.processes import gpus_here
 from megatron.parallel.sharding import GradientSink
 from megatron.parallel.topology import Layout, Topology
+from megatron.planner.processes import gpus_here
 
 GIB = 2**30
 WARM_UP, STEPS, REPEAT = 3, 8, 5

@@ -39,8 +39,8 @@ from predict_layouts import CALIBRATED, GPU_CALIBRATED, GPU_LAYOUTS, LAYOUTS, TI
 from benchmarks.parity import train  # noqa: E402
 from megatron.config.command_line import parse_plan  # noqa: E402
 from megatron.metrics_file import read_records  # noqa: E402
-from megatron.parallel.processes import environment, gpus_here  # noqa: E402
 from megatron.planner.cluster import load_cluster  # noqa: E402
+from megatron.planner.processes import environment, gpus_here  # noqa: E402
 from megatron.planner.timing import estimate  # noqa: E402
 
 WARM_UP, STEPS = 3, 7

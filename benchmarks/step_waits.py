@@ -41,7 +41,7 @@ from parity import LAYOUTS, NO_DROPOUT, ON_CPU, SHARED, train  # noqa: E402
 from sides import our_arguments  # noqa: E402
 from workloads import OURS, cuda_cases  # noqa: E402
 
-from megatron.parallel.processes import gpus_here  # noqa: E402
+from megatron.planner.processes import gpus_here  # noqa: E402
 from tests.helpers.launching import TINY  # noqa: E402
 
 SKIPPED, STEPS = 4, 4

@@ -83,7 +83,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     """Measure and write the file. Raises MegatronError."""
     from megatron.config.command_line import parse_plan
     from megatron.parallel.launch import detect_launch
-    from megatron.parallel.processes import gpus_here
+    from megatron.planner.processes import gpus_here
 
     flags = flags or DEFAULT_MODEL
     config, launch = parse_plan(flags), detect_launch()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import LaunchError
-from megatron.parallel.processes import environment, reserve_port
+from megatron.planner.processes import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG, TASKS = "train.log", "tasks"

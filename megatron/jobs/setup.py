@@ -16,8 +16,8 @@ from megatron.jobs.candidates import GIB, Candidate, Machine
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
-from megatron.parallel.processes import gpus_here
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.processes import gpus_here
 from megatron.planner.search.space import headroom_bytes
 from megatron.untrusted import read_text
 

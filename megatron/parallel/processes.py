@@ -1,42 +1,21 @@
-"""This process, other processes of this host, and pools of them. Torch is imported only where it is
-used.
-"""
+"""This process and other processes of this host. Needs no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from megatron.errors import LaunchError, MegatronError
+from megatron.errors import LaunchError
 
-if TYPE_CHECKING:
-    pass
-
-_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
-_LAUNCHED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)
-_ROOT = Path(__file__).resolve().parents[2]
 GONE, DEAD, STOPPED = "gone", "dead", "stopped"
 _STATES = {
     "R": "running",
@@ -112,18 +91,6 @@ def python_stacks(limit: int) -> str:
     return complete if others and len(complete) <= limit else text
 
 
-def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
-    """Return the seconds that this thread waited for a core in use by others; None where Linux does
-    not report it.
-
-    Source: sched-stats.rst in the kernel's documentation.
-    """
-    try:
-        return int(Path(path).read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 # -- memory of this process ----------------------------------------------------------------------
 
 
@@ -178,98 +145,3 @@ def kill_process(pid: int, start: int, number: int = signal.SIGKILL) -> bool:
         os.kill(pid, number)
         return True
     return False
-
-
-def reserve_port() -> socket.socket:
-    """Return a socket that holds a free port (getsockname()[1]) until it is closed.
-
-    Bound with SO_REUSEADDR and not listening, it keeps the port from other processes that ask for
-    any port and from outgoing connections; a server that sets SO_REUSEADDR too, as torch's store
-    does, can still listen there.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
-
-
-def environment(
-    environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
-) -> dict[str, str]:
-    """Return the variables for one of `count` processes on this host, without those of any launcher
-    in `environ`.
-    """
-    env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
-    env |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    path = env.get("PYTHONPATH", "")
-    env["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
-    return env
-
-
-def gpus_here() -> int:
-    """Return the number of this node's GPUs, found by another process: the parent of workers must
-    not hold a GPU.
-    """
-    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    gpus = done.stdout.strip()
-    return int(gpus) if gpus.isdigit() else 0
-
-
-# -- pools of processes --------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def process_pool(
-    processes: int,
-    method: Literal["fork", "spawn"],
-    killed: str,
-    start: Callable[..., object] | None = None,
-    *arguments: Any,
-) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield map(function, items, chunksize=1), computed in order by processes that have called
-    start(*arguments).
-
-    method  "fork": loaded data need not be sent, but no thread that matters there may be running;
-            or "spawn"
-
-    Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
-    also end when this process is killed. Raises MegatronError with the text `killed` when one of
-    them is killed.
-    """
-    context = multiprocessing.get_context(method)
-    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), start, arguments))
-
-    def run(function: Callable[..., Any], items: Any, chunksize: int = 1) -> Iterator[Any]:
-        # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
-        # This process gets one a moment later.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return pool.map(function, items, chunksize=chunksize)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    try:
-        yield run
-    except BrokenProcessPool:
-        raise MegatronError(killed) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(parent: int, start: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
-    def end_with_parent() -> None:
-        # a process that waits for tasks does not notice that their source was killed
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    if start is not None:
-        start(*arguments)

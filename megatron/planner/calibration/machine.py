@@ -23,13 +23,13 @@ from megatron.model.formulas import peak_tflops
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
 from megatron.parallel.launch import Launch
-from megatron.parallel.processes import environment
 from megatron.parallel.rendezvous import connect
 from megatron.parallel.topology import Group, Layout, Topology
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
+from megatron.planner.processes import environment
 from megatron.training.run.setup import set_up_host
 
 FEW, MANY = 1, 5

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel import collectives
-from megatron.parallel.processes import seconds_waited
 from megatron.parallel.topology import Group
 from megatron.planner.compute import KINDS
+from megatron.planner.processes import seconds_waited
 
 Work = Callable[[], Any]
 Make = Callable[[], Work]

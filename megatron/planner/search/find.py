@@ -27,11 +27,11 @@ from megatron.config.layout import (
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
-from megatron.parallel.processes import process_pool
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
 from megatron.planner.placement import Placement, check_device_order, place_with
+from megatron.planner.processes import process_pool
 from megatron.planner.search.space import GIB, Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 

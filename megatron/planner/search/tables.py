@@ -18,13 +18,13 @@ from megatron.config import Config, command_line_of
 from megatron.config.layout import DIMENSIONS, Layout, write_value
 from megatron.errors import ConfigError
 from megatron.model import formulas
-from megatron.parallel.processes import process_pool
 from megatron.pipeline.clock import timeline
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import sized_model
 from megatron.planner.placement import place_with
+from megatron.planner.processes import process_pool
 from megatron.planner.search.find import Found, Search
 from megatron.planner.search.space import GIB
 from megatron.planner.table import Table

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import MegatronError
-from megatron.parallel.processes import process_pool
+from megatron.planner.processes import process_pool
 from tests.helpers.launching import ROOT
 
 METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -74,8 +74,8 @@ AT_START = (
 PROGRAM = """
 import os, signal
 {first}
-from megatron.parallel.processes import process_pool
-from tests.parallel.test_pool import work
+from megatron.planner.processes import process_pool
+from tests.planner.test_pool import work
 if __name__ == "__main__":
     with process_pool(2, "{method}", "killed") as run:
         print([number for number, *_ in run(work, range(4))])
@@ -101,7 +101,7 @@ def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) 
 
 WAITS = """
 import os, time
-from megatron.parallel.processes import process_pool
+from megatron.planner.processes import process_pool
 def wait(number):
     os.write(1, b"waits\\n")  # at once: print may write the end of the line by itself
     time.sleep(600)
