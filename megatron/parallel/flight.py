@@ -5,7 +5,8 @@ Each rank has a record of fixed size, one page of a file that all ranks of its n
 step and phase, the last instruction of the schedule, the last collective or message that it entered
 and whether it has left it, and how many collectives it has posted in each kind of group. Writing
 makes no system call and takes no lock. So a rank that is stopped, stuck in a kernel or dead is
-described by its neighbours (megatron.training.safety.watchdog).
+described by its neighbours (megatron.training.safety.watchdog). Where a host is far ahead of its
+device, `DeviceCalls` measures which call the device has reached.
 
 Needs no torch.
 """
@@ -20,13 +21,13 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from ctypes import Structure, c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
@@ -109,15 +110,12 @@ class FlightRecorder:
         record.place = place.encode(errors="backslashreplace")[:96]
         record.phase = record.phase or b"set-up"
         record.magic = _MAGIC
-        self._moved()
+        self.alive()
 
     def alive(self) -> None:
-        """Record progress in long work that enters no collective, such as reading, writing or
-        building.
+        """Record progress: every write below, or a sign of life from long work that enters no
+        collective, such as reading, writing or building.
         """
-        self._moved()
-
-    def _moved(self) -> None:
         self._writes += 1
         self._record.moved_at = _clock()
 
@@ -126,24 +124,24 @@ class FlightRecorder:
     def step(self, iteration: int) -> None:
         """Begin the step after `iteration`."""
         self._record.step = iteration
-        self._moved()
+        self.alive()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Set the name of the phase inside the block, in at most 24 ASCII characters: "saving"."""
         before, self._record.phase = self._record.phase, name.encode()
-        self._moved()
+        self.alive()
         try:
             yield
         finally:
             self._record.phase = before
-            self._moved()
+            self.alive()
 
     def instruction(self, operation: bytes, stage: int, micro_batch: int) -> None:
         """Begin an instruction of the schedule."""
         record = self._record
         record.operation, record.stage, record.micro_batch = operation, stage, micro_batch
-        self._moved()
+        self.alive()
         if self.meter is not None:
             self.meter.begin()
 
@@ -155,52 +153,47 @@ class FlightRecorder:
     def schedule_ends(self) -> None:
         """Leave the schedule: the rank is in no instruction."""
         self._record.operation = b""
-        self._moved()
+        self.alive()
 
     # -- what it waits in ------------------------------------------------------------------------
 
     def enter(self, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
         """Enter a collective that is posted now and may block this rank until `leave`.
 
-        by_host  whether only the host takes part in it. Returns its number among those of its kind
-                 of group, which is
-        the same on all ranks of the group.
+        by_host  whether only the host takes part in it
+
+        Returns its number among those of its kind of group, the same on all ranks of the group.
         """
         number = _NUMBER_OF[kind]
         self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
-        self._enter(call, number, -1, size_bytes, sequence, by_host)
+        self._enter(call, kind, -1, size_bytes, sequence, by_host)
         return sequence
 
     def enter_wait(
         self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False
     ) -> None:
         """Enter the wait for a collective that was posted before as `sequence`."""
-        self._enter(call, _NUMBER_OF[kind], -1, size_bytes, sequence, by_host)
+        self._enter(call, kind, -1, size_bytes, sequence, by_host)
 
     def enter_message(self, call: bytes, kind: str, size_bytes: int, peer: int) -> None:
         """Enter the posting of a message to or from the global rank `peer`, or the wait for it."""
-        self._enter(call, _NUMBER_OF[kind], peer, size_bytes, 0, False)
+        self._enter(call, kind, peer, size_bytes, 0, False)
 
     def _enter(
-        self, name: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool
+        self, name: bytes, kind: str, peer: int, size_bytes: int, sequence: int, by_host: bool
     ) -> None:
         call = self._call
-        call.name, call.kind, call.peer, call.size_bytes, call.sequence = (
-            name,
-            kind,
-            peer,
-            size_bytes,
-            sequence,
-        )
+        call.name, call.kind, call.peer = name, _NUMBER_OF[kind], peer
+        call.size_bytes, call.sequence = size_bytes, sequence
         self._record.in_call = True
-        self._moved()
+        self.alive()
         if self.meter is not None and (self.meter.on_host or not by_host):
             self.meter.enter(CallRecord.from_buffer_copy(call))
 
     def leave(self) -> None:
         """Leave what was entered last."""
         self._record.in_call = False
-        self._moved()
+        self.alive()
         if self.meter is not None:
             self.meter.leave()
 
@@ -307,15 +300,12 @@ class FlightState:
             return bytes(getattr(of, name)).decode(errors="replace")
 
         of, instruction = record.call if record.in_call else record.device_call, ""
-        call = (
-            Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence)
-            if of.name
-            else None
-        )
+        call = None
+        if of.name:
+            call = Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence)
         if record.operation:
-            instruction = (
-                f"{text('operation')} of stage {record.stage}, micro-batch {record.micro_batch}"
-            )
+            place = f"of stage {record.stage}, micro-batch {record.micro_batch}"
+            instruction = f"{text('operation')} {place}"
         return cls(
             record.rank,
             record.pid,
@@ -395,11 +385,8 @@ class FlightFile:
             page = os.pread(self._fd, RECORD_BYTES, start)
             state = FlightState.read(page) if len(page) == RECORD_BYTES else None
             if state is not None:
-                found.append(
-                    dataclasses.replace(
-                        state, process=process_state(state.pid, state.process_start)
-                    )
-                )
+                process = process_state(state.pid, state.process_start)
+                found.append(dataclasses.replace(state, process=process))
         return found
 
     def close(self) -> None:
@@ -412,3 +399,119 @@ class FlightFile:
         with contextlib.suppress(BufferError):  # another thread is writing to it
             self._memory.close()
         os.close(self._fd)
+
+
+# -- when calls and computations ran on a device -------------------------------------------------
+
+
+class HostEvent:
+    """An event of the CPU, with the methods of torch.cuda.Event."""
+
+    def record(self) -> None:
+        self._at = _clock()
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return True
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Return the milliseconds from this event to a later one."""
+        return 1000 * (later._at - self._at)
+
+
+class DeviceCalls:
+    """The meter of a flight recorder: when calls and computations ran on the device.
+
+    Events are recorded into the device's stream around every collective and every wait for one and,
+    where times are wanted, around every compute instruction. Events that have not happened yet show
+    where a device hangs; the times between the others show how long it computed. Nothing waits for
+    the device. On a CPU, events happen when they are recorded.
+
+    new_event   makes an event such as torch.cuda.Event
+    timed       also measure compute instructions; events without times cost the device less
+    on_host     count calls in which only the host takes part
+    computed_s  where `timed`: seconds of the finished compute instructions, without the waits
+                inside them
+    """
+
+    def __init__(
+        self, new_event: Callable[[], Any], timed: bool = False, on_host: bool = False
+    ) -> None:
+        self._new_event, self._timed, self.on_host = new_event, timed, on_host
+        # not known to be over: call, event before, event after
+        self._calls: deque[tuple[CallRecord, Any, Any]] = deque()
+        self._entered: tuple[CallRecord, Any] | None = None
+        self._begun: Any = None
+        # events around the waits of the current instruction
+        self._inside: list[tuple[Any, Any]] = []
+        # instructions not yet counted
+        self._ended: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
+        self.computed_s = 0.0
+
+    @classmethod
+    def of(cls, device: Any, timed: bool = False) -> DeviceCalls:
+        """Return the meter of a torch.device, with events in its current stream."""
+        if device.type == "cpu":
+            return cls(HostEvent, timed, on_host=True)
+        import torch
+
+        return cls(lambda: torch.cuda.Event(enable_timing=timed), timed)
+
+    def _mark(self) -> Any:
+        event = self._new_event()
+        event.record()
+        return event
+
+    def enter(self, call: CallRecord) -> None:
+        """Begin a call."""
+        self._entered = call, self._mark()
+
+    def leave(self) -> None:
+        """End, on the host, the call that was entered last."""
+        if self._entered is None:  # a call that is not measured, or that began before this meter
+            return
+        (call, entered), left = self._entered, self._mark()
+        self._entered = None
+        self._calls.append((call, entered, left))
+        if self._begun is not None:
+            self._inside.append((entered, left))
+        while self._calls and self._calls[0][2].query():
+            self._calls.popleft()
+
+    def begin(self) -> None:
+        """Begin an instruction; it counts as a computation if `end` is called before the next
+        one.
+        """
+        if self._timed:
+            self._begun, self._inside = self._mark(), []
+
+    def end(self) -> None:
+        """End, on the host, the computation that began last."""
+        if self._begun is not None:
+            self._ended.append((self._begun, self._mark(), self._inside))
+            self._begun = None
+            self.settle()
+
+    def settle(self) -> None:
+        """Count the computations that have finished."""
+        while self._ended and self._ended[0][1].query():
+            begun, ended, inside = self._ended.popleft()
+            waited_ms = sum(entered.elapsed_time(left) for entered, left in inside)
+            self.computed_s += (begun.elapsed_time(ended) - waited_ms) / 1000
+
+    def where(self, posted: list[int]) -> tuple[CallRecord | None, list[int]]:
+        """Return the device's current call, or None, and the number of collectives of each kind
+        that it has reached.
+
+        posted  the numbers that its host has posted. For another thread, while the recording thread
+                is blocked.
+        """
+        reached, current = list(posted), None
+        calls = [*self._calls, *([(*self._entered, None)] if self._entered else [])]
+        for call, entered, left in calls:
+            if not entered.query():
+                if call.sequence:
+                    reached[call.kind] = min(reached[call.kind], call.sequence - 1)
+            elif current is None and left is not None and not left.query():
+                current = call
+        return current, reached

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.parallel import device_calls
 from megatron.parallel import flight as flight_module
-from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.flight import (
     RECORD_BYTES,
     Call,
     CallRecord,
+    DeviceCalls,
     FlightFile,
     FlightRecorder,
     FlightState,
@@ -248,7 +247,7 @@ def test_a_device_computes_between_its_waits() -> None:
 
 def test_a_cpu_computes_between_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
-    monkeypatch.setattr(device_calls, "_clock", clock)
+    monkeypatch.setattr(flight_module, "_clock", clock)
     flight = FlightRecorder()
     flight.meter = DeviceCalls.of(torch.device("cpu"), timed=True)
     for seconds in (3.0, 1.0):

@@ -23,7 +23,7 @@ from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.metrics_file import read_records
 from megatron.parallel import collectives
-from megatron.parallel.device_calls import DeviceCalls
+from megatron.parallel.flight import DeviceCalls
 from megatron.parallel.topology import Group, Layout, Topology
 from megatron.untrusted import without_waiting
 

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError
-from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.flight import FlightState
+from megatron.parallel.flight import DeviceCalls, FlightState
 from megatron.parallel.processes import STOPPED, bounded, kill_process, python_stacks
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology

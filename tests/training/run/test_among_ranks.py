@@ -22,7 +22,7 @@ from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library
 from megatron.model.gpt import build_chunks
-from megatron.parallel import device_calls
+from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
@@ -180,7 +180,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
     """
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_calls, "_clock", lambda: now[0])
+        patch.setattr(flight_module, "_clock", lambda: now[0])
 
         def wait_and_reduce(*args: Any, **kwargs: Any) -> Any:
             now[0] += 0.0 if slow else 0.029
