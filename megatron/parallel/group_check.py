@@ -40,15 +40,12 @@ def check_groups(
     def use_all() -> None:
         if topology.device.type == "cuda":
             torch.cuda.set_device(topology.device)  # each thread has a current device of its own
-        for number, call, group, size, wanted, use in uses:
+        for number, call, group, wanted, use in uses:
             ranks = compress_ranks(group.ranks)
             shown = f"{ranks[:_SHOWN]}..." if len(ranks) > _SHOWN else ranks
-            rendezvous.doing = (
-                number,
-                (name := f"the first {call} the {group.kind} group of ranks {shown}"),
-            )
+            name = f"the first {call} the {group.kind} group of ranks {shown}"
+            rendezvous.doing = (number, name)
             sys.audit("megatron.parallel.group", name)
-            rendezvous.gather(name, size)
             found = use(topology, group)
             if found != wanted:
                 raise LaunchError(f"it gave {found:g} instead of {wanted:g}")
@@ -61,11 +58,11 @@ def check_groups(
     return len(uses)
 
 
-Use = tuple[int, str, Group, int, float, Callable[[Topology, Group], float]]
+Use = tuple[int, str, Group, float, Callable[[Topology, Group], float]]
 
 
 def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
-    """Yield (number, call, group, count of ranks, result, function).
+    """Yield (number, call, group, result, function).
 
     Numbers are the same on all ranks, so that groups do not wait in a circle. Training reduces over
     no pipeline group.
@@ -77,7 +74,7 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
     ):
         if group is not None and group.handle not in done:
             done.add(group.handle)
-            yield number, "all-reduce of", group, group.size, group.size, _reduce
+            yield number, "all-reduce of", group, group.size, _reduce
     pairs = [(5 + low % 2, low, low + 1) for low in range(line.size - 1)]
     pairs += [(7, line.size - 1, 0)] if ring and line.size > 2 else []
     for number, *pair in sorted(pairs):
@@ -88,12 +85,11 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
                 number,
                 f"messages of ranks {one} and {other} in",
                 line,
-                2,
                 peer,
                 partial(_exchange, peer, first),
             )
     if world.handle is not None:
-        yield 8, "all-reduce of", world, world.size, world.size, _reduce
+        yield 8, "all-reduce of", world, world.size, _reduce
 
 
 def _reduce(topology: Topology, group: Group) -> float:

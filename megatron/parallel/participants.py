@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 from megatron.parallel.launch import Launch
-from megatron.parallel.placing import Placing, device_number, near_devices, visible_devices
+from megatron.parallel.placing import (
+    Placing,
+    Task,
+    device_number,
+    near_devices,
+    visible_devices,
+)
 from megatron.parallel.topology import compress_ranks
 
-Participant = dict[str, Any]
 Alike = Mapping[str, Mapping[str, Any]]
 """What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
 not compared.
@@ -52,64 +57,52 @@ def device_identity(device: torch.device) -> str:
     return f"{address}:{device.index}" if address else ""
 
 
-def describe_process(
-    launch: Launch, device: torch.device, backend: str, placing: Placing
-) -> Participant:
-    """Return this process's description for the others, JSON-serialisable."""
+def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Task:
+    """Return this process's description for the others, still without what must be alike."""
     on_device = device.type == "cuda"
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
-    return {
-        "node": launch.node,
-        "pid": os.getpid(),
-        "device": device_name(device),
-        "identity": device_identity(device),
-        "backend": backend,
-        "number": device_number(
-            placing, launch.local_rank, index, visible, visible_devices(os.environ)
-        ),
-        "address": bus_address(device),
-        "near": near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
-    }
+    shown = visible_devices(os.environ)
+    return Task(
+        node=launch.node,
+        number=device_number(placing, launch.local_rank, index, visible, shown),
+        address=bus_address(device),
+        near=near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
+        pid=os.getpid(),
+        backend=backend,
+        device=device_name(device),
+        identity=device_identity(device),
+    )
 
 
-def place(participant: Participant) -> str:
-    """Return "node:device", with the device's number on the node where the process counts it
-    otherwise.
-    """
-    number, device = participant["number"], participant["device"]
-    other = number is not None and device != f"cuda:{number}"
-    return f"{participant['node']}:{device}" + (f" (device {number})" if other else "")
-
-
-def conflict(participants: Sequence[Participant]) -> str:
+def conflict(tasks: Sequence[Task]) -> str:
     """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
-    first, users = participants[0], dict[tuple[str, str], int]()
-    for rank, own in enumerate(participants):
-        if own["backend"] != first["backend"]:
+    first, users = tasks[0], dict[tuple[str, str], int]()
+    for rank, own in enumerate(tasks):
+        if own.backend != first.backend:
             return (
-                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} "
-                f"({place(own)}) uses {own['backend']}: all ranks need devices of one kind, or "
+                f"rank 0 ({first.place}) uses {first.backend} but rank {rank} "
+                f"({own.place}) uses {own.backend}: all ranks need devices of one kind, or "
                 "--distributed-backend gloo"
             )
-        other = users.setdefault((own["node"], own["identity"] or f"rank {rank}"), rank)
+        other = users.setdefault((own.node, own.identity or f"rank {rank}"), rank)
         if other != rank:
             return (
-                f"ranks {other} and {rank} both have device {own['device']} of node "
-                f"{own['node']}: start as many processes as there are devices"
+                f"ranks {other} and {rank} both have device {own.device} of node "
+                f"{own.node}: start as many processes as there are devices"
             )
     return ""
 
 
-def difference(participants: Sequence[Participant], text_of: Callable[[str], str | bytes]) -> str:
+def difference(tasks: Sequence[Task], text_of: Callable[[str], str | bytes]) -> str:
     """Return a description of what differs between ranks and must not, or "".
 
     text_of  returns the text of a digest; called for those of the largest groups only
     """
     found: list[str] = []
-    for kind in dict.fromkeys(kind for own in participants for kind in own.get("alike", ())):
+    for kind in dict.fromkeys(kind for own in tasks for kind in own.alike):
         groups = defaultdict[str, list[int]](list)
-        for rank, own in enumerate(participants):
-            if digest := own.get("alike", {}).get(kind):
+        for rank, own in enumerate(tasks):
+            if digest := own.alike.get(kind):
                 groups[digest].append(rank)
         if len(groups) > 1:
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import whole
@@ -69,16 +69,32 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Task:
-    """A process as the launcher started it.
+    """A process as the launcher started it and as it describes itself to the others.
 
     node, number, address  its node, and its device's number there and PCI address, where known
     near                   the devices next to the cores that it may use
+    pid, backend           its process, and what torch.distributed uses
+    device, identity       its device as torch names it, and what tells it from others of the node
+    alike                  digests of what all must have alike, by kind
     """
 
     node: str
     number: int | None = None
     address: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
+    pid: int = 0
+    backend: str = ""
+    device: str = "cpu"
+    identity: str = ""
+    alike: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Return "node:device", with the device's number on the node where the process counts it
+        otherwise.
+        """
+        other = self.number is not None and self.device != f"cuda:{self.number}"
+        return f"{self.node}:{self.device}" + (f" (device {self.number})" if other else "")
 
 
 @dataclass(frozen=True)
@@ -236,7 +252,7 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
     known = [task.number for task in tasks if task.number is not None]
     if sorted(known) == list(range(count)):
         return known
-    addresses = [task.address for task in tasks]
+    addresses = [tuple(task.address) for task in tasks]
     if all(addresses) and len(set(addresses)) == count:
         in_order = sorted(addresses)  # as the numbers are where no variable changes them
         return [in_order.index(address) for address in addresses]

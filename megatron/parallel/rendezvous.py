@@ -10,9 +10,8 @@ answers: a rank that does not is dead, and the others can name it. The findings 
 once: a rank that sees the failure last, when the store is gone, names the rank that died and not
 the one that it waited for. Calls are numbered, so that a watchdog may make any number of them.
 
-A rank has one connection to the store, which torch uses too. While torch waits for a key in it, no
-other thread gets an answer; so nothing here waits in it, and where torch does for long, this rank
-makes another.
+A rank has two connections to the store, because one in which a thread waits for a key gives no
+other thread an answer: torch has one to itself, and nothing here waits in the other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -41,12 +39,10 @@ from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.participants import (
     Alike,
-    Participant,
     conflict,
     describe_process,
     device_name,
     difference,
-    place,
 )
 from megatron.parallel.placing import Placing, Task, assign, check_devices
 from megatron.parallel.processes import bounded, process_start
@@ -65,11 +61,7 @@ AS_LAUNCHED = Placing()
 # where gloo was compiled, which is of no use to users
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
-# how long torch may wait in the connection to the store before this rank makes another
-_HELD_S = 2.0
-# how long the rank that serves the store stays for others at the end, once they can have heard of
-# it
-_LINGER_S = 5.0
+_LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end
 # Up to this many ranks gloo connects at the start; more would take minutes. When it connects on
 # demand, it waits forever for a rank that died before the first message: the launcher has to end
 # the job (srun --kill-on-bad-exit).
@@ -100,7 +92,6 @@ class Rendezvous(StoreConnection):
 
     doing = (0, "")
     speaks = False
-    _renumbered = False
     _absentees = 0
     _call = 1  # the number of the next call
     _heard = ""  # the findings of a roll call
@@ -132,11 +123,7 @@ class Rendezvous(StoreConnection):
         self._places: list[str] | None = None
         self._deaf = threading.Event()  # no more calls are answered
         self._pause = self._deaf.wait if sleep is time.sleep else sleep
-        # the first connection to the store, once this rank has another
-        self._left_to_torch: Any = None
-        self._changing = threading.Lock()  # held while another connection is made
-        # torch may wait in the connection: ranks that poll arrive so far apart
-        self._held_s = _HELD_S + self.pause_s
+        self._torch_store: Any = None  # torch's own connection to the store
         self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
@@ -177,16 +164,15 @@ class Rendezvous(StoreConnection):
             else contextlib.nullcontext()
         ):
             self.open(seconds)
+            self._torch_store = self.another(seconds)
             self.flight_file = FlightFile(self.launch)
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
             try:
                 # It meets the deadline by itself unless the store's host hangs or lost power.
-                left, failure = (
-                    deadline - self.clock(),
-                    f"{self._myself}: {self.store_name} gave no answer",
-                )
-                bounded(lambda: self._meet(deadline), max(left, 0.0) + ANSWER_S, failure)
+                left = max(deadline - self.clock(), 0.0)
+                failure = f"{self._myself}: {self.store_name} gave no answer"
+                bounded(lambda: self._meet(deadline), left + ANSWER_S, failure)
             except LaunchError:
                 self._leave()
                 raise
@@ -214,35 +200,28 @@ class Rendezvous(StoreConnection):
         LaunchError.
         """
         store, task = self._store, self.launch.task
-        own = describe_process(self.launch, self.device, self.backend, self.placing)
-        error = (
-            self._duplicate() if store.add(f"claim/{task}", 1) > 1 else self._interface_problem()
-        )
-        verdict: dict[str, Any]
-        if error:
-            verdict = {"error": error}
+        verdict: dict[str, Any] = {}
+        if store.add(f"claim/{task}", 1) > 1:
+            verdict = {"error": self._duplicate()}
+        elif problem := self._interface_problem():
+            verdict = {"error": problem}
         else:
-            store.set(f"participant/{task}", json.dumps({**own, "alike": self._digests()}))
-            verdict = self._judge(deadline) if task == 0 else {}
+            own = describe_process(self.launch, self.device, self.backend, self.placing)
+            told = {**dataclasses.asdict(own), "alike": self._digests()}
+            store.set(f"participant/{task}", json.dumps(told))
+            if task == 0:
+                verdict = self._judge(deadline)
         if verdict:
             store.set("verdict", json.dumps(verdict))
+        elif self.poll(["verdict"], deadline):
+            verdict = json.loads(store.get("verdict"))
         else:
-            self.poll(["verdict"], deadline)
-            verdict = (
-                json.loads(store.get("verdict"))
-                if store.check(["verdict"])
-                else {"error": self._absent()}
-            )
-        if verdict.get("error"):
+            verdict = {"error": self._absent()}
+        if "error" in verdict:
             raise LaunchError(verdict["error"])
         # From here on this process uses the rank that it was given.
-        self.server, self.notices, self._renumbered = (
-            verdict["server"],
-            verdict["notices"],
-            verdict["renumbered"],
-        )
-        if self._renumbered:
-            self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
+        self.server, self.notices = verdict["server"], verdict["notices"]
+        self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
 
     def _digests(self) -> dict[str, str]:
         """Return digests of what must be alike; only the first process with a digest, of thousands,
@@ -258,32 +237,33 @@ class Rendezvous(StoreConnection):
 
     def _interface_problem(self) -> str:
         """Return why gloo cannot use the interfaces that the environment names, or ""."""
-        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        for name in named.split(",") if named else ():
+        for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
             try:
-                dist.ProcessGroupGloo.create_device(interface=name)
+                if name:
+                    dist.ProcessGroupGloo.create_device(interface=name)
             except (RuntimeError, TypeError) as error:  # TypeError: a name that is no text
-                there = ", ".join(known for _, known in socket.if_nameindex())
                 reason = str(error).splitlines()[0]
-                unusable = f"GLOO_SOCKET_IFNAME={named}: gloo cannot use {name!r} ({reason})"
-                return f"{self._myself}: {unusable}; this host has {there}"
+                return (
+                    f"{self._myself}: gloo cannot use the interface {name!r} of "
+                    f"GLOO_SOCKET_IFNAME ({reason})"
+                )
         return ""
 
     def _duplicate(self) -> str:
         """Return the error of a process whose number another one has claimed first."""
-        launch = self.launch
-        known = self.comes(f"participant/{launch.task}", ANSWER_S)
+        launch, other = self.launch, "another process"
+        if self.comes(f"participant/{launch.task}", ANSWER_S):
+            other = self._participant(launch.task)
+        own = f"{launch.node}:{device_name(self.device)}, process {os.getpid()}"
         return (
-            f"two processes have rank {launch.task}: "
-            f"{self._participant(launch.task) if known else 'another process'}, and "
-            f"{launch.node}:{device_name(self.device)}, process {os.getpid()}: every process needs "
-            "a rank of its own"
+            f"two processes have rank {launch.task}: {other}, and {own}: every process needs a "
+            "rank of its own"
         )
 
     def _participant(self, task: int) -> str:
         """Return where a process is that has described itself."""
-        described = json.loads(self._store.get(f"participant/{task}"))
-        return f"{place(described)}, process {described['pid']}"
+        described = Task(**json.loads(self._store.get(f"participant/{task}")))
+        return f"{described.place}, process {described.pid}"
 
     def _absent(self) -> str:
         """Return the error that names the ranks that did not come."""
@@ -291,18 +271,16 @@ class Rendezvous(StoreConnection):
         within = show_duration(self.timeout)
         self._absentees = len(missing)
         if not missing:
-            return (
-                f"all ranks came, but rank 0 ({self._participant(0)}) gave no verdict within "
-                f"{within}"
-            )
-        many = len(missing) == _SHOWN
-        present = [] if many else sorted(set(range(size)).difference(missing))[:_SHOWN]
+            first = self._participant(0)
+            return f"all ranks came, but rank 0 ({first}) gave no verdict within {within}"
+        present, more = "not listed", " and perhaps more"
+        if len(missing) < _SHOWN:
+            came, more = sorted(set(range(size)).difference(missing))[:_SHOWN], ""
+            present = _list_places(came, [self._participant(rank) for rank in came])
         return (
-            f"rank{'s' if len(missing) > 1 else ''} "
-            f"{compress_ranks(missing)}{' and perhaps more' if many else ''} of "
-            f"{size} did not come within {within}. Present: "
-            f"{_list_places(present, [self._participant(rank) for rank in present]) or 'not listed'}. Look at the "
-            f"output of the missing; if they only start slowly, raise --distributed-timeout-minutes"
+            f"rank {compress_ranks(missing)}{more} of {size} did not come within {within}. "
+            f"Present: {present}. Look at the output of the missing; if they only start slowly, "
+            "raise --distributed-timeout-minutes"
         )
 
     def _judge(self, deadline: float) -> dict[str, Any]:
@@ -312,53 +290,44 @@ class Rendezvous(StoreConnection):
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
             return {} if self._store.check(["verdict"]) else {"error": self._absent()}
-        participants: list[Participant] = [json.loads(value) for value in self.values(keys)]
-        error = conflict(participants) or difference(
-            participants, lambda digest: self._store.get(f"alike/{digest}")
+        tasks = [Task(**json.loads(value)) for value in self.values(keys)]
+        error = conflict(tasks) or difference(
+            tasks, lambda digest: self._store.get(f"alike/{digest}")
         )
-        return {"error": error} if error else self._give_ranks(participants)
+        return {"error": error} if error else self._give_ranks(tasks)
 
-    def _give_ranks(self, participants: Sequence[Participant]) -> dict[str, Any]:
+    def _give_ranks(self, tasks: Sequence[Task]) -> dict[str, Any]:
         """Write the rank of each process, and where each rank is."""
-        tasks = [
-            Task(p["node"], p["number"], tuple(p["address"]), tuple(p["near"]))
-            for p in participants
-        ]
         found = assign(tasks, self.placing.device_order)
         ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
         self._places = [
-            place({**participants[task], "number": found.devices[task]}) for task in of_rank
+            dataclasses.replace(tasks[task], number=found.devices[task]).place for task in of_rank
         ]
         self._store.set("places", json.dumps(self._places))
-        renumbered = of_rank != sorted(of_rank)
-        if renumbered:
-            self._store.set("tasks", json.dumps(of_rank))
-            for some in batches(range(len(ranks))):
-                self._store.multi_set(
-                    [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
-                )
-        return {"renumbered": renumbered, "server": ranks[0], "notices": notices}
+        self._store.set("tasks", json.dumps(of_rank))
+        for some in batches(range(len(ranks))):
+            self._store.multi_set(
+                [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
+            )
+        return {"server": ranks[0], "notices": notices}
 
     def _initialise(self) -> None:
         """Start torch.distributed."""
-        launch, on_device = self.launch, self.device.type == "cuda"
-        variables = launch.environment()
+        launch, on_device, wanted = self.launch, self.device.type == "cuda", dict[str, str]()
         if launch.on_one_node and not host_name_is_local():
-            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+            wanted["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects every rank with every other of a group
         if on_device and launch.world_size > _FULL_MESH:
             # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows
             # the variable.)
-            variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
+            wanted["TORCH_GLOO_LAZY_INIT"] = "1"
             # torch's monitor of NCCL looks into the store, too, every second on every rank.
-            pause_ms = str(int(1000 * max(1.0, self.pause_s)))
-            variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get(
-                "TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms
-            )
-        self._variables.enter_context(changed(os.environ, variables))
+            wanted["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
+        given = {name: os.environ.get(name, value) for name, value in wanted.items()}
+        self._variables.enter_context(changed(os.environ, {**launch.environment(), **given}))
         if on_device:
             torch.cuda.set_device(self.device)
 
@@ -369,7 +338,7 @@ class Rendezvous(StoreConnection):
             # in which every rank would have to take part in every group.
             dist.init_process_group(
                 self.backend,
-                store=dist.PrefixStore("torch", self._store),
+                store=dist.PrefixStore("torch", self._torch_store),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=self.timeout,
@@ -380,58 +349,17 @@ class Rendezvous(StoreConnection):
         seconds = self.timeout.total_seconds() + ANSWER_S
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
-    # -- the store while torch uses it, too ------------------------------------------------------
-
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
         """Call `bounded`, which ends at once when another rank fails."""
         self._alarm = threading.Event()
         if self._alarmed:
             self._alarm.set()
-        try:
-            return bounded(function, seconds, failure, self._alarm)
-        except LaunchError:
-            with contextlib.suppress(LaunchError):
-                self._leave_to_torch()  # which may wait in it any time from here on
-            raise
-
-    def gather(self, name: str, size: int) -> None:
-        """Wait until `size` ranks have called this, with this name and as often as this rank.
-
-        What torch does next among them then waits in the connection to the store for moments only.
-        """
-        number = self._store.add(f"gathered/{name}", 1) - 1
-        key = f"gathered/{name}/{number // size}"
-        if number % size == size - 1:
-            self._store.set(key, "")
-        if not self.comes(key, self.timeout.total_seconds()):
-            raise LaunchError(f"not all of {size} ranks came within {show_duration(self.timeout)}")
-
-    def _exists(self, key: str = "verdict") -> bool:
-        """Return whether the store has a key; ask over another connection where torch waits in this
-        one.
-        """
-        try:
-            found: bool = bounded(lambda: self._store.check([key]), self._held_s)
-            return found
-        except LaunchError:
-            self._leave_to_torch()
-        return bool(self._store.check([key]))
-
-    def _leave_to_torch(self) -> None:
-        """Leave the connection to torch, which waits in it, perhaps for a rank that is gone, and
-        make another.
-        """
-        with self._changing:
-            if self._left_to_torch is None:
-                another = self.another(ANSWER_S)
-                # the first may be what serves the store
-                self._left_to_torch, self._store = self._store, another
+        return bounded(function, seconds, failure, self._alarm)
 
     def _try(self, function: Callable[[], Any], seconds: float) -> Any:
         """Return the function's result, or None where the store is gone or does not answer."""
         if not self._store_lost:
             try:
-                bounded(self._exists, 4 * self._answer_s)
                 return bounded(function, seconds)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
@@ -509,7 +437,7 @@ class Rendezvous(StoreConnection):
         dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            tasks = json.loads(self._store.get("tasks")) if self._renumbered else ranks
+            tasks = json.loads(self._store.get("tasks"))
             where = [self.places[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead]
             return (
                 f"no sign of life from rank {compress_ranks(dead)}: died or was killed "
@@ -540,17 +468,12 @@ class Rendezvous(StoreConnection):
         def listen() -> None:
             while not self._deaf.is_set():
                 try:
-                    while self._exists(f"call/{self._call}"):
-                        self._answer(
-                            self._store.get(f"call/{self._call}").decode().partition("/")[0]
-                        )
+                    while self._store.check([f"call/{self._call}"]):
+                        self._answer(self._store.get(f"call/{self._call}").decode())
                         self._call += 1
-                    if self._alarmed and not self._heard and self._exists("findings"):
+                    if self._alarmed and not self._heard and self._store.check(["findings"]):
                         # The store may be gone when this rank sees the failure.
                         self._heard = self._findings()
-                except LaunchError:
-                    # the store's host hangs, or is stopped like the whole job
-                    self._pause(ANSWER_S)
                 except RuntimeError:
                     self._store_lost = True
                     self._sound_alarm()
@@ -561,7 +484,7 @@ class Rendezvous(StoreConnection):
         self._listener.start()
 
     def _answer(self, call: str) -> None:
-        if call == _ROLL:
+        if call.startswith(_ROLL):
             state, (step, name) = FlightState.read(self.flight.buffer), self.doing
             where = name or (state.where if state else "an unknown place")
             self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
@@ -624,7 +547,7 @@ class Rendezvous(StoreConnection):
         self._closed = True
         atexit.unregister(self._leave)
         if self.launch.world_size > 1:
-            self._try(self._write_left, 2 * _LINGER_S + self._held_s)
+            self._try(self._write_left, 2 * _LINGER_S + self.pause_s)
         self._deaf.set()
         if self._listener is not None and not self._store_lost:
             self._listener.join(timeout=ANSWER_S)
@@ -635,7 +558,7 @@ class Rendezvous(StoreConnection):
         # serve the store.
         self._store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
-        deadline = self.clock() + _LINGER_S + self._held_s
+        deadline = self.clock() + _LINGER_S + self.pause_s
         gone = self._store.add("left", 1)
         while (
             self.serves_store

@@ -4,6 +4,7 @@ agree.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
 from megatron.parallel.launch import Launch, select_device
-from megatron.parallel.participants import describe_process, place
+from megatron.parallel.participants import describe_process
 from megatron.parallel.placing import (
     Assignment,
     Placing,
@@ -274,6 +275,6 @@ def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1")
     told = describe_process(launch, torch.device("cuda", 6), "nccl", FRONTIER)
-    assert (told["number"], told["address"], told["device"]) == (6, (0, BUSES[6], 0), "cuda:6")
-    assert told["near"] == (4,) and place(told) == "n1:cuda:6"
-    assert place({**told, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"
+    assert (told.number, told.address, told.device) == (6, (0, BUSES[6], 0), "cuda:6")
+    assert told.near == (4,) and told.place == "n1:cuda:6"
+    assert dataclasses.replace(told, device="cuda:0").place == "n1:cuda:0 (device 6)"
