@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import whole
@@ -67,8 +68,7 @@ class RankPlan:
     describe: Callable[[], list[str]] = list
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A process as the launcher started it and as it describes itself to the others.
 
     node, number, address  its node, and its device's number there and PCI address, where known
@@ -86,7 +86,7 @@ class Task:
     backend: str = ""
     device: str = "cpu"
     identity: str = ""
-    alike: Mapping[str, str] = field(default_factory=dict)
+    alike: Mapping[str, str] = {}
 
     @property
     def place(self) -> str:

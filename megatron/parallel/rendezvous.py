@@ -207,7 +207,7 @@ class Rendezvous(StoreConnection):
             verdict = {"error": problem}
         else:
             own = describe_process(self.launch, self.device, self.backend, self.placing)
-            told = {**dataclasses.asdict(own), "alike": self._digests()}
+            told = own._replace(alike=self._digests())._asdict()
             store.set(f"participant/{task}", json.dumps(told))
             if task == 0:
                 verdict = self._judge(deadline)
@@ -304,7 +304,7 @@ class Rendezvous(StoreConnection):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
         self._places = [
-            dataclasses.replace(tasks[task], number=found.devices[task]).place for task in of_rank
+            tasks[task]._replace(number=found.devices[task]).place for task in of_rank
         ]
         self._store.set("places", json.dumps(self._places))
         self._store.set("tasks", json.dumps(of_rank))

@@ -4,7 +4,6 @@ agree.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -277,4 +276,4 @@ def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatc
     told = describe_process(launch, torch.device("cuda", 6), "nccl", FRONTIER)
     assert (told.number, told.address, told.device) == (6, (0, BUSES[6], 0), "cuda:6")
     assert told.near == (4,) and told.place == "n1:cuda:6"
-    assert dataclasses.replace(told, device="cuda:0").place == "n1:cuda:0 (device 6)"
+    assert told._replace(device="cuda:0").place == "n1:cuda:0 (device 6)"
