@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import re
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError, LostRankError
-from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device
+from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.placing import Placing
 from megatron.parallel.processes import bounded
 from megatron.parallel.store import StoreConnection, host_name_is_local, without_dns
@@ -257,6 +259,30 @@ def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[s
     names = dict(enumerate(expand_hosts(os.environ.get("SLURM_STEP_NODELIST") or "node")))
     names |= {rank // each: told["host"] for rank, told in found.items()}
     return [names.get(rank // each, f"node {rank // each}") for rank in range(launch.world_size)]
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Return the host names of a Slurm node list, in its order.
+
+    >>> expand_hosts("frontier[00001-00003,00007],x1")
+    ['frontier00001', 'frontier00002', 'frontier00003', 'frontier00007', 'x1']
+    """
+    hosts: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
+        parts = []
+        for ranges, text in re.findall(r"\[([^\]]*)\]|([^\[\]]+)", item):
+            parts.append(_numbers(ranges) if ranges else [text])
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Return the numbers of "00001-00003,00007", with their leading zeros."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        found += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
+    return found
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
-import math
 import os
 import re
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,12 +53,7 @@ _LAUNCHERS = (
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-# hosts or processes of a job: a longer list is a mistake, and would fill the memory
-_MOST = 1 << 20
-_ITEM = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
-_PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+_MOST = 1 << 20  # processes of a job: more are a mistake
 
 
 @dataclass(frozen=True)
@@ -263,55 +256,54 @@ def _master(
     not known.
     """
     # `hostname -i` prints an address for each of a host's interfaces
-    given = env.text("MASTER_ADDR").split()
-    if given and not _is_submit_host(env, given[0]):
-        several = (
-            (f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used",)
-            if len(given) > 1
-            else ()
-        )
-        return given[0], several
-    name = env.first(_NODE_VARIABLES)
+    given, nodes = env.text("MASTER_ADDR").split(), env.first(_NODE_VARIABLES)
+    # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
+    by_slurm = nodes is not None and _is_srun_task(env) and not env.has("TORCHELASTIC_RUN_ID")
+    if given and not (by_slurm and given[0] == env.text("SLURM_SUBMIT_HOST")):
+        several = f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used"
+        return given[0], (several,) if len(given) > 1 else ()
     if world_size in (1, local_world_size):
         first = "127.0.0.1"
-    elif name is not None:
-        first = expand_hosts(env.text(name))[0]
+    elif nodes is not None:
+        first = first_host(env.text(nodes))
     else:
         raise LaunchError(
             f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0"
         )
-    if not given:
+    if given in ([], [first]):
         return first, ()
-    return first, (
-        f"MASTER_ADDR={given[0]} submitted the job and is not one of its nodes: {first} is used",
-    )
+    return first, (f"MASTER_ADDR={given[0]} is the host that submitted the job: {first} is used",)
 
 
-def _is_submit_host(env: Variables, host: str) -> bool:
-    """Return whether this is the login node, which older scripts export
-    (MASTER_ADDR=$SLURM_SUBMIT_HOST).
+def first_host(nodelist: str) -> str:
+    """Return the first host name of a Slurm node list. Raises LaunchError.
+
+    >>> first_host("frontier[00001-00003,00007],x1")
+    'frontier00001'
     """
-    submit, nodes = env.text("SLURM_SUBMIT_HOST"), env.first(_NODE_VARIABLES)
-    if nodes is None or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
-        return False
-    short = submit.partition(".")[0]
-    return all(node.partition(".")[0] != short for node in expand_hosts(env.text(nodes)))
+    first = re.split(r",(?![^\[]*\])", nodelist.strip())[0]
+    host = re.sub(r"\[(\d+)[0-9,-]*\]", r"\1", first)
+    if not re.fullmatch(r"[^\[\],\s]+", host):
+        raise LaunchError(f"node list {nodelist!r}: {first!r} is not a host name")
+    return host
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
     """Return the number of tasks of this step on this node; at least those up to this one where it
     is not known.
+
+    Slurm lists tasks by node: "8(x3),2" is 8 on each of three nodes and 2 on the fourth.
     """
-    name, node = (
-        env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
-        env.number("SLURM_NODEID", 0),
-    )
-    counts = _expand_counts(env.text(name)) if name else []
-    return (
-        counts[node]
-        if node < len(counts) and sum(counts) == world
-        else env.number("SLURM_LOCALID", 0) + 1
-    )
+    name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    listed = re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", env.text(name or ""))
+    counts = [(int(tasks), int(nodes or 1)) for tasks, nodes in listed]
+    node = env.number("SLURM_NODEID", 0)
+    if sum(tasks * nodes for tasks, nodes in counts) == world:
+        for tasks, nodes in counts:
+            if node < nodes:
+                return tasks
+            node -= nodes
+    return env.number("SLURM_LOCALID", 0) + 1
 
 
 def _checked(launch: Launch) -> Launch:
@@ -343,51 +335,6 @@ def _checked(launch: Launch) -> Launch:
             "rank 0"
         ) from error
     return launch
-
-
-def expand_hosts(nodelist: str) -> list[str]:
-    """Return the host names of a Slurm node list, in its order.
-
-    Raises LaunchError for text that is no node list.
-
-    >>> expand_hosts("frontier[00001-00003,00007],x1")
-    ['frontier00001', 'frontier00002', 'frontier00003', 'frontier00007', 'x1']
-    """
-    hosts: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
-        if not _ITEM.fullmatch(item):
-            raise LaunchError(f"node list {nodelist!r}: {item!r} is not a host name")
-        parts = [list(_numbers(m[1], nodelist)) if m[1] else [m[2]] for m in _PART.finditer(item)]
-        if math.prod(map(len, parts)) > _MOST:
-            raise LaunchError(f"node list {nodelist!r}: {item!r} is more than {_MOST} hosts")
-        hosts += map("".join, itertools.product(*parts))
-    return hosts
-
-
-def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
-    """Yield the numbers of "00001-00003,00007", with their leading zeros."""
-    for part in ranges.split(","):
-        found = _RANGE.fullmatch(part)
-        low = int(found[1]) if found else 0
-        high = int(found[2] or low) if found else -1
-        if found is None or not low <= high < low + _MOST:
-            raise LaunchError(f"node list {nodelist!r}: {part!r} is not a range of numbers")
-        for number in range(low, high + 1):
-            yield f"{number:0{len(found[1])}d}"
-
-
-def _expand_counts(text: str) -> list[int]:
-    """Return Slurm's tasks per node, one number for each node: "8(x3),2" is [8, 8, 8, 2]."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _COUNT.fullmatch(part.strip())
-        if match is None or len(counts) + int(match[2] or 1) > _MOST:
-            raise LaunchError(
-                f"tasks per node {text!r}: {part!r} is not a count, or the list has more than "
-                f"{_MOST} nodes"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
 
 
 def select_device(

@@ -303,9 +303,7 @@ class Rendezvous(StoreConnection):
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
-        self._places = [
-            tasks[task]._replace(number=found.devices[task]).place for task in of_rank
-        ]
+        self._places = [tasks[task]._replace(number=found.devices[task]).place for task in of_rank]
         self._store.set("places", json.dumps(self._places))
         self._store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):

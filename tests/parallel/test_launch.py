@@ -15,7 +15,7 @@ from megatron.errors import LaunchError
 from megatron.parallel.launch import (
     Launch,
     detect_launch,
-    expand_hosts,
+    first_host,
     select_device,
     variables_with_flags,
 )
@@ -134,12 +134,17 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
         ("slurm", 11, 3, 16, 8, "frontier00121"),
     ),
     (
-        SRUN | {"MASTER_ADDR": "frontier00122.x", "SLURM_SUBMIT_HOST": "frontier00122.x"},
-        ("slurm", 11, 3, 16, 8, "frontier00122.x"),
-    ),
-    (
         SRUN | {"MASTER_ADDR": "elsewhere", "SLURM_SUBMIT_HOST": "login05"},
         ("slurm", 11, 3, 16, 8, "elsewhere"),
+    ),
+    # Counts that are not those of this step.
+    (
+        SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"},
+        ("slurm", 11, 3, 16, 4, "frontier00121"),
+    ),
+    (
+        SRUN | {"SLURM_STEP_TASKS_PER_NODE": "10,2(x3)", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"},
+        ("slurm", 11, 1, 16, 2, "frontier00121"),
     ),
     # What cannot be.
     ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
@@ -159,11 +164,6 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     (TORCHRUN | {"MASTER_ADDR": ".."}, ["MASTER_ADDR=.."]),
     (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE"]),
     (TORCHRUN | {"WORLD_SIZE": "99999999999"}, ["99999999999"]),
-    (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, ["2(x99999999999)"]),
-    (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}, ["2(x999999999)"]),
-    (SRUN | {"SLURM_STEP_NODELIST": "n[0-99999999999]"}, ["n[0-99999999999]"]),
-    (SRUN | {"SLURM_STEP_NODELIST": "n[0-9999][0-9999]"}, ["n[0-9999][0-9999]"]),
-    (SRUN | {"SLURM_STEP_NODELIST": f"n[{'9' * 5000}]"}, ["n[9999"]),
 ]
 
 
@@ -262,45 +262,20 @@ def test_flags_fill_in_what_the_environment_lacks() -> None:
 
 # -- node lists ------------------------------------------------------------------------------------
 
-PREFIX = st.text("abcxyz-", min_size=1, max_size=5).map(lambda s: "n" + s + "z")
-RANGE = st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 5))
+
+def test_the_first_of_a_node_list() -> None:
+    for text, first in (
+        ("r[1-2]n[08-09]-ib,x", "r1n08-ib"),
+        ("host-1.example.org,n[8-11]", "host-1.example.org"),
+        ("n[010,3-5]", "n010"),
+    ):
+        assert first_host(text) == first
 
 
-@given(st.lists(st.tuples(PREFIX, st.lists(RANGE, max_size=4)), min_size=1, max_size=4))
-def test_node_lists_expand_to_what_they_were_made_from(
-    parts: list[tuple[str, list[tuple[int, int, int]]]],
-) -> None:
-    expected: list[str] = []
-    written: list[str] = []
-    for prefix, ranges in parts:
-        if not ranges:
-            expected.append(prefix)
-            written.append(prefix)
-            continue
-        inner = []
-        for low, more, width in ranges:
-            expected += [prefix + str(number).zfill(width) for number in range(low, low + more + 1)]
-            first, last = str(low).zfill(width), str(low + more).zfill(width)
-            inner.append(first if more == 0 else f"{first}-{last}")
-        written.append(f"{prefix}[{','.join(inner)}]")
-    assert expand_hosts(",".join(written)) == expected
-
-
-def test_node_lists() -> None:
-    assert expand_hosts("r[1-2]n[08-09]-ib") == ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]
-    assert expand_hosts("host-1.example.org,n[8-11]") == [
-        "host-1.example.org",
-        "n8",
-        "n9",
-        "n10",
-        "n11",
-    ]
-
-
-@pytest.mark.parametrize("text", ["a,", "a[1-", "a[]", "a[3-1]", "a[x]", "a b"])
+@pytest.mark.parametrize("text", [",a", "a[1-", "a[]", "a[x]", "a b"])
 def test_what_is_no_node_list(text: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(repr(text)[1:-1])):
-        expand_hosts(text)
+        first_host(text)
 
 
 @given(st.sets(st.integers(0, 60)))
