@@ -67,6 +67,7 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
+_NOBODY = -1  # in place of a rank that gave the reason of its failure
 _OPEN = (
     "a process that connects to the store of the ranks can guess its keys and end this job: export "
     "MEGATRON_JOB_TOKEN, "
@@ -368,15 +369,12 @@ class Rendezvous(StoreConnection):
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops. Never raises."""
         self._failed = True
-        said = f"{self._myself} failed: {message}"
+        said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
-            # The first to fail is the cause.
-            self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))
-            if self.serves_store and self._store.add("explainers", 1) == 1:
-                # gloo shows the others a closed connection only when this process ends, with the
-                # store: tell them now
-                self._store.set("findings", json.dumps(said))
+            # The first to fail is the cause. The others hear of it before this process, and perhaps
+            # the store, ends.
+            if self._store.compare_set("findings", "", said).decode() == said:
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
@@ -411,21 +409,19 @@ class Rendezvous(StoreConnection):
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        self.speaks = self._store.add("explainers", 1) == 1
-        if self.speaks:
-            self._store.set("findings", json.dumps(self._call_roll(seen)))
-        elif not self.comes("findings", 2 * self._answer_s):
+        if not self._store.check(["findings"]) and self._store.add("explainers", 1) == 1:
+            self.speaks = True
+            found = json.dumps([_NOBODY, self._call_roll(seen)])
+            self._store.compare_set("findings", "", found)
+        if not self.comes("findings", 2 * self._answer_s):
             return "no rank has found out why"
         return self._findings()
 
     def _findings(self) -> str:
-        """Return the message of the first rank that failed, else the findings of the roll call."""
-        if self._store.check(["failure"]):
-            rank, said = json.loads(self._store.get("failure"))
-            if rank != self.launch.rank:
-                self._reported = True
-                return str(said)
-        return str(json.loads(self._store.get("findings")))
+        """Return the message of the first rank that failed, or the findings of the roll call."""
+        rank, text = json.loads(self._store.get("findings"))
+        self._reported = rank != _NOBODY
+        return str(text)
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank whether it lives and what it does; return the findings."""
