@@ -202,7 +202,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     world = TENSOR * PIPELINE * data
     first = Rendezvous(Launch(rank=0, world_size=world), torch.device("cpu"), timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    first._store = dist.PrefixStore("job", store)
+    first.store = dist.PrefixStore("job", store)
     for rank in range(world):
         told = {
             "node": f"frontier{rank // 8:05d}",
@@ -215,7 +215,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
             "address": (),
             "near": (),
         }
-        first._store.set(f"participant/{rank}", json.dumps(told))
+        first.store.set(f"participant/{rank}", json.dumps(told))
     judge = lambda: first._judge(time.monotonic() + 60)  # noqa: E731
     row, verdict = measured("rank 0 compares all ranks", judge, repeat)
     assert "error" not in verdict, verdict

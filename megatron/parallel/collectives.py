@@ -58,19 +58,14 @@ def start(
 
 def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Started:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
-    return (
-        DONE
-        if group.size == 1
-        else start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
-    )
+    if group.size == 1:
+        return DONE
+    return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Sum (or `op`) `x` over the group in place and return it."""
-    if group.size > 1:
-        group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
-        dist.all_reduce(x, op=op, group=group.handle)
-        group.flight.leave()
+    all_reduce_async(x, group, op).wait()
     return x
 
 

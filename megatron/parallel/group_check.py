@@ -69,25 +69,21 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
     """
     world, line = topology.world, topology.pipeline
     done = {None, world.handle}
-    for number, group in enumerate(
-        (topology.tensor, topology.data, topology.model, topology.embedding), start=1
-    ):
+    groups = topology.tensor, topology.data, topology.model, topology.embedding
+    for number, group in enumerate(groups, start=1):
         if group is not None and group.handle not in done:
             done.add(group.handle)
             yield number, "all-reduce of", group, group.size, _reduce
+    # First the pairs that begin with an even stage, then the others, then the ends of the ring.
     pairs = [(5 + low % 2, low, low + 1) for low in range(line.size - 1)]
-    pairs += [(7, line.size - 1, 0)] if ring and line.size > 2 else []
+    if ring and line.size > 2:
+        pairs.append((7, line.size - 1, 0))
     for number, *pair in sorted(pairs):
         if line.rank in pair:
             one, other = (line.ranks[stage] for stage in pair)
-            peer, first = (other, True) if line.rank == pair[0] else (one, False)
-            yield (
-                number,
-                f"messages of ranks {one} and {other} in",
-                line,
-                peer,
-                partial(_exchange, peer, first),
-            )
+            peer = other if line.rank == pair[0] else one
+            call = f"messages of ranks {one} and {other} in"
+            yield number, call, line, peer, partial(_exchange, peer, peer == other)
     if world.handle is not None:
         yield 8, "all-reduce of", world, world.size, _reduce
 

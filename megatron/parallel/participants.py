@@ -59,9 +59,8 @@ def device_identity(device: torch.device) -> str:
 
 def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Task:
     """Return this process's description for the others, still without what must be alike."""
-    on_device = device.type == "cuda"
+    on_device, shown = device.type == "cuda", visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
-    shown = visible_devices(os.environ)
     return Task(
         node=launch.node,
         number=device_number(placing, launch.local_rank, index, visible, shown),

@@ -111,8 +111,8 @@ class Assignment:
     notices: list[str]
 
 
-def _listed(numbers: Sequence[int], between: str = ",") -> str:
-    return between.join(map(str, numbers))
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -189,9 +189,7 @@ def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
     return tuple(
-        device
-        for device, (low, high) in enumerate(spans)
-        if not near.isdisjoint(range(low, high + 1))
+        device for device, (low, high) in enumerate(spans) if near & set(range(low, high + 1))
     )
 
 
@@ -221,21 +219,21 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     notices = []
     for why, names in kept.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        named = f"{', '.join(names[:_SHOWN])}{more}"
         notices.append(
-            f"ranks of {len(names)} of {len(nodes)} node(s) ({named}) stay as launched: {why}"
+            f"ranks of {len(names)} of {len(nodes)} node(s) ({', '.join(names[:_SHOWN])}{more}) "
+            f"stay as launched: {why}"
         )
     far = [
         number
-        for number, task in enumerate(tasks)
-        if task.near and found[number] is not None and found[number] not in task.near
+        for number, (task, device) in enumerate(zip(tasks, found, strict=True))
+        if task.near and device is not None and device not in task.near
     ]
     if far:
         first = tasks[far[0]]
         notices.append(
             f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, "
             f"such as task {far[0]} on node {first.node}, which has device {found[far[0]]} and the "
-            f"cores of device {_listed(first.near, ', ')}: see --cpu-bind and --gpu-bind of srun"
+            f"cores of device {_listed(first.near)}: see --cpu-bind and --gpu-bind of srun"
         )
     return Assignment(ranks, found, notices)
 
@@ -258,17 +256,15 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
         return [in_order.index(address) for address in addresses]
     if len(known) < count:
         return f"the device of {count - len(known)} of {count} processes is not known"
-    return f"their devices are {_listed(known, ', ')}, not each of 0 to {count - 1} once"
+    return f"their devices are {_listed(known)}, not each of 0 to {count - 1} once"
 
 
 def check_devices(placing: Placing) -> Placing:
     """Return `placing`, whose device order names each device once. Raises LaunchError."""
     order, count = placing.device_order, len(placing.device_order)
-    if sorted(order) != list(range(count)):
-        raise LaunchError(f"device order {_listed(order)} does not name each device of a node once")
-    if placing.local_order and order and len(placing.local_order) != count:
+    devices = len(placing.local_order) or count
+    if order and (count != devices or sorted(order) != list(range(count))):
         raise LaunchError(
-            f"device order {_listed(order)} names {count} devices, but a node has "
-            f"{len(placing.local_order)}: name each of them once"
+            f"device order {_listed(order)} does not name each of a node's {devices} devices once"
         )
     return placing

@@ -141,7 +141,7 @@ class Rendezvous(StoreConnection):
     def places(self) -> list[str]:
         """ "node:device" of every rank, in rank order."""
         if self._places is None:
-            self._places = json.loads(self._store.get("places"))
+            self._places = json.loads(self.store.get("places"))
         return self._places
 
     def join(self) -> Self:
@@ -200,7 +200,7 @@ class Rendezvous(StoreConnection):
         """Describe this process to the others, and take the rank of the verdict. Raises
         LaunchError.
         """
-        store, task = self._store, self.launch.task
+        store, task = self.store, self.launch.task
         verdict: dict[str, Any] = {}
         if store.add(f"claim/{task}", 1) > 1:
             verdict = {"error": self._duplicate()}
@@ -232,8 +232,8 @@ class Rendezvous(StoreConnection):
         for kind, values in self.alike.items():
             text = json.dumps(values, sort_keys=True)
             told[kind] = digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-            if not self._store.check([f"alike/{digest}"]):
-                self._store.set(f"alike/{digest}", text)
+            if not self.store.check([f"alike/{digest}"]):
+                self.store.set(f"alike/{digest}", text)
         return told
 
     def _interface_problem(self) -> str:
@@ -263,7 +263,7 @@ class Rendezvous(StoreConnection):
 
     def _participant(self, task: int) -> str:
         """Return where a process is that has described itself."""
-        described = Task(**json.loads(self._store.get(f"participant/{task}")))
+        described = Task(**json.loads(self.store.get(f"participant/{task}")))
         return f"{described.place}, process {described.pid}"
 
     def _absent(self) -> str:
@@ -290,10 +290,10 @@ class Rendezvous(StoreConnection):
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
-            return {} if self._store.check(["verdict"]) else {"error": self._absent()}
+            return {} if self.store.check(["verdict"]) else {"error": self._absent()}
         tasks = [Task(**json.loads(value)) for value in self.values(keys)]
         error = conflict(tasks) or difference(
-            tasks, lambda digest: self._store.get(f"alike/{digest}")
+            tasks, lambda digest: self.store.get(f"alike/{digest}")
         )
         return {"error": error} if error else self._give_ranks(tasks)
 
@@ -305,10 +305,10 @@ class Rendezvous(StoreConnection):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
         self._places = [tasks[task]._replace(number=found.devices[task]).place for task in of_rank]
-        self._store.set("places", json.dumps(self._places))
-        self._store.set("tasks", json.dumps(of_rank))
+        self.store.set("places", json.dumps(self._places))
+        self.store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):
-            self._store.multi_set(
+            self.store.multi_set(
                 [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
             )
         return {"server": ranks[0], "notices": notices}
@@ -374,7 +374,7 @@ class Rendezvous(StoreConnection):
         def write() -> None:
             # The first to fail is the cause. The others hear of it before this process, and perhaps
             # the store, ends.
-            if self._store.compare_set("findings", "", said).decode() == said:
+            if self.store.compare_set("findings", "", said).decode() == said:
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
@@ -409,17 +409,17 @@ class Rendezvous(StoreConnection):
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        if not self._store.check(["findings"]) and self._store.add("explainers", 1) == 1:
+        if not self.store.check(["findings"]) and self.store.add("explainers", 1) == 1:
             self.speaks = True
             found = json.dumps([_NOBODY, self._call_roll(seen)])
-            self._store.compare_set("findings", "", found)
+            self.store.compare_set("findings", "", found)
         if not self.comes("findings", 2 * self._answer_s):
             return "no rank has found out why"
         return self._findings()
 
     def _findings(self) -> str:
         """Return the message of the first rank that failed, or the findings of the roll call."""
-        rank, text = json.loads(self._store.get("findings"))
+        rank, text = json.loads(self.store.get("findings"))
         self._reported = rank != _NOBODY
         return str(text)
 
@@ -431,7 +431,7 @@ class Rendezvous(StoreConnection):
         dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            tasks = json.loads(self._store.get("tasks"))
+            tasks = json.loads(self.store.get("tasks"))
             where = [self.places[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead]
             return (
                 f"no sign of life from rank {compress_ranks(dead)}: died or was killed "
@@ -462,10 +462,10 @@ class Rendezvous(StoreConnection):
         def listen() -> None:
             while not self._deaf.is_set():
                 try:
-                    while self._store.check([f"call/{self._call}"]):
-                        self._answer(self._store.get(f"call/{self._call}").decode())
+                    while self.store.check([f"call/{self._call}"]):
+                        self._answer(self.store.get(f"call/{self._call}").decode())
                         self._call += 1
-                    if self._alarmed and not self._heard and self._store.check(["findings"]):
+                    if self._alarmed and not self._heard and self.store.check(["findings"]):
                         # The store may be gone when this rank sees the failure.
                         self._heard = self._findings()
                 except RuntimeError:
@@ -481,7 +481,7 @@ class Rendezvous(StoreConnection):
         if call.startswith(_ROLL):
             state, (step, name) = FlightState.read(self.flight.buffer), self.doing
             where = name or (state.where if state else "an unknown place")
-            self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
+            self.store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
             self._sound_alarm()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
@@ -501,7 +501,7 @@ class Rendezvous(StoreConnection):
         in their order.
         """
         own, number = f"{call}/{self.launch.rank}", self._call
-        while self._store.compare_set(f"call/{number}", "", own).decode() != own:
+        while self.store.compare_set(f"call/{number}", "", own).decode() != own:
             number += 1
         return number
 
@@ -550,17 +550,17 @@ class Rendezvous(StoreConnection):
     def _write_left(self) -> None:
         # First the answer: a roll call must not wait for this rank longer than this rank stays to
         # serve the store.
-        self._store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
+        self.store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self.pause_s
-        gone = self._store.add("left", 1)
+        gone = self.store.add("left", 1)
         while (
             self.serves_store
             and gone < self.launch.world_size - self._absentees
             and self.clock() < deadline
         ):
             self.sleep(0.02)
-            gone = self._store.add("left", 0)
+            gone = self.store.add("left", 0)
 
 
 def _list_places(ranks: Sequence[int], places: Sequence[str]) -> str:

@@ -50,12 +50,8 @@ class StoreConnection:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.launch, self.timeout, self.clock, self.sleep = launch, timeout, clock, sleep
-        self._store: Any = None
-
-    @property
-    def store(self) -> Any:
-        """The store. A host that lost power never answers: call it through `bounded`."""
-        return self._store
+        self.store: Any = None
+        """A host that lost power never answers: call its methods through `bounded`."""
 
     @property
     def serves_store(self) -> bool:
@@ -78,18 +74,16 @@ class StoreConnection:
         LaunchError.
         """
         if self.launch.world_size == 1 and not self.launch.store_served:
-            self._store = dist.HashStore()
+            self.store = dist.HashStore()
         else:
-            self._store = self._of_job(
-                self._serve() if self.serves_store else self._client(seconds)
-            )
+            self.store = self._of_job(self._serve() if self.serves_store else self._client(seconds))
 
     def another(self, seconds: float | None = None) -> Any:
         """Return a second connection: one in which a thread waits for a key serves no other
         thread.
         """
-        if isinstance(self._store, dist.HashStore):
-            return self._store
+        if isinstance(self.store, dist.HashStore):
+            return self.store
         return self._of_job(
             self._client(self.timeout.total_seconds() if seconds is None else seconds)
         )
@@ -172,9 +166,9 @@ class StoreConnection:
         """Return whether all keys exist before the deadline, and before the key `unless` does."""
         pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
         for batch in batches(keys):
-            while not self._store.check(batch):
+            while not self.store.check(batch):
                 left = deadline - self.clock()
-                if left <= 0 or (unless and self._store.check([unless])):
+                if left <= 0 or (unless and self.store.check([unless])):
                     return False
                 self.sleep(min(pause, left))
                 pause = min(pause * 1.5, longest)
@@ -186,7 +180,7 @@ class StoreConnection:
 
     def values(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist."""
-        return [value for batch in batches(keys) for value in self._store.multi_get(batch)]
+        return [value for batch in batches(keys) for value in self.store.multi_get(batch)]
 
     def ranks_without(self, kind: str, most: int) -> list[int]:
         """Return the first ranks without a key `kind/rank`, at most `most`.
@@ -197,7 +191,7 @@ class StoreConnection:
         ranges = list(batches(range(self.launch.world_size)))[::-1]
         while ranges and len(found) < most:
             ranks = ranges.pop()
-            if self._store.check([f"{kind}/{rank}" for rank in ranks]):
+            if self.store.check([f"{kind}/{rank}" for rank in ranks]):
                 continue
             if len(ranks) == 1:
                 found += ranks

@@ -157,7 +157,7 @@ def test_what_was_heard_outlives_the_store() -> None:
             heard.wait()
             rank._deaf.set()
             rank._listener.join()  # type: ignore[union-attr]
-            rank._store, rank._store_lost = None, True
+            rank.store, rank._store_lost = None, True
             gone.set()
             return str, ""
         while not rank._heard:
@@ -398,9 +398,9 @@ def judged(participants: list[str]) -> str:
     first = Rendezvous(
         Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG
     )
-    first._store = dist.HashStore()
+    first.store = dist.HashStore()
     for task, text in enumerate(participants):
-        first._store.set(f"participant/{task}", text)
+        first.store.set(f"participant/{task}", text)
     return str(first._judge(LONG.total_seconds())["error"])
 
 
