@@ -5,6 +5,7 @@ Each is entered in the group's flight recorder, and so is the wait for one that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.topology import Group
+from megatron.parallel.topology import Group, Topology
 
 # torch 2.13 renamed these two calls and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -145,6 +146,46 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     dist.broadcast_object_list(carried, src=group.ranks[source], group=group.handle)
     group.flight.leave()
     return carried[0]
+
+
+# -- the first use of every group ----------------------------------------------------------------
+
+
+def use_groups(topology: Topology, ring: bool = False) -> int:
+    """Use each group of this rank once, before anything depends on it; return the number of uses.
+
+    NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
+    message, where they may hang without an error. So each rank sums one number over every group
+    that training reduces over (over no pipeline group), and exchanges one with each neighbour, all
+    in the same order, so that groups do not wait in a circle. The world comes last: no rank
+    continues before all groups work. All ranks call it. `ring`: the last pipeline rank has messages
+    for the first, too.
+    """
+    x = torch.ones(1, device=topology.device)
+    if x.is_cuda:
+        torch.cuda.set_device(x.device)  # each thread has a current device of its own
+    world, line = topology.world, topology.pipeline
+    groups: dict[Any, Group] = {}
+    for group in (topology.tensor, topology.data, topology.model, topology.embedding):
+        if group is not None and group.handle not in (None, world.handle):
+            groups.setdefault(group.handle, group)
+    for group in groups.values():
+        sys.audit("megatron.parallel.group", group.kind)
+        all_reduce(x, group)
+    # First the pairs that begin with an even stage, then the others, then the ends of the ring.
+    pairs = sorted(((low, low + 1) for low in range(line.size - 1)), key=lambda pair: pair[0] % 2)
+    if ring and line.size > 2:
+        pairs.append((line.size - 1, 0))
+    own_pairs = [pair for pair in pairs if line.rank in pair]
+    for first, second in own_pairs:
+        peer = line.ranks[second if line.rank == first else first]
+        for sends in (line.rank == first, line.rank != first):
+            call, exchange = (b"send", dist.send) if sends else (b"receive", dist.recv)
+            line.flight.enter_message(call, line.kind, x.nbytes, peer)
+            exchange(x, peer, group=line.handle)
+            line.flight.leave()
+    all_reduce(x, world)
+    return len(groups) + len(own_pairs) + (world.size > 1)
 
 
 # -- with a gradient -----------------------------------------------------------------------------

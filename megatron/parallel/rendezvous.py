@@ -26,6 +26,7 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -86,12 +87,9 @@ class Rendezvous(StoreConnection):
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a thread of its own with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    doing                number and name of this rank's current item, of items that all ranks do one
-                         after the other, for a roll call; 0: its flight record says more
     speaks               whether this rank is the one that acts on what `explain` found
     """
 
-    doing = (0, "")
     speaks = False
     _absentees = 0
     _call = 1  # the number of the next call
@@ -437,15 +435,9 @@ class Rendezvous(StoreConnection):
                 f"no sign of life from rank {compress_ranks(dead)}: died or was killed "
                 f"({_list_places(dead, where)})"
             )
-        answers = [
-            json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])
-        ]
-        # Those in a later step than others wait for them.
-        first = min((step for step, _ in answers if step), default=0)
-        at: dict[str, list[int]] = {}
-        for rank, (step, where) in enumerate(answers):
-            if step <= first:
-                at.setdefault(where, []).append(rank)
+        at = defaultdict[str, list[int]](list)
+        for rank, answer in enumerate(self.values([f"answer/{rank}" for rank in ranks])):
+            at[answer.decode()].append(rank)
         found = [f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]]
         # The others may only have stopped because this rank called.
         return (
@@ -479,9 +471,9 @@ class Rendezvous(StoreConnection):
 
     def _answer(self, call: str) -> None:
         if call.startswith(_ROLL):
-            state, (step, name) = FlightState.read(self.flight.buffer), self.doing
-            where = name or (state.where if state else "an unknown place")
-            self.store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
+            state = FlightState.read(self.flight.buffer)
+            where = state.where if state else "an unknown place"
+            self.store.set(f"answer/{self.launch.rank}", f"in {where}")
             self._sound_alarm()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
@@ -550,7 +542,7 @@ class Rendezvous(StoreConnection):
     def _write_left(self) -> None:
         # First the answer: a roll call must not wait for this rank longer than this rank stays to
         # serve the store.
-        self.store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
+        self.store.set(f"answer/{self.launch.rank}", "has ended")
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self.pause_s
         gone = self.store.add("left", 1)

@@ -32,8 +32,8 @@ from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronErr
 from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
+from megatron.parallel.collectives import use_groups
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, detect_launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
@@ -214,8 +214,10 @@ def connect_groups(
     start = time.monotonic()
     with topology.flight.phase("groups"):
         # Before torch gives up, which knows less, or RCCL, which does not give up.
-        uses = check_groups(
-            topology, rendezvous, _FIRST_SHARE * timeout.total_seconds(), parallel.num_chunks > 1
+        uses = rendezvous.unless_failed(
+            partial(use_groups, topology, parallel.num_chunks > 1),
+            _FIRST_SHARE * timeout.total_seconds(),
+            "the first use of all groups did not end",
         )
     took = (
         f"groups: {uses} collectives and exchanges, the first of each, in "
