@@ -6,10 +6,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,9 +89,7 @@ def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
     >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
     [0, 2, 3, 6, 7]
     """
-    if not ranges:
-        return positions
-    starts, stops = np.array(ranges, np.int64).T
+    starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
     # before each range, and after the last one
     missing = np.concatenate(([0], np.cumsum(stops - starts)))
     # A range comes before the entry with this position.
@@ -111,98 +109,54 @@ def are_ranges(value: Any) -> bool:
     )
 
 
-class SampleOrder(Protocol):
+@dataclass(frozen=True)
+class SampleOrder:
     """The order in which a job consumes a data set.
 
     It depends only on the number of samples consumed, so that every layout, micro-batch size and
     number of workers reads the same samples.
+
+    total     samples of the data set
+    cyclic    the data set again and again, each epoch in an order of its own, keyed by its number;
+              otherwise once, in its own order
+    left_out  ranges of positions to skip, as `merged` returns them. The run needs as many samples
+              as before, so at the end of a single pass its first samples replace those left out.
     """
+
+    total: int
+    cyclic: bool = False
+    left_out: tuple[Range, ...] = ()
 
     def check(self, stop: int) -> None:
         """Raise DataError if the order ends before position `stop`."""
-        ...
-
-    def indices(self, positions: Indices) -> Indices:
-        """Return the samples at these positions; position n is consumed after n others."""
-        ...
-
-
-@dataclass(frozen=True)
-class SequentialOrder:
-    """The order of 'single': the data set in its own order, once."""
-
-    total: int
-
-    def check(self, stop: int) -> None:
-        if stop > self.total:
+        if self.cyclic:
+            if not self.total:
+                raise DataError(
+                    "the data set has no samples: give more data, or a shorter --seq-length"
+                )
+        elif stop > self.total:
             raise DataError(
                 f"the data set has {self.total} samples and the run needs sample {stop - 1}: train "
                 "for fewer samples, or start a new run with the number of samples you want"
             )
-
-    def indices(self, positions: Indices) -> Indices:
-        return positions
-
-
-@dataclass(frozen=True)
-class CyclicOrder:
-    """The order of 'cyclic': the data set again and again, each epoch in an order of its own, keyed
-    by its number.
-    """
-
-    total: int
-
-    def check(self, stop: int) -> None:
-        if not self.total:
-            raise DataError(
-                "the data set has no samples: give more data, or a shorter --seq-length"
-            )
-
-    def indices(self, positions: Indices) -> Indices:
-        found = np.empty_like(positions)
-        epochs = positions // self.total
-        for epoch in np.unique(epochs).tolist():
-            inside = epochs == epoch
-            found[inside] = permute(positions[inside] - epoch * self.total, self.total, epoch)
-        return found
-
-
-@dataclass(frozen=True)
-class OrderAround:
-    """An order without some of its positions; it still depends only on the number of samples
-    consumed.
-
-    left_out  ranges of positions of `order`, as `merged` returns them
-    total     samples of a finite order, None for an endless one. The run needs as many samples as
-              before, so at the end the first samples of the order replace those that were left out.
-    """
-
-    order: SampleOrder
-    left_out: tuple[Range, ...]
-    total: int | None = None
-
-    def check(self, stop: int) -> None:
-        if (
-            self.total is not None
-            and stop
-            and self.left_out[0][0] == 0
-            and self.left_out[0][1] >= self.total
-        ):
+        elif stop and around(np.zeros(1, np.int64), self.left_out)[0] >= self.total:
             raise DataError(
                 f"all {self.total} samples of the data set are left out: start a new run with "
                 "other data"
             )
-        self.order.check(stop)
-
-    def original(self, positions: Indices) -> Indices:
-        """Return the positions in `order`; one of `total` or more stands for a replacement."""
-        return around(positions, self.left_out)
 
     def indices(self, positions: Indices) -> Indices:
-        found = self.original(positions)
-        while self.total is not None and (beyond := found >= self.total).any():
-            found[beyond] = self.original(found[beyond] - self.total)
-        return self.order.indices(found)
+        """Return the samples at these positions; position n is consumed after n others."""
+        found = around(positions, self.left_out)
+        if not self.cyclic:
+            while self.left_out and (beyond := found >= self.total).any():
+                found[beyond] = around(found[beyond] - self.total, self.left_out)
+            return found
+        epochs = found // self.total
+        for epoch in np.unique(epochs).tolist():
+            inside = epochs == epoch
+            found[inside] = permute(found[inside] - epoch * self.total, self.total, epoch)
+        return found
 
 
 def sample_order(
@@ -211,9 +165,7 @@ def sample_order(
     """Return the order of --dataloader-type (None: single) over `total` samples without those
     `left_out`.
     """
-    ranges, cyclic = merged(left_out), dataloader_type == "cyclic"
-    order: SampleOrder = CyclicOrder(total) if cyclic else SequentialOrder(total)
-    return OrderAround(order, ranges, None if cyclic else total) if ranges else order
+    return SampleOrder(total, dataloader_type == "cyclic", merged(left_out))
 
 
 class MicroBatchStream:
@@ -388,23 +340,19 @@ class MicroBatch:
 
     def to(self, device: Any) -> MicroBatch:
         """Return a copy on `device`; from pinned memory the copy is asynchronous."""
-
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         """Return a copy in page-locked memory."""
         return self._map(torch.Tensor.pin_memory)
 
-    def _map(self, function: Any) -> MicroBatch:
-        return MicroBatch(
-            function(self.tokens),
-            function(self.labels),
-            function(self.loss_mask),
-            function(self.position_ids),
-            None if self.cu_seqlens is None else function(self.cu_seqlens),
-            self.first_sample,
-            self.document_lengths,
-        )
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        tensors = {
+            name: function(value)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def make_micro_batch(

@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.ledger import Consumed, Ledger
 from megatron.data.packing import PackedDataset
-from megatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder, sample_order
+from megatron.data.sampler import SampleOrder, sample_order
 
 SEQ_LENGTH = 8
 
@@ -73,13 +73,13 @@ def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]])
 
 
 def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDataset) -> None:
-    counted, begun = Ledger(blend, CyclicOrder(60)), {}
+    counted, begun = Ledger(blend, SampleOrder(60, cyclic=True)), {}
     for consumed in range(1, 121):
         for name, epoch in counted.advance(consumed):
             begun[name, epoch] = consumed
     expected: dict[tuple[str, int], int] = {}
     tokens = {1: 0, 2: 0}
-    for consumed, index in enumerate(CyclicOrder(60).indices(np.arange(120)).tolist(), 1):
+    for consumed, index in enumerate(SampleOrder(60, cyclic=True).indices(np.arange(120)).tolist(), 1):
         token = int(blend[index][0])
         before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
         size = {1: 100, 2: 300}[token]
@@ -92,14 +92,14 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
 
 
 def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Ledger(blend, CyclicOrder(60), 100)
+    whole = Ledger(blend, SampleOrder(60, cyclic=True), 100)
     monkeypatch.setattr(ledger, "_BLOCK", 7)
-    assert Ledger(blend, CyclicOrder(60), 100).record() == whole.record()
-    assert whole.record() != Ledger(blend, CyclicOrder(60), 93).record()
+    assert Ledger(blend, SampleOrder(60, cyclic=True), 100).record() == whole.record()
+    assert whole.record() != Ledger(blend, SampleOrder(60, cyclic=True), 93).record()
     # A checkpoint without a record, of a run that had more data than this one: what is there is
     # counted.
     assert (
-        sum(count.samples for count in Ledger(blend, SequentialOrder(60), 100).counts.values())
+        sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values())
         == 60
     )
 
@@ -108,10 +108,10 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
     """'a' stays, 'b' goes, 'c' comes with more tokens to an epoch: nothing is lost or counted
     twice.
     """
-    before = Ledger(blend, SequentialOrder(60), 30).record()
+    before = Ledger(blend, SampleOrder(60), 30).record()
     a, b = (part.name for part in blend.datasets)
     new = BlendedDataset([blend.datasets[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
-    after = Ledger(new, SequentialOrder(60), 30, before)
+    after = Ledger(new, SampleOrder(60), 30, before)
     assert after.record()[b] == before[b] and after.counts[str(tmp_path / "c")] == Consumed()
     after.advance(50)
     assert after.record()[b] == before[b]
@@ -123,7 +123,7 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
 def test_a_source_that_is_listed_twice_is_one(tmp_path: Path) -> None:
     part = source(tmp_path, "x", 100, 1, 12)
     twice = BlendedDataset([part, part], [1, 3], 10)
-    assert Ledger(twice, SequentialOrder(10), 10).counts == {
+    assert Ledger(twice, SampleOrder(10), 10).counts == {
         part.name: Consumed(10, 80, pytest.approx(0.8))
     }
 
@@ -146,7 +146,7 @@ def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
         seed=1,
         pad_id=0,
     )
-    counted, by_hand, epochs = Ledger(packed, SequentialOrder(len(packed))), 0, []
+    counted, by_hand, epochs = Ledger(packed, SampleOrder(len(packed))), 0, []
     for i in range(len(packed)):
         epochs += [(i, epoch) for _, epoch in counted.advance(i + 1)]
         by_hand += int((packed[i] == 7).sum()) - len(packed.segments(i))
@@ -158,7 +158,7 @@ def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
 
 
 def test_lines(blend: BlendedDataset) -> None:
-    line = Ledger(blend, SequentialOrder(60), 30).line()
+    line = Ledger(blend, SampleOrder(60), 30).line()
     assert (
         re.findall(r"[0-9.]+", line) == ["240", "0.800", "0.533"]
         and "a 0.8" in line
