@@ -411,31 +411,27 @@ def prebuild(
     """Call build_datasets and report each index with `say`: found or built, its size and place, and
     the totals.
     """
-    start = time.perf_counter()
-    new: dict[str, bool] = {}
-    total_bytes = 0
+    start, sizes, built = time.perf_counter(), dict[str, int](), 0
 
     def listen(record: logging.LogRecord) -> None:
-        nonlocal total_bytes
+        nonlocal built
         entry: index_cache.CacheEntry = record.__dict__["entry"]
-        if record.msg.startswith("waiting"):
-            say(record.getMessage())
-        elif record.msg.startswith(("found", "built")) and entry.key not in new:
-            seconds: float | None = record.__dict__.get("seconds")
-            size = sum(entry.part_path(part).stat().st_size for part in entry.parts)
-            new[entry.key], total_bytes = seconds is not None, total_bytes + size
+        message = record.getMessage()
+        if message.startswith("waiting"):
+            say(message)
+        elif message.startswith(("found", "built")) and entry.key not in sizes:
+            built += message.startswith("built")
+            sizes[entry.key] = sum(entry.part_path(part).stat().st_size for part in entry.parts)
             kind, names = entry.description.split("\n")[0], _NAMES.findall(entry.description)
-            title = f"{kind} of {len(names)} parts" if "blend" in kind else " ".join([kind, *names])
-            how = "found" if seconds is None else f"built in {seconds:.1f} s"
-            say(f"{title}: {how}, {size / 1e6:.2f} MB, {entry.directory / entry.key}_*")
+            what = " ".join([kind, *names[:2]])
+            say(f"{what}: {message}, {sizes[entry.key] / 1e6:.2f} MB")
 
     with index_cache.heard(listen):
         datasets = build_datasets(
             config, train_samples, valid_samples, test_samples, verify=True, workers=workers
         )
-    seconds = time.perf_counter() - start
     say(
-        f"{len(new)} indices, {sum(new.values())} of them new, {total_bytes / 1e6:.2f} MB, "
-        f"{seconds:.1f} s"
+        f"{len(sizes)} indices, {built} of them new, {sum(sizes.values()) / 1e6:.2f} MB, "
+        f"{time.perf_counter() - start:.1f} s"
     )
     return datasets

@@ -2,22 +2,18 @@
 
 The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that
 holds it, however that ends. NFS carries it between nodes, Lustre if mounted with `-o flock` (with
-`-o localflock` only within a node). On a file system without flock the lock is a file that its
-holder touches every ten seconds; another process takes it over if the holder has ended on this host
-or has not touched it for LEASE_S.
+`-o localflock` only within a node). On a file system without flock, `filelock` takes the existence
+of the file as the lock: it is removed if its holder has ended on this host; after the end of a
+holder on another host, the user removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,56 +22,31 @@ import filelock
 from megatron.errors import ConfigError
 
 LOCK_NAME = ".in_use"
-LEASE_S = 30.0
 # Lustre notices after about 150 s that a node is gone, and only then frees its locks
 WAIT_S = 180.0
-_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_POLL_S = 0.2
 _MOST_CHARACTERS = 1000
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that holds a lock."""
-
-    pid: int
-    host: str
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether it runs on this host."""
-        return self.host == socket.gethostname()
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
 
 
 class FileLock:
     """A lock that only one process can hold at a time. Every method may raise OSError.
 
-    path     a file that exists while the lock is held; its folder must exist
-    lease_s  seconds without a sign of life after which a holder counts as dead, on file systems
-             without flock
+    The file `path` exists while the lock is held; its folder must exist.
     """
 
-    def __init__(self, path: Path, lease_s: float = LEASE_S) -> None:
-        self.path, self._lease_s = path, lease_s
-        self._lock: filelock.BaseFileLock | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = filelock.FileLock(path, thread_local=False)
 
-    def acquire(self, wait_s: float = 0.0, poll_s: float = 1.0) -> bool:
-        """Try every `poll_s` seconds, for at most `wait_s`, to take the lock; return whether it was
-        taken.
-        """
-        if self._lock is None:
-            self._lock = self._make()
-        before = self._last_sign()
-        if self._try(wait_s, poll_s):
-            return True
-        # filelock does not take over from a dead holder if two names cannot be exchanged
-        # atomically, as on Lustre.
-        if self._needs_signs and wait_s > self._lease_s and self._last_sign() == before:
-            self.path.unlink(missing_ok=True)
-            return self._try(0.0, poll_s)
-        return False
+    def acquire(self, wait_s: float = 0.0) -> bool:
+        """Try for at most `wait_s` seconds to take the lock; return whether it was taken."""
+        try:
+            self._lock.acquire(timeout=wait_s, poll_interval=_POLL_S)
+        except filelock.Timeout:
+            return False
+        if not self._is_soft:
+            self.path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        return True
 
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
         """Take the lock if it is free, or wait if its holder may have died unnoticed; return
@@ -86,69 +57,38 @@ class FileLock:
         """
         if self.acquire():
             return True
-        owner = self.owner()
-        if owner is not None and owner.is_here and not self._needs_signs:
+        holder = self.holder()
+        if holder is not None and holder[1] == socket.gethostname():
             return False
         say(f"{self.path} is held by {self.describe()}: waiting up to {wait_s:g} s")
         return self.acquire(wait_s)
 
     @property
-    def _needs_signs(self) -> bool:
-        """Return whether the file system lacks flock, so that only waiting tells a dead holder from
-        a living one.
-        """
-        return isinstance(self._lock, filelock.SoftFileLease)
+    def _is_soft(self) -> bool:
+        """Return whether the file itself is the lock; then `filelock` writes and removes it."""
+        return isinstance(self._lock, filelock.SoftFileLock)
 
-    def _try(self, wait_s: float, poll_s: float) -> bool:
-        assert self._lock is not None, "made before"
-        with contextlib.suppress(filelock.Timeout):
-            self._lock.acquire(timeout=wait_s, poll_interval=poll_s)
-            if not self._needs_signs:
-                self.path.write_text(f"{socket.gethostname()} {os.getpid()}\n")
-            return True
-        return False
-
-    def _last_sign(self) -> tuple[int, int] | None:
-        with contextlib.suppress(FileNotFoundError):
-            status = os.lstat(self.path)
-            return status.st_ino, status.st_mtime_ns
-        return None
-
-    def owner(self) -> Owner | None:
-        """Return the process that holds the lock, if its file says so."""
-        if isinstance(self._lock, filelock.SoftFileLease):
-            record = self._lock.owner
-            return None if record is None else Owner(record.pid, record.hostname)
+    def holder(self) -> tuple[int, str] | None:
+        """Return the process that holds the lock and its host, if the file says so."""
         try:
             with open(self.path, errors="replace") as file:
-                host, pid = file.read(_MOST_CHARACTERS).split()
-            return Owner(int(pid), host)
+                pid, host, *_ = file.read(_MOST_CHARACTERS).split()
+            return int(pid), host.split("?")[0]  # what follows is filelock's mark of a container
         except (OSError, ValueError):
             return None
 
     def describe(self) -> str:
         """Return the name of the holder, for messages."""
-        return str(self.owner() or "an unknown process")
+        holder = self.holder()
+        return "an unknown process" if holder is None else f"process {holder[0]} on {holder[1]}"
 
     def release(self) -> None:
         """Release the lock and remove its file. Harmless if the lock is not held."""
-        if self._lock is not None and self._lock.is_locked:
-            if not self._needs_signs:
+        if self._lock.is_locked:
+            if not self._is_soft:
                 # first: a waiter with the old file open notices and tries again
                 self.path.unlink(missing_ok=True)
             self._lock.release()
-
-    def _make(self) -> filelock.BaseFileLock:
-        with tempfile.TemporaryFile(dir=self.path.parent) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _NO_FLOCK:
-                    raise
-                return filelock.SoftFileLease(
-                    self.path, lease_duration=self._lease_s, thread_local=False
-                )
-        return filelock.FileLock(self.path, thread_local=False)
 
 
 class FolderClaim:
@@ -180,7 +120,8 @@ class FolderClaim:
             return
         raise ConfigError(
             f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, "
-            "stop it, or give this run another folder"
+            "stop it, or give this run another folder; if it has ended and its host is gone, "
+            f"remove {self._lock.path}"
         )
 
     def release(self) -> None:

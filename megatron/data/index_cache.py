@@ -11,8 +11,7 @@ into place.
 processes of a job need a few pages each. One process does it for all. An entry of
 Megatron-DeepSpeed has no digests.
 
-Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`,
-`seconds`).
+Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, temporary_name
+from megatron.data.file_lock import FileLock, flush_directory, renamed_into
 from megatron.errors import DataError
 from megatron.untrusted import read_bytes
 
 Arrays = dict[str, npt.NDArray[Any]]
-DEFAULT_WAIT_S = 1800.0
+WAIT_S = 1800.0
 log = logging.getLogger(__name__)
 
 
@@ -92,26 +91,14 @@ class CacheEntry:
         """
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
-        paths = {part: self.part_path(part) for part in self.parts}
-        temporaries = {
-            path: temporary_name(path) for path in (*paths.values(), self.description_path)
-        }
-        try:
-            for part, path in paths.items():
-                with open(temporaries[path], "wb") as file:
-                    np.save(file, arrays[part])
-                    flush_to_disk(file)
-            with open(temporaries[self.description_path], "wb") as file:
-                file.write((self.description + _digests(arrays)).encode())
-                flush_to_disk(file)
-            # parts of two builds, of different data, must never be seen together
-            for path in temporaries:
-                path.unlink(missing_ok=True)
-            for path, temporary in temporaries.items():
-                os.replace(temporary, path)
-        finally:
-            for temporary in temporaries.values():
-                temporary.unlink(missing_ok=True)
+        # parts of two builds, of different data, must never be seen together
+        for path in (*map(self.part_path, self.parts), self.description_path):
+            path.unlink(missing_ok=True)
+        for part in self.parts:
+            with renamed_into(self.part_path(part)) as file:
+                np.save(file, arrays[part])
+        with renamed_into(self.description_path) as file:
+            file.write((self.description + _digests(arrays)).encode())
         flush_directory(self.directory)
 
 
@@ -131,7 +118,6 @@ def load_or_build(
     build: Callable[[], Arrays],
     *,
     fits: Callable[[Arrays], bool] = lambda _: True,
-    wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
 ) -> Arrays:
     """Return the arrays of an entry from the first directory that has it, or build it and write it
@@ -139,12 +125,13 @@ def load_or_build(
 
     `fits` rejects arrays built from other data under the same description; they are built again.
     With `verify` an entry that is found is read completely and must be what was stored. Waits up to
-    `wait_s` seconds for another process that is building. Raises DataError if the entry does not
+    WAIT_S seconds for another process that is building. Raises DataError if the entry does not
     match its digests, the directory cannot be written, the build fails for lack of memory or on a
-    file, or the wait is over; then the message names the lock and its owner.
+    file, or the wait is over; then the message names the lock and its holder.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
     target = entries[-1]
+    lock = FileLock(target.directory / f"{target.key}.lock")
 
     def find() -> Arrays | None:
         for entry in entries:
@@ -160,35 +147,25 @@ def load_or_build(
     if arrays is not None:
         return arrays
     try:
-        with _locked(target, wait_s):
+        target.directory.mkdir(parents=True, exist_ok=True)
+        if not lock.acquire():
+            where, holder = target.description_path, lock.describe()
+            log.info("waiting for %s: %s", where, holder, extra={"entry": target})
+            if not lock.acquire(WAIT_S):
+                raise DataError(
+                    f"{lock.path}: waited {WAIT_S:g} s for {lock.describe()} to build this index: "
+                    "look at what that process does, and start again when it is done; if it has "
+                    "ended and its host is gone, remove the lock"
+                )
+        try:
             return find() or _build(target, build, fits)
+        finally:
+            lock.release()
     except OSError as error:
         raise DataError(
             f"{target.directory}: the index cache cannot be written: {error.strerror or error}: "
             "give a writable one with --data-cache-path"
         ) from error
-
-
-@contextlib.contextmanager
-def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
-    """Hold the entry's lock. Raises OSError, and DataError if another process holds it for `wait_s`
-    seconds.
-    """
-    entry.directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(entry.directory / f"{entry.key}.lock")
-    if not lock.acquire():
-        log.info(
-            "waiting for %s: %s", entry.description_path, lock.describe(), extra={"entry": entry}
-        )
-        if not lock.acquire(wait_s):
-            raise DataError(
-                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: look "
-                "at what that process does, and start again when it is done"
-            )
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _build(
@@ -212,24 +189,15 @@ def _build(
             "check the file system or give another directory with --data-cache-path"
         )
     seconds = time.perf_counter() - start
-    log.info(
-        "built %s in %.1f s",
-        entry.description_path,
-        seconds,
-        extra={"entry": entry, "seconds": seconds},
-    )
+    log.info("built %s in %.1f s", entry.description_path, seconds, extra={"entry": entry})
     return stored
 
 
 @contextlib.contextmanager
 def heard(listen: Callable[[logging.LogRecord], object]) -> Iterator[None]:
     """Pass the log records of the block to `listen` alone."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            listen(record)
-
-    handler, level, propagate = Handler(), log.level, log.propagate
+    handler, level, propagate = logging.Handler(), log.level, log.propagate
+    handler.emit = listen  # type: ignore[method-assign,assignment]
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -32,7 +32,7 @@ def test_a_run_of_another_host_is_waited_for(tmp_path: Path) -> None:
     """Its node may have died, and the file system not know yet."""
     first, said = FolderClaim(tmp_path, "--save x"), list[str]()
     first.take(said.append)
-    (tmp_path / LOCK_NAME).write_text("another-node 17\n")
+    (tmp_path / LOCK_NAME).write_text("17\nanother-node\n")
     with pytest.raises(ConfigError, match=r"--save x .*\b17 on another-node"):
         FolderClaim(tmp_path, "--save x", wait_s=0.1).take(said.append)
     assert len(said) == 1 and "17 on another-node" in said[0]

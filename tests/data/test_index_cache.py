@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.data import index_cache
 from megatron.data.file_lock import FileLock
 from megatron.data.index_cache import Arrays, heard, load_or_build
 from megatron.errors import DataError
@@ -99,14 +100,17 @@ def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
     assert same(load(tmp_path, lambda: VALUE), VALUE) and names(tmp_path) == FILES
 
 
-def test_waiting_ends_with_the_name_of_the_lock(tmp_path: Path) -> None:
+def test_waiting_ends_with_the_name_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_cache, "WAIT_S", 0.1)
     lock, waits = FileLock(tmp_path / f"{KEY}.lock"), list[int]()
     assert lock.acquire()
     with (
         waiting(lambda: waits.append(1)),
         pytest.raises(DataError, match=rf"{lock.path}.* {os.getpid()}\b"),
     ):
-        load(tmp_path, never, wait_s=0.1)
+        load(tmp_path, never)
     lock.release()
     assert waits == [1] and same(load(tmp_path, lambda: VALUE), VALUE)
 
