@@ -6,11 +6,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.data import index_cache
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, OwnDataset, Source
@@ -57,22 +57,14 @@ class SplitPlan:
 def parse_split(split: str) -> tuple[float, float, float]:
     """Return the shares of train, validation and test, which add up to 1.
 
-    Raises ConfigError for anything but up to three numbers, separated by commas or slashes, with a
-    positive sum.
+    `split` is up to three numbers, separated by commas or slashes, which the configuration has
+    checked.
 
     >>> parse_split("3,1")
     (0.75, 0.25, 0.0)
     """
-    try:
-        shares = [float(part) for part in split.split("," if "," in split else "/")]
-    except ValueError:
-        shares = []
+    shares = [float(part) for part in split.replace("/", ",").split(",")] + [0.0, 0.0]
     total = sum(shares)
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not math.isfinite(total) or total <= 0:
-        raise ConfigError(
-            f"--split {split!r}: expected up to three numbers >= 0 such as '969,30,1', not all zero"
-        )
-    shares += [0.0] * (3 - len(shares))
     return shares[0] / total, shares[1] / total, shares[2] / total
 
 
@@ -96,31 +88,18 @@ def split_bounds(
     return (0, train_end), (train_end, valid_end), (valid_end, test_end)
 
 
-def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[BlendPart, ...]:
+def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
     """Return the blend of one prefix, or of pairs `weight prefix`; weights are scaled to add up to
     1.
 
-    A weight of 0 leaves a data set out. Raises ConfigError, which names `flag`, for anything else.
+    A weight of 0 leaves a data set out. The configuration has checked the form.
     """
     if len(values) == 1:
         return (BlendPart(1.0, values[0]),)
-    if not values or len(values) % 2:
-        raise ConfigError(
-            f"{flag}: expected one prefix, or pairs 'weight prefix'; got {len(values)} values: "
-            f"{list(values)}"
-        )
-    pairs = []
-    for weight, prefix in zip(values[::2], values[1::2], strict=True):
-        try:
-            pairs.append((float(weight), prefix))
-        except ValueError:
-            raise ConfigError(
-                f"{flag}: {weight!r} before {prefix!r} is not a weight: give pairs 'weight prefix'"
-            ) from None
-    return _normalised(pairs, flag)
+    return _normalised(list(zip(map(float, values[::2]), values[1::2], strict=True)))
 
 
-def read_data_file_list(path: str, flag: str = "--data-file-list") -> tuple[BlendPart, ...]:
+def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
     """Read a blend from a file with lines `weight prefix [corpus]`; empty lines and lines with #
     are skipped.
 
@@ -131,32 +110,29 @@ def read_data_file_list(path: str, flag: str = "--data-file-list") -> tuple[Blen
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {flag} cannot be read: {error}") from error
+        raise DataError(f"{path}: --data-file-list cannot be read: {error}") from error
     pairs = []
     for number, line in enumerate(lines, 1):
         fields = line.split()
         if not fields or fields[0].startswith("#"):
             continue
         try:
-            pairs.append((float(fields[0]), fields[1]))
+            weight, prefix = float(fields[0]), fields[1]
+            if not 0 <= weight < math.inf:
+                raise ValueError("not a weight")
         except (ValueError, IndexError):
             raise ConfigError(
-                f"{path}:{number}: expected 'weight prefix corpus', got {line!r}"
+                f"{path}:{number}: expected 'weight prefix corpus', with a weight of 0 or more, "
+                f"got {line!r}"
             ) from None
-    if not pairs:
-        raise ConfigError(f"{path}: {flag} names no data set")
-    return _normalised(pairs, flag)
+        pairs.append((weight, prefix))
+    if not any(weight for weight, _ in pairs):
+        raise ConfigError(f"{path}: --data-file-list names no data set with a positive weight")
+    return _normalised(pairs)
 
 
-def _normalised(pairs: Iterable[tuple[float, str]], flag: str) -> tuple[BlendPart, ...]:
-    for weight, prefix in pairs:
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"{flag}: weight {weight:g} of {prefix!r}: weights are numbers >= 0")
+def _normalised(pairs: Sequence[tuple[float, str]]) -> tuple[BlendPart, ...]:
     total = sum(weight for weight, _ in pairs)
-    if total <= 0:
-        raise ConfigError(
-            f"{flag}: all weights are 0: give at least one data set a positive weight"
-        )
     return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
 
 
@@ -170,18 +146,9 @@ def samples_of_part(num_samples: int, weight: float) -> int:
 def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, SplitPlan | None]:
     """Return what the data flags name for training, validation and test; None if they name nothing.
 
-    Raises ConfigError for contradictory flags and none at all, DataError for a --data-file-list
-    that cannot be read.
+    Raises ConfigError for none at all, DataError for a --data-file-list that cannot be read.
     """
-    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    shared = bool(data.data_path) + bool(data.data_file_list)
-    if shared + any(per_split) > 1:
-        raise ConfigError(
-            "--data-path, --data-file-list and "
-            "--train-data-path/--valid-data-path/--test-data-path exclude each other: give one of "
-            "the three"
-        )
-    if shared:
+    if data.data_path or data.data_file_list:
         blend = (
             parse_data_path(data.data_path)
             if data.data_path
@@ -189,14 +156,14 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
         )
         plan = SplitPlan(blend, data.split)
         return plan, plan, plan
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if not any(per_split):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
             "for a trial"
         )
     train, valid, test = (
-        SplitPlan(parse_data_path(paths, f"--{name}-data-path"), WHOLE) if paths else None
-        for name, paths in zip(SPLIT_NAMES, per_split, strict=True)
+        SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in per_split
     )
     return train, valid, test
 
@@ -207,11 +174,8 @@ def data_prefixes(config: Config) -> list[str]:
     """
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
-    return list(
-        dict.fromkeys(
-            part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend
-        )
-    )
+    plans = [plan for plan in plan_splits(config.data) if plan is not None]
+    return list(dict.fromkeys(part.prefix for plan in plans for part in plan.blend))
 
 
 def build_datasets(
@@ -237,20 +201,29 @@ def build_datasets(
     if config.pieces.datasets is not None:
         return _own(config, counts)
     if config.data.mock_data:
-        return Datasets(
-            *(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True))
-        )
-    builder = _Builder(config, locations or {}, pad_id, verify, workers)
-    plans = plan_splits(config.data)
-    datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
-    if train_samples and datasets.train is None:
+        return _mock(config, counts)
+    opened: dict[str, IndexedDataset] = {}
+    plans, made = plan_splits(config.data), list[Source | BlendedDataset | None]()
+    for index, (plan, count) in enumerate(zip(plans, counts, strict=True)):
+        if plan is None or count == 0:
+            made.append(None)
+            continue
+        for part in plan.blend:
+            if part.prefix not in opened:
+                opened[part.prefix] = IndexedDataset(
+                    part.prefix,
+                    mmap=config.data.mmap_bin_files,
+                    location=(locations or {}).get(part.prefix),
+                )
+        made.append(_build_split(config, index, plan, opened, count, pad_id, verify, workers))
+    if train_samples and made[0] is None:
         flag = (
             f"--split is {config.data.split!r}"
             if plans[0] is not None
             else "give --train-data-path"
         )
         raise DataError(f"there is no training data: {flag}")
-    return datasets
+    return Datasets(*made)
 
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
@@ -264,139 +237,115 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
             f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one "
             "without data"
         )
-    found: list[Any] = []
+    found: list[OwnDataset | None] = []
     for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
-        short = (
-            own is not None
-            and name == "train"
-            and config.data.dataloader_type == "single"
-            and len(own) < count
-        )
-        if count and name == "train" and (own is None or short):
+        size = 0 if own is None else len(own)
+        needed = count if config.data.dataloader_type == "single" else min(count, 1)
+        if name == "train" and size < needed:
             raise DataError(
-                f"your data set has {0 if own is None else len(own)} training samples and the run "
-                f"takes {count}: make as many, or give --dataloader-type cyclic"
+                f"your data set has {size} training samples and the run takes {count}: make as "
+                "many, or give --dataloader-type cyclic"
             )
-        found.append(
-            None if own is None or not count else OwnDataset(own, name, config.model.seq_length)
-        )
+        used = own is not None and count
+        found.append(OwnDataset(own, name, config.model.seq_length) if used else None)
     return Datasets(*found)
 
 
-def _mock(config: Config, name: str, count: int) -> MockDataset | None:
-    vocab_size = config.model.vocab_size
+def _mock(config: Config, counts: tuple[int, int, int]) -> Datasets:
+    vocab_size, seed = config.model.vocab_size, config.training.seed
     if vocab_size is None:
         raise ConfigError(
             "--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer"
         )
-    return (
-        MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed)
-        if count
-        else None
+    return Datasets(
+        *(
+            MockDataset(name, count, config.model.seq_length, vocab_size, seed) if count else None
+            for name, count in zip(SPLIT_NAMES, counts, strict=True)
+        )
     )
 
 
-class _Builder:
-    """Builds the splits of one run; opens each pair of files once."""
+def _build_split(
+    config: Config,
+    index: int,
+    plan: SplitPlan,
+    opened: Mapping[str, IndexedDataset],
+    num_samples: int,
+    pad_id: int,
+    verify: bool,
+    workers: int,
+) -> Source | BlendedDataset | None:
+    """Return split number `index` (train, valid, test) from opened files; None without data.
 
-    def __init__(
-        self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool, workers: int
-    ) -> None:
-        self._data, self._locations, self._pad_id, self._verify = (
-            config.data,
-            locations,
-            pad_id,
-            verify,
-        )
-        self._workers = workers
-        self._seq_length, self._seed = config.model.seq_length, config.training.seed
-        self._opened: dict[str, IndexedDataset] = {}
-
-    def build(
-        self, index: int, plan: SplitPlan | None, num_samples: int
-    ) -> Source | BlendedDataset | None:
-        """Return split number `index` (train, valid, test); None without data or samples.
-
-        A data set too small for this split is left out, and the weights of the others grow in
-        proportion.
-        """
-        if plan is None or num_samples == 0:
-            return None
-        parts = []
-        for part in plan.blend:
-            indexed = self._open(part.prefix)
-            size = len(indexed)
-            bounds = (0, size) if plan.split == WHOLE else split_bounds(plan.split, size)[index]
-            if indexed.tokens_between(*bounds):
-                parts.append((part.weight, indexed, bounds))
-        if not parts:
-            return None
-        if index == 0 and self._data.train_data_exact_num_epochs is not None:
-            num_samples = self._samples_of_exact_epochs(parts, num_samples)
-        total = sum(weight for weight, _, _ in parts)
-        alone = len(plan.blend) == 1
-        wanted = [
-            num_samples if alone else samples_of_part(num_samples, weight / total)
-            for weight, _, _ in parts
+    A data set too small for this split is left out, and the weights of the others grow in
+    proportion.
+    """
+    data, seq_length = config.data, config.model.seq_length
+    parts = []
+    for part in plan.blend:
+        indexed = opened[part.prefix]
+        size = len(indexed)
+        bounds = (0, size) if plan.split == WHOLE else split_bounds(plan.split, size)[index]
+        if indexed.tokens_between(*bounds):
+            parts.append((part.weight, indexed, bounds))
+    if not parts:
+        return None
+    if index == 0 and data.train_data_exact_num_epochs is not None:
+        tokens = [indexed.tokens_between(*bounds) for _, indexed, bounds in parts]
+        num_samples = _samples_of_exact_epochs(data, tokens, seq_length, num_samples)
+    total = sum(weight for weight, _, _ in parts)
+    alone = len(plan.blend) == 1
+    wanted = [
+        num_samples if alone else samples_of_part(num_samples, weight / total)
+        for weight, _, _ in parts
+    ]
+    make: Callable[..., Source] = partial(
+        PackedDataset if data.data_packing == "best-fit" else GPTDataset,
+        name=SPLIT_NAMES[index],
+        split=plan.split,
+        seq_length=seq_length,
+        seed=config.training.seed,
+        pad_id=pad_id,
+        data_cache_path=data.data_cache_path,
+        verify=verify,
+    )
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [
+            pool.submit(make, indexed, bounds=bounds, num_samples=count)
+            for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
         ]
-        make: Callable[..., Source] = partial(
-            PackedDataset if self._data.data_packing == "best-fit" else GPTDataset,
-            name=SPLIT_NAMES[index],
-            split=plan.split,
-            seq_length=self._seq_length,
-            seed=self._seed,
-            pad_id=self._pad_id,
-            data_cache_path=self._data.data_cache_path,
-            verify=self._verify,
-        )
-        with ThreadPoolExecutor(self._workers) as pool:
-            futures = [
-                pool.submit(make, indexed, bounds=bounds, num_samples=count)
-                for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
-            ]
-            datasets = [future.result() for future in futures]
-        if len(datasets) == 1:
-            return datasets[0]
-        weights = [weight for weight, _, _ in parts]
-        return BlendedDataset(
-            datasets,
-            weights,
-            num_samples,
-            data_cache_path=self._data.data_cache_path,
-            verify=self._verify,
-        )
+        datasets = [future.result() for future in futures]
+    if len(datasets) == 1:
+        return datasets[0]
+    weights = [weight for weight, _, _ in parts]
+    return BlendedDataset(
+        datasets, weights, num_samples, data_cache_path=data.data_cache_path, verify=verify
+    )
 
-    def _samples_of_exact_epochs(
-        self, parts: Sequence[tuple[float, IndexedDataset, tuple[int, int]]], num_samples: int
-    ) -> int:
-        """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the
-        run.
-        """
-        epochs = self._data.train_data_exact_num_epochs
-        assert epochs is not None, "the flag was given"
-        if len(parts) > 1:
-            raise ConfigError(
-                f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are "
-                "given: in a blend the weights and the length of the run decide how often each is "
-                "repeated"
-            )
-        _, indexed, bounds = parts[0]
-        available = (epochs * indexed.tokens_between(*bounds) - 1) // self._seq_length
-        if available < num_samples and self._data.dataloader_type != "cyclic":
-            raise ConfigError(
-                f"--train-data-exact-num-epochs {epochs} gives {available} samples of "
-                f"{self._seq_length} tokens, and the run takes {num_samples}: use --train-samples "
-                f"{available} or less, or --dataloader-type cyclic"
-            )
-        return available
 
-    def _open(self, prefix: str) -> IndexedDataset:
-        if prefix not in self._opened:
-            location = self._locations.get(prefix)
-            self._opened[prefix] = IndexedDataset(
-                prefix, mmap=self._data.mmap_bin_files, location=location
-            )
-        return self._opened[prefix]
+def _samples_of_exact_epochs(
+    data: DataConfig, tokens: Sequence[int], seq_length: int, num_samples: int
+) -> int:
+    """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the run.
+
+    `tokens` are those of each data set. Raises ConfigError for a blend, and for a run that takes
+    more samples.
+    """
+    epochs = data.train_data_exact_num_epochs
+    assert epochs is not None, "the flag was given"
+    if len(tokens) > 1:
+        raise ConfigError(
+            f"--train-data-exact-num-epochs {epochs} is for one data set, {len(tokens)} are given: "
+            "in a blend the weights and the length of the run decide how often each is repeated"
+        )
+    available = (epochs * tokens[0] - 1) // seq_length
+    if available < num_samples and data.dataloader_type != "cyclic":
+        raise ConfigError(
+            f"--train-data-exact-num-epochs {epochs} gives {available} samples of {seq_length} "
+            f"tokens, and the run takes {num_samples}: use --train-samples {available} or less, or "
+            "--dataloader-type cyclic"
+        )
+    return available
 
 
 def prebuild(

@@ -18,7 +18,6 @@ from megatron.data.file_lock import FileLock, renamed_into
 from tests.data.forks import at_once
 from tests.helpers.killing import forked, wait_for
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")
 
 

@@ -79,7 +79,9 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
             begun[name, epoch] = consumed
     expected: dict[tuple[str, int], int] = {}
     tokens = {1: 0, 2: 0}
-    for consumed, index in enumerate(SampleOrder(60, cyclic=True).indices(np.arange(120)).tolist(), 1):
+    for consumed, index in enumerate(
+        SampleOrder(60, cyclic=True).indices(np.arange(120)).tolist(), 1
+    ):
         token = int(blend[index][0])
         before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
         size = {1: 100, 2: 300}[token]
@@ -98,10 +100,7 @@ def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.Monke
     assert whole.record() != Ledger(blend, SampleOrder(60, cyclic=True), 93).record()
     # A checkpoint without a record, of a run that had more data than this one: what is there is
     # counted.
-    assert (
-        sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values())
-        == 60
-    )
+    assert sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values()) == 60
 
 
 def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> None:
