@@ -51,8 +51,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
-# Reading this many unneeded bytes costs less than another request to a parallel file system.
-_GAP_BYTES = 1 << 16
 _CHECK_INTERVAL_S = 1.0
 _BLOCK = 1 << 20  # sequences checked at once
 
@@ -109,25 +107,21 @@ class IndexedDataset:
                 )
         try:
             index = map_index(self._idx_path)
-            descriptor = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._bin_bytes = os.fstat(descriptor).st_size
+            with open(self._bin_path, "rb") as file:
+                self._bin_bytes = os.fstat(file.fileno()).st_size
                 self._mapping = (
-                    Mapping(descriptor, self._bin_bytes, access=ACCESS_READ)
+                    Mapping(file.fileno(), self._bin_bytes, access=ACCESS_READ)
                     if mmap and self._bin_bytes
                     else None
                 )
-            finally:
-                if mmap:  # the map has its own
-                    os.close(descriptor)
+                if not mmap:
+                    self._descriptor = os.dup(file.fileno())
+                    weakref.finalize(self, os.close, self._descriptor)
         except OSError as error:
             raise DataError(
                 f"{error.filename or self._idx_path}: cannot be read: {error.strerror}"
             ) from error
         self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
-        if not mmap:
-            self._descriptor = descriptor
-            weakref.finalize(self, os.close, descriptor)
         self._map = None if self._mapping is None else np.frombuffer(self._mapping, np.uint8)
         self._checked = time.monotonic()
         self._check_ends()
@@ -186,16 +180,9 @@ class IndexedDataset:
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
-        first = int(self._byte_starts([sequence], [offset], [length])[0][0])
-        if length == 0:
-            return np.empty(0, self.dtype)
-        stop = first + length * self.dtype.itemsize
-        if self._map is not None:
-            self._check_still_whole()
-            return self._map[first:stop].view(self.dtype)
-        buffer = np.empty(stop - first, np.uint8)
-        self._read_into(buffer, first)
-        return buffer.view(self.dtype)
+        start = int(self._byte_starts([sequence], [offset], [length])[0][0])
+        self._check_still_whole()
+        return self._tokens_at(start, length)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         return self.read(sequence)
@@ -205,9 +192,8 @@ class IndexedDataset:
     ) -> None:
         """Read many pieces, joined in this order, into `out`, which has exactly their length.
 
-        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without
-        a map, pieces close to each other are read in one call. Raises as `read` does, and DataError
-        for tokens that are not integers.
+        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Raises as
+        `read` does, and DataError for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
             raise DataError(
@@ -217,18 +203,14 @@ class IndexedDataset:
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
             self._check_still_whole()
-            gather_tokens(self._map, TYPE_CODES[self.dtype], starts, counts, out)
+            code = TYPE_CODES[self.dtype]
+            outside = _loops().gather_tokens(self._map, code, starts, counts, out)
+            assert outside < 0, "pieces lie within their sequences, and those within the file"
             return
-        firsts, sizes, of_piece = _coalesced(starts, counts * self.dtype.itemsize)
-        buffer = np.empty(int(sizes.sum()), np.uint8)
-        places = np.cumsum(sizes) - sizes
-        for first, size, place in zip(
-            firsts.tolist(), sizes.tolist(), places.tolist(), strict=True
-        ):
-            self._read_into(buffer[place : place + size], first)
-        gather_tokens(
-            buffer, TYPE_CODES[self.dtype], starts + (places - firsts)[of_piece], counts, out
-        )
+        at = 0
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+            out[at : at + count] = self._tokens_at(start, count)
+            at += count
 
     def check(self, start: int, stop: int) -> None:
         """Raise DataError, as `read` does, for the first damaged one of the sequences
@@ -257,7 +239,7 @@ class IndexedDataset:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return where pieces start in .bin and their lengths; each lies within its sequence."""
         wanted = np.asarray(sequences, np.int64)
-        first, count = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
+        first, count = np.asarray(offsets, np.int64), np.ascontiguousarray(lengths, np.int64)
         if not len(wanted):
             return wanted, count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
@@ -325,36 +307,25 @@ class IndexedDataset:
             "truncated after it was opened"
         )
 
-    def _read_into(self, buffer: npt.NDArray[np.uint8], position: int) -> None:
+    def _tokens_at(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Return `count` tokens from byte `start` of .bin, mapped or read by position."""
+        num_bytes = count * self.dtype.itemsize
+        if self._map is not None:
+            return self._map[start : start + num_bytes].view(self.dtype)
+        buffer = np.empty(num_bytes, np.uint8)
         view = buffer.data
         while view:
             try:
                 # one call reads 2 GiB at most
-                count = os.preadv(self._descriptor, [view], position)
+                read = os.preadv(self._descriptor, [view], start)
             except OSError as error:
                 raise DataError(
-                    f"{self._bin_path}: byte {position}: cannot be read: {error.strerror}"
+                    f"{self._bin_path}: byte {start}: cannot be read: {error.strerror}"
                 ) from error
-            if not count:
-                raise self._cut_short(position)
-            view, position = view[count:], position + count
-
-
-def _coalesced(
-    starts: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.intp]]:
-    """Return start and size of ascending ranges that cover all pieces, and the range of each piece.
-
-    Pieces with a small gap between them share a range.
-    """
-    if not len(starts):
-        return starts, starts, np.zeros(0, np.intp)
-    order = np.argsort(starts, kind="stable")
-    first, last = starts[order], np.maximum.accumulate((starts + num_bytes)[order])
-    opens = np.concatenate(([True], first[1:] > last[:-1] + _GAP_BYTES))
-    of_piece = np.empty(len(starts), np.intp)
-    of_piece[order] = np.cumsum(opens) - 1
-    return first[opens], last[np.concatenate((opens[1:], [True]))] - first[opens], of_piece
+            if not read:
+                raise self._cut_short(start)
+            view, start = view[read:], start + read
+        return buffer.view(self.dtype)
 
 
 class Index(NamedTuple):
@@ -438,8 +409,6 @@ if getattr(compiled, "interface", None) != 2:  # built from an older csrc/index_
     compiled = None
 
 INT32_MAX = 2**31 - 1
-# The integer types of the .idx format, by their codes.
-TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FEW = 4096  # shuffling a shorter array is faster than passing the state of the generator
 
 
@@ -454,19 +423,17 @@ def _loops() -> ModuleType:
 
 
 def shuffle(array: npt.NDArray[Any], random: np.random.RandomState) -> None:
-    """Do `random.shuffle(array)` for one dimension, with the same order and the same generator
-    state afterwards.
+    """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same order and the same
+    generator state afterwards.
 
-    Aligned integers of 4 and 8 bytes are shuffled in C++: several times faster for arrays larger
-    than the caches, without temporary memory or the GIL. Raises ValueError for a read-only array.
+    In C++ it is several times faster for arrays larger than the caches, without temporary memory or
+    the GIL.
     """
-    plain = array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned
-    plain = plain and array.dtype.kind in "iu" and array.dtype.itemsize in (4, 8)
-    before: Any = random.get_state()
-    name, state, position, has_gauss, gauss = before
-    if len(array) < _FEW or not plain or name != "MT19937":
+    if len(array) < _FEW:
         random.shuffle(array)
         return
+    before: Any = random.get_state()
+    name, state, position, has_gauss, gauss = before
     state, position = _loops().shuffle(array.view(f"u{array.dtype.itemsize}"), state, position)
     random.set_state((name, state, position, has_gauss, gauss))
 
@@ -476,21 +443,19 @@ def build_sample_index(
     document_index: npt.NDArray[np.int32],
     seq_length: int,
     num_samples: int,
-    *,
-    int32_limit: int = INT32_MAX,
 ) -> npt.NDArray[Any]:
     """Return where each sample starts: [num_samples + 1, 2] of (position in document_index, token
     offset).
 
     Sample i starts at token i * seq_length of the documents `sizes[document_index]` joined in this
     order; it ends with the first token of sample i+1, which belongs to both. int32, or int64 if
-    document_index has more entries than `int32_limit`. `sizes` need not be aligned, and nothing is
+    document_index has more entries than int32 holds. `sizes` need not be aligned, and nothing is
     copied: only the result takes memory. Raises ValueError if the documents have fewer than
     num_samples * seq_length + 1 tokens.
     """
     sizes = np.ascontiguousarray(sizes, np.int32)  # no copy for the unaligned ones of an index file
     document_index = np.require(document_index, np.int32, ["C", "A"])
-    small = len(document_index) <= int32_limit
+    small = len(document_index) <= INT32_MAX
     function = _loops().build_sample_index_int32 if small else _loops().build_sample_index_int64
     result: npt.NDArray[Any] = function(
         sizes.view(np.uint8), document_index, seq_length, num_samples
@@ -529,58 +494,21 @@ def build_blend_index(
     return result
 
 
-def gather_tokens(
-    data: npt.NDArray[np.uint8],
-    dtype_code: int,
-    byte_starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
-) -> None:
-    """Copy runs of tokens into `out`, joined: lengths[i] tokens from byte byte_starts[i] of `data`,
-    for each i.
-
-    `dtype_code` is the code of an integer type in the .idx format; starts need no alignment.
-    Releases the GIL. Raises ValueError for the first run beyond `data`, if `out` does not have
-    exactly the length of all runs, or if the code is not of an integer type; then `out` is
-    unchanged.
-    """
-    if dtype_code not in TOKEN_TYPES:
-        raise ValueError(
-            f"type code {dtype_code} is not of an integer type: {sorted(TOKEN_TYPES)} are"
-        )
-    byte_starts = np.ascontiguousarray(byte_starts, np.int64)
-    lengths = np.ascontiguousarray(lengths, np.int64)
-    outside = _loops().gather_tokens(data, dtype_code, byte_starts, lengths, out)
-    if outside >= 0:
-        raise ValueError(
-            f"{lengths[outside]} tokens from byte {byte_starts[outside]} (run {outside}) are not "
-            f"within the {len(data)} bytes"
-        )
-
-
-def best_fit_pack(
-    lengths: npt.NDArray[np.integer[Any]], capacity: int, *, int32_limit: int = INT32_MAX
-) -> tuple[npt.NDArray[Any], int]:
+def best_fit_pack(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[Any], int]:
     """Return the bin of each piece, for bins of `capacity` tokens, and the number of bins.
 
     Best fit, decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", ICML 2024,
     section 3): the longest piece first, equal ones in order, each into the bin where it leaves the
     least room; of bins with equal room the one that has had it for the shortest time; a new bin if
     none has room. Bins are numbered in the order they are opened: int32, or int64 for more pieces
-    than `int32_limit`. Raises ValueError for a length outside of 1..capacity.
+    than int32 holds. Raises ValueError for a length outside of 1..capacity.
 
     O(n) for n pieces (a counting sort, and a bitmap of the room left in bins), with 8 bytes per
     piece (result and order) and 4 per bin besides the lengths.
     """
-    if not 1 <= capacity <= INT32_MAX:
-        raise ValueError(f"bins of {capacity} tokens: from 1 to {INT32_MAX} are possible")
-    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
-        piece = int(np.argmax((lengths < 1) | (lengths > capacity)))
-        raise ValueError(f"piece {piece} has {lengths[piece]} tokens, expected 1..{capacity}")
-    narrow: npt.NDArray[np.int32] = np.require(lengths, np.int32, ["C", "A"])
-    small = len(narrow) <= int32_limit
+    small = len(lengths) <= INT32_MAX
     function = _loops().best_fit_pack_int32 if small else _loops().best_fit_pack_int64
-    result: tuple[npt.NDArray[Any], int] = function(narrow, capacity)
+    result: tuple[npt.NDArray[Any], int] = function(lengths, capacity)
     return result
 
 

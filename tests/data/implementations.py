@@ -19,9 +19,10 @@ IMPLEMENTATIONS = [
 ]
 
 
-def call(module: ModuleType, function: str, *arguments: Any, **options: Any) -> Any:
-    """A function of index_helpers with one of them, for short arrays too."""
+def call(module: ModuleType, function: str, *arguments: Any, int32_max: int = 2**31 - 1) -> Any:
+    """A function of indexed_dataset with one of them, for short arrays too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "compiled", module)
         patch.setattr(indexed_dataset, "_FEW", 0)
-        return getattr(indexed_dataset, function)(*arguments, **options)
+        patch.setattr(indexed_dataset, "INT32_MAX", int32_max)
+        return getattr(indexed_dataset, function)(*arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import TOKEN_TYPES
+from megatron.data.indexed_dataset import DTYPE_CODES
 
 _BLOCK = 1 << 20  # so many entries are taken at once, which keeps memory flat
 
@@ -101,7 +101,9 @@ def gather_tokens(
     out: npt.NDArray[np.int64],
 ) -> int:
     """Number of the first run outside of `data`; -1 when all were copied."""
-    dtype = np.dtype(TOKEN_TYPES[dtype_code])
+    dtype = DTYPE_CODES[dtype_code]
+    if dtype.kind not in "iu":
+        raise ValueError("not the code of an integer type")
     if len(byte_starts) != len(lengths):
         raise ValueError("expected one length for each start")
     outside = (byte_starts < 0) | (byte_starts > len(data)) | (lengths < 0)
@@ -121,6 +123,8 @@ def best_fit_pack_int64(
     lengths: npt.NDArray[np.int32], capacity: int
 ) -> tuple[npt.NDArray[np.int64], int]:
     """One step of Python per piece."""
+    if capacity < 1 or (len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity):
+        raise ValueError("a length is not within 1..capacity")
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), np.int64)
     with_room: dict[int, list[int]] = {}  # room left -> bins, the last one on top

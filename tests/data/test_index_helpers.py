@@ -48,7 +48,7 @@ def same_state(one: np.random.RandomState, other: np.random.RandomState) -> bool
 @given(
     count=st.integers(0, 12).flatmap(lambda k: st.integers(max(0, 2**k - 2), 2**k + 2))
     | st.integers(0, 9000),
-    dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64, np.int16, np.float32]),
+    dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64]),
     seed=st.integers(0, 2**32 - 1),
     draws=st.integers(0, 700),
 )
@@ -132,8 +132,8 @@ def test_sample_index(module: ModuleType, data: st.DataObject, block: int) -> No
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_sample_index_of_more_documents_than_int32(module: ModuleType) -> None:
     sizes, documents = [3, 0, 4], [2, 1, 0, 2]
-    narrow = build_samples(module, sizes, documents, 2, 5, int32_limit=4)
-    wide = build_samples(module, sizes, documents, 2, 5, int32_limit=3)
+    narrow = build_samples(module, sizes, documents, 2, 5, int32_max=4)
+    wide = build_samples(module, sizes, documents, 2, 5, int32_max=3)
     assert narrow.dtype == np.int32 and wide.dtype == np.int64 and narrow.tolist() == wide.tolist()
     assert [tuple(row) for row in wide.tolist()] == walk(sizes, documents, 2, 5)
 
@@ -192,7 +192,7 @@ def test_blend_of_many(count: int) -> None:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(
-    code=st.sampled_from(sorted(indexed_dataset.TOKEN_TYPES)),
+    code=st.sampled_from([1, 2, 3, 4, 5, 8]),
     seed=st.integers(0, 99),
     runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9),
 )
@@ -207,7 +207,7 @@ def test_gather(module: ModuleType, code: int, runs: list[tuple[int, int]], seed
         expected += [int.from_bytes(part, "little", signed=kind[-1].islower()) for part in parts]
     starts, lengths = (np.array([run[i] for run in runs], np.int64) for i in (0, 1))
     out = np.zeros(len(expected), np.int64)
-    assert call(module, "gather_tokens", data, code, starts, lengths, out) is None
+    assert module.gather_tokens(data, code, starts, lengths, out) == -1
     assert out.tolist() == expected
 
 
@@ -233,13 +233,8 @@ def test_gather_stays_within_the_bytes(
 ) -> None:
     data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
     arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
-    if fits:
-        call(module, "gather_tokens", *arguments)
-        assert -7 not in out
-        return
-    with pytest.raises(ValueError, match=rf"^{run[1]} .*byte {run[0]} .*run 1\b.* 20\b"):
-        call(module, "gather_tokens", *arguments)
-    assert (out == -7).all()
+    outside = module.gather_tokens(*arguments)
+    assert outside == (-1 if fits else 1) and (-7 not in out if fits else (out == -7).all())
 
 
 # packing
@@ -273,9 +268,9 @@ def pack_by_the_rule(lengths: list[int], capacity: int) -> list[int]:
 def test_best_fit(module: ModuleType, data: st.DataObject, capacity: int, wide: bool) -> None:
     length = st.integers(1, capacity) | st.integers(1, max(1, capacity // 4))
     lengths = data.draw(st.lists(length, max_size=120))
-    array = np.array(lengths, data.draw(st.sampled_from([np.int32, np.int64])))
+    array = np.array(lengths, np.int32)
     limit = max(0, len(lengths) - 1) if wide and lengths else len(lengths)
-    bins, num_bins = call(module, "best_fit_pack", array, capacity, int32_limit=limit)
+    bins, num_bins = call(module, "best_fit_pack", array, capacity, int32_max=limit)
     assert bins.dtype == (np.int64 if limit < len(lengths) else np.int32)
     assert bins.tolist() == pack_by_the_rule(lengths, capacity)
     filled = np.bincount(bins, weights=lengths, minlength=num_bins)
@@ -298,8 +293,9 @@ def test_best_fit_of_many(capacity: int) -> None:
         np.minimum(capacity, random.geometric(5 / capacity, 3000)),
         random.choice([1, capacity // 7, capacity // 3, capacity // 2 + 1, capacity - 1], 3000),
     ):
-        bins, num_bins = call(indexed_dataset.compiled, "best_fit_pack", lengths, capacity)
-        expected, expected_bins = call(numpy_loops, "best_fit_pack", lengths, capacity)
+        sizes = lengths.astype(np.int32)
+        bins, num_bins = call(indexed_dataset.compiled, "best_fit_pack", sizes, capacity)
+        expected, expected_bins = call(numpy_loops, "best_fit_pack", sizes, capacity)
         assert bins.tobytes() == expected.tobytes() and num_bins == expected_bins
 
 
@@ -307,12 +303,12 @@ def test_best_fit_of_many(capacity: int) -> None:
 def test_refuses(module: ModuleType) -> None:
     """What would lead outside of the arrays."""
     data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
+    for code, lengths in ((1, [3]), (1, [1, 1]), (6, [2])):
+        with pytest.raises(ValueError):
+            module.gather_tokens(data, code, one, np.array(lengths), out)
     wrong: list[tuple[str, tuple[Any, ...]]] = [
-        ("gather_tokens", (data, 1, one, np.array([3]), out)),
-        ("gather_tokens", (data, 1, one, np.array([1, 1]), out)),
-        ("gather_tokens", (data, 6, one, np.array([2]), out)),
         *(
-            ("best_fit_pack", (np.array(lengths), capacity))
+            ("best_fit_pack", (np.array(lengths, np.int32), capacity))
             for lengths, capacity in (([3, 0], 5), ([6], 5), ([1], 0))
         ),
         *(("group_by_bin", (np.array(bins, np.int32), 2)) for bins in ([0, 2], [-1, 0])),
