@@ -37,7 +37,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data import gpt_dataset, indexed_dataset, packing
+from megatron.data import gpt_dataset, indexed_dataset
 from tests.data import numpy_loops
 
 SEQ_LENGTH, SEED, BLOCK = 2048, 1234, 1 << 20
@@ -108,7 +108,6 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
         num_samples,
         num_samples,
         random,
-        gpt_dataset._UINT32_LIMIT,
     )
     arrays = [index, rows, order]
     own = sum(array.nbytes for array in arrays)
@@ -125,14 +124,21 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
 def pack(documents: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
     tokens = int(sizes.sum(dtype=np.int64))
-    request = packing.PackedRequest("p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED)
+    request = gpt_dataset.IndexRequest("p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED)
     seconds: dict[str, float] = {}
     before = reset_peak()
-    arrays = timed(seconds, "cut and pack", packing.build_packing, request, sizes)
-    timed(seconds, "order of an epoch", packing.build_order, len(arrays["bin_starts"]) - 1, 1, SEED)
-    parts = [arrays[part] for part in packing.PARTS]
+    arrays = timed(seconds, "cut and pack", gpt_dataset.build_packing, request, sizes)
+    timed(
+        seconds,
+        "order of an epoch",
+        gpt_dataset.build_order,
+        len(arrays["bin_starts"]) - 1,
+        1,
+        SEED,
+    )
+    parts = [arrays[part] for part in gpt_dataset.BIN_PARTS]
     num_bins, num_pieces = len(arrays["bin_starts"]) - 1, len(arrays["pieces"])
-    waste = packing.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
+    waste = gpt_dataset.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
     return {
         "seconds": seconds,
         "peak": peak_bytes() - before,

@@ -13,9 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.data import index_cache
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, OwnDataset, Source
+from megatron.data.gpt_dataset import (
+    BlendedDataset,
+    GPTDataset,
+    MockDataset,
+    OwnDataset,
+    PackedDataset,
+    Source,
+)
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packing import PackedDataset
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -12,11 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest, MockDataset
+from megatron.data.gpt_dataset import (
+    BlendedDataset,
+    GPTDataset,
+    IndexRequest,
+    MockDataset,
+    PackedDataset,
+)
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.packing import PackedDataset
 from megatron.errors import DataError
 from tests.data.struct_format import packed
 from tests.helpers.examples import examples

@@ -1,4 +1,4 @@
-"""Document, sample and shuffle index: limits of their types, and blocks.
+"""Document, sample and shuffle index: limits of their types.
 
 The order itself is compared with megatron-core's in test_megatron_core.py, the samples with a plain
 reading of the format in test_gpt_dataset.py, and the loops with their definitions in
@@ -15,13 +15,12 @@ import numpy.typing as npt
 import pytest
 
 from megatron.data import gpt_dataset, indexed_dataset
-from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
-from tests.data import numpy_loops
+from megatron.data.gpt_dataset import IndexRequest, build_index
 from tests.data.implementations import IMPLEMENTATIONS
 
 
 def build(
-    module: ModuleType, sizes: list[int], request: IndexRequest, **options: int
+    module: ModuleType, sizes: list[int], request: IndexRequest, uint32_limit: int = 2**32 - 2
 ) -> dict[str, Any]:
     raw = np.zeros(4 * len(sizes) + 2, np.uint8)
     unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as an .idx file has them
@@ -29,7 +28,8 @@ def build(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "compiled", module)
         patch.setattr(indexed_dataset, "_FEW", 0)  # the compiled shuffle for short arrays too
-        return build_index(request, unaligned, **options)
+        patch.setattr(gpt_dataset, "_UINT32_LIMIT", uint32_limit)
+        return build_index(request, unaligned)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
@@ -44,13 +44,3 @@ def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
     assert narrow["shuffle_idx"].dtype == np.uint32 and wide["shuffle_idx"].dtype == np.int64
     assert narrow["shuffle_idx"].tolist() == wide["shuffle_idx"].tolist()
     assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT  # as Megatron's source has it
-
-
-def test_blocks_of_the_counting_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = IndexRequest("p", "train", "1", 5, 905, 1800, 3000, 1, 3)
-    whole = build(numpy_loops, [2] * 1000, request)
-    monkeypatch.setattr(gpt_dataset, "_BLOCK", 7)
-    cut = build(numpy_loops, [2] * 1000, request)
-    assert request.num_epochs == 2 and all(
-        cut[part].tobytes() == whole[part].tobytes() for part in PARTS
-    )

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import ledger
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, PackedDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.ledger import Consumed, Ledger
-from megatron.data.packing import PackedDataset
 from megatron.data.sampler import SampleOrder, sample_order
 
 SEQ_LENGTH = 8

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import packing
+from megatron.data import gpt_dataset
+from megatron.data.gpt_dataset import IndexRequest, PackedDataset, build_packing, waste_of
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.packing import PackedDataset, PackedRequest, build_packing, waste_of
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
@@ -82,7 +82,7 @@ def test_every_prediction_once_per_epoch(
     prefix = tmp_path_factory.mktemp("packed") / "x"
     write(prefix, sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_BLOCK", block)
+        patch.setattr(gpt_dataset, "_BLOCK", block)
         once = dataset(prefix, 1, seq_length, seed=seed, mmap=mmap)
     data = dataset(prefix, len(once) * (epochs - 1) + 1, seq_length, seed=seed, mmap=mmap)
     assert len(data) == epochs * len(once) and data.num_bins == len(once)
@@ -136,7 +136,7 @@ def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
 def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
     tokens = int(sizes.sum(dtype=np.int64))
     arrays = build_packing(
-        PackedRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes
+        IndexRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes
     )
     predictions = int(arrays["counts"][1])
     assert predictions == tokens - np.count_nonzero(sizes)
