@@ -347,7 +347,7 @@ class MicroBatch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        tensors = {
+        tensors: dict[str, Any] = {
             name: function(value)
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)

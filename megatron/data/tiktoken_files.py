@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from megatron.data.tokenizer_adapters import (
     Ids,
     RankEncoder,
     Tokenizer,
-    read_with,
-    require_all_bytes,
+    check_vocabulary,
+    reading,
 )
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_bytes, read_json
@@ -68,7 +67,7 @@ class Published:
 
     pattern: str
     eod: str
-    special: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int]
 
 
 _END = "<|endoftext|>"
@@ -131,58 +130,44 @@ def tik_token(
             f"--tiktoken-pattern {settings.pattern!r} is not known: choose one of "
             f"{', '.join(PATTERNS)}"
         )
-    _check_names(settings)
     with path.open("rb") as file:
         is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # no characters of base64
-
-    def read() -> TikTokenTokenizer:
+    with reading(path, "a vocabulary for tiktoken"):
         return _from_json(path, settings, vocab_size) if is_json else _from_ranks(path, settings)
 
-    return read_with(path, "a vocabulary for tiktoken", read)
 
+def _special_tokens(
+    settings: TikTokenSettings, names: Sequence[str], count: int | None
+) -> tuple[list[str], int]:
+    """Return the special tokens and the place of the one that ends a document.
 
-def _check_names(settings: TikTokenSettings) -> None:
-    names, count = settings.special_tokens, settings.num_special_tokens
-    if names is None:
-        return
-    if len(set(names)) != len(names) or not all(names):
-        raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: give each name once")
-    if not any(name in names for name in ENDS):
-        raise ConfigError(
-            f"--tiktoken-special-tokens {' '.join(names)}: one must end documents: name one of "
-            f"{', '.join(ENDS)}"
-        )
-    if count is not None and count < len(names):
+    `names` and `count` stand for absent flags; None is as many as there are names. Tokens without a
+    name have Megatron-LM's. Raises ConfigError for flags that contradict each other.
+    """
+    if settings.special_tokens is not None:
+        names = settings.special_tokens
+    if settings.num_special_tokens is not None:
+        count = settings.num_special_tokens
+    elif count is None:
+        count = len(names)
+    flag = f"--tiktoken-special-tokens {' '.join(names)}"
+    end = next((name for name in ENDS if name in names), None)
+    if end is None:
+        raise ConfigError(f"{flag}: one must end documents: name one of {', '.join(ENDS)}")
+    if count < len(names):
         raise ConfigError(
             f"--tiktoken-num-special-tokens {count} is fewer than the {len(names)} special tokens "
-            "named"
+            f"{' '.join(names)}"
         )
-
-
-def _filled(names: Sequence[str], count: int) -> list[str]:
-    """Return `count` names: those given, then Megatron-LM's for ids without one."""
     filled = [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
-    if len(set(filled)) != len(filled):
-        raise ConfigError(
-            f"--tiktoken-special-tokens {' '.join(names)}: <SPECIAL_...> names the rest, choose "
-            "others"
-        )
-    return filled
-
-
-def _end(names: Sequence[str]) -> int:
-    return next(names.index(name) for name in ENDS if name in names)
+    if len(set(filled)) < len(filled) or "" in filled:
+        raise ConfigError(f"{flag}: give each name once; <SPECIAL_...> are the names of the rest")
+    return filled, filled.index(end)
 
 
 def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> TikTokenTokenizer:
-    count = settings.num_special_tokens
-    count = MEGATRON_NUM_SPECIAL_TOKENS if count is None else count
-    names = MEGATRON_SPECIAL_TOKENS if settings.special_tokens is None else settings.special_tokens
-    if count < len(names):
-        raise ConfigError(
-            f"--tiktoken-num-special-tokens {count}: {len(names)} are needed: {' '.join(names)}"
-        )
-    ranks = read_json_ranks(path, WHAT_ELSE)
+    names, eod = _special_tokens(settings, MEGATRON_SPECIAL_TOKENS, MEGATRON_NUM_SPECIAL_TOKENS)
+    count, ranks = len(names), _ranks(_json_entries(path))
     room = (MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size) - count
     if room < 256:
         raise ConfigError(
@@ -195,17 +180,22 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -
             f"tokens the vocabulary is {len(ranks) + count} at most"
         )
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
-    require_all_bytes(path, ids)
-    special = {name: i for i, name in enumerate(_filled(names, count))}
-    return TikTokenTokenizer(ids, special, _end(names), PATTERNS[settings.pattern or "v2"])
+    check_vocabulary(path, ids.values(), ids)
+    special = {name: i for i, name in enumerate(names)}
+    return TikTokenTokenizer(ids, special, eod, PATTERNS[settings.pattern or "v2"])
 
 
 def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
-    ranks = read_ranks(path, WHAT_ELSE)
-    require_all_bytes(path, ranks)
-    following, taken = 1 + max(ranks.values()), set(ranks.values())
+    ranks = _ranks(_lines(path))
+    check_vocabulary(path, ranks.values(), ranks)
+    following = 1 + max(ranks.values())
+    if following > len(ranks) + 1:  # p50k_base leaves out one rank
+        raise DataError(
+            f"{path}: ranks up to {following - 1}, but only {len(ranks)} tokens: the file is "
+            "damaged; get it again"
+        )
     published = PUBLISHED.get(len(ranks))
-    if published is not None and not taken.isdisjoint(published.special.values()):
+    if published is not None and set(published.special.values()) & set(ranks.values()):
         published = None  # another file of the same length
     pattern = settings.pattern or (published.pattern if published else None)
     if pattern is None:
@@ -213,37 +203,16 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
             f"{path}: a rank file does not say how text is cut into pieces: give the "
             f"--tiktoken-pattern that the vocabulary was made with, one of {', '.join(PATTERNS)}"
         )
-    if (
-        settings.special_tokens is None
-        and settings.num_special_tokens is None
-        and published is not None
-    ):
-        special, eod = dict(published.special), published.special[published.eod]
+    if published and settings.special_tokens is None and settings.num_special_tokens is None:
+        special, eod = published.special, published.special[published.eod]
     else:
-        names = settings.special_tokens or (_END,)
-        count = settings.num_special_tokens
-        special = {
-            name: following + i
-            for i, name in enumerate(_filled(names, len(names) if count is None else count))
-        }
-        eod = following + _end(names)
-    taken |= {i for i in (published.special.values() if published else ()) if i < following}
-    if len(taken) < following:
-        hole = next(i for i in range(following) if i not in taken)
-        raise DataError(
-            f"{path}: rank {hole} is missing, and {following - len(taken) - 1} more below the "
-            f"highest, {following - 1}: the file is damaged; get it again"
-        )
+        names, end = _special_tokens(settings, [_END], None)
+        special, eod = {name: following + i for i, name in enumerate(names)}, following + end
     return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
 
 
-def read_ranks(path: Path, what_else: str) -> dict[bytes, int]:
-    """Read a .tiktoken file: lines of a token in base64, a space and its rank.
-
-    Raises DataError with the line for anything else, ending with `what_else`, and for repeated
-    tokens or ranks.
-    """
-    ranks: dict[bytes, int] = {}
+def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield the place, token in base64 and rank of each line of a .tiktoken file."""
     for number, line in enumerate(read_bytes(path, _MOST_BYTES, error=DataError).split(b"\n"), 1):
         words = line.split()
         if not words:
@@ -252,44 +221,41 @@ def read_ranks(path: Path, what_else: str) -> dict[bytes, int]:
         if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 18:
             raise DataError(
                 f"{where}: expected a base64 token, a space and its rank, got {line!r:.60}; "
-                f"{what_else}"
+                f"{WHAT_ELSE}"
             )
-        _add(ranks, words[0], int(words[1]), where)
-    if not ranks:
-        raise DataError(f"{path}: no ranks in this file; {what_else}")
-    if len(set(ranks.values())) < len(ranks):
-        shared, times = Counter(ranks.values()).most_common(1)[0]
-        raise DataError(f"{path}: {times} tokens have the rank {shared}: the file is damaged")
-    return ranks
+        yield where, words[0], int(words[1])
 
 
-def read_json_ranks(path: Path, what_else: str) -> dict[bytes, int]:
-    """Read Megatron-LM's JSON vocabulary: an ordered list of {"rank", "token_bytes" (base64),
-    "token_str"}.
+def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield the place, token in base64 and rank of each entry of Megatron-LM's JSON vocabulary.
 
-    Raises DataError with the number of the entry for anything else, ending with `what_else`.
+    It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
     try:
         entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
     except DataError as error:
-        raise DataError(f"{error}; {what_else}") from None
-    ranks: dict[bytes, int] = {}
+        raise DataError(f"{error}; {WHAT_ELSE}") from None
     for place, entry in enumerate(entries):
         where = f"{path}: entry {place}"
         if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:
             expected = f'{{"rank": {place}, "token_bytes": ...}}'
-            raise DataError(f"{where}: expected {expected}, got {entry!r:.60}; {what_else}")
-        _add(ranks, str(entry["token_bytes"]).encode(), place, where)
+            raise DataError(f"{where}: expected {expected}, got {entry!r:.60}; {WHAT_ELSE}")
+        yield where, str(entry["token_bytes"]).encode(), place
+
+
+def _ranks(entries: Iterator[tuple[str, bytes, int]]) -> dict[bytes, int]:
+    """Return the rank of each token. Raises DataError, with the place, for one that is not base64
+    or that repeats another.
+    """
+    ranks: dict[bytes, int] = {}
+    for where, word, rank in entries:
+        try:
+            token = base64.b64decode(word, validate=True)
+        except binascii.Error as error:
+            raise DataError(f"{where}: {word!r:.60} is not base64: {error}") from None
+        if not token or token in ranks:
+            raise DataError(
+                f"{where}: the token {token!r:.60} is empty or repeats rank {ranks.get(token)}"
+            )
+        ranks[token] = rank
     return ranks
-
-
-def _add(ranks: dict[bytes, int], word: bytes, rank: int, where: str) -> None:
-    try:
-        token = base64.b64decode(word, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"{where}: {word!r:.60} is not base64: {error}") from None
-    if not token or token in ranks:
-        raise DataError(
-            f"{where}: the token {token!r:.60} is empty or repeats rank {ranks.get(token)}"
-        )
-    ranks[token] = rank

@@ -4,14 +4,15 @@ tiktoken.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,6 @@ import numpy.typing as npt
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_json
 
-_Result = TypeVar("_Result")
 _MOST_BYTES = 1 << 24  # of a file that names the special tokens
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
@@ -29,23 +29,21 @@ USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 # so they are formats: gpt2 as published with GPT-2, cl100k and o200k as in tiktoken 0.14, llama3 as
 # published with that model, v1 and v2 of Megatron-LM. llama3 is an early cl100k: they differ in
 # line ends and spaces at the very end of a text.
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_THREE_DIGITS = (
-    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-)
-_SPACES = r"\s+(?!\S)|\s+"
 PATTERNS: Mapping[str, str] = {
-    "gpt2": rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}",
-    "cl100k": rf"{_THREE_DIGITS}|\s++$|\s*[\r\n]+|{_SPACES}",
-    "llama3": rf"{_THREE_DIGITS}|\s*[\r\n]+|{_SPACES}",
-    "o200k": rf"{_WORDS[0]}{_CONTRACTION}?|{_WORDS[1]}{_CONTRACTION}?|\p{{N}}{{1,3}}| "
-    rf"?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
-    rf"|\s*[\r\n]+|{_SPACES}",
-    "v1": rf"[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| "
-    rf"?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",
-    "v2": rf"{_WORDS[0]}|{_WORDS[1]}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}",
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s++$|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 
@@ -267,7 +265,7 @@ def byte_letters() -> dict[str, int]:
 def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     """Return the GPT2BPETokenizer. Raises DataError for files that do not belong together."""
 
-    def read() -> tuple[Any, list[str]]:
+    with reading(vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}"):
         from tokenizers import Tokenizer as Fast
         from tokenizers.decoders import ByteLevel as ByteLevelDecoder
         from tokenizers.models import BPE
@@ -277,20 +275,12 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         tokenizer.decoder = ByteLevelDecoder()
         lines = merge_file.read_text(encoding="utf-8").split("\n")
-        return tokenizer, [
-            line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")
-        ]
-
-    tokenizer, merges = read_with(
-        vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}", read
-    )
+    merges = [
+        line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")
+    ]
     letters, vocabulary = byte_letters(), tokenizer.get_vocab()
-    shared, times = Counter(vocabulary.values()).most_common(1)[0] if vocabulary else (0, 0)
-    if times > 1:
-        raise DataError(f"{vocab_file}: {times} tokens have the id {shared}: the file is damaged")
-    require_all_bytes(
-        vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary)
-    )
+    single_bytes = [bytes([byte]) for letter, byte in letters.items() if letter in vocabulary]
+    check_vocabulary(vocab_file, vocabulary.values(), single_bytes)
     eod = vocabulary.get("<|endoftext|>")
     if eod is None:
         raise DataError(
@@ -315,17 +305,13 @@ def hugging_face(path: Path) -> Tokenizer:
             "of others"
         )
 
-    def read() -> Any:
+    with reading(file, "a tokenizer.json"):
         from tokenizers import Tokenizer as Fast
 
         tokenizer = Fast.from_file(str(file))
-        # Files are saved with the limits of their last use; here a text is never truncated or
-        # padded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-
-    tokenizer = read_with(file, "a tokenizer.json", read)
+    # Files are saved with the limits of their last use; here a text is never truncated or padded.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     named, said_by = _end_beside(file)
     candidates = [named] if named else USUAL_ENDS
     for piece in candidates:
@@ -387,12 +373,10 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
     `vocab_extra_ids`.
     """
 
-    def read() -> Any:
+    with reading(path, "a SentencePiece model"):
         from sentencepiece import SentencePieceProcessor
 
-        return SentencePieceProcessor(model_file=str(path))
-
-    processor = read_with(path, "a SentencePiece model", read)
+        processor = SentencePieceProcessor(model_file=str(path))
     if tokenizer_type == "SentencePieceTokenizer":
         known = _with_megatrons_names(processor, vocab_extra_ids)
         appended = [piece for piece, i in known.items() if i >= processor.get_piece_size()]
@@ -431,12 +415,11 @@ def _with_megatrons_names(processor: Any, vocab_extra_ids: int) -> dict[str, int
     return known
 
 
-def read_with(path: Path, what: str, read: Callable[[], _Result]) -> _Result:
-    """Return the result of `read`, with every error that a library raises for a wrong file as a
-    DataError.
-    """
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn every error that a library raises for a wrong file into a DataError."""
     try:
-        return read()
+        yield
     except (ConfigError, DataError):
         raise
     except ImportError as error:
@@ -447,10 +430,13 @@ def read_with(path: Path, what: str, read: Callable[[], _Result]) -> _Result:
         raise DataError(f"{path}: not {what}: {error}") from error
 
 
-def require_all_bytes(path: Path, tokens: Iterable[bytes]) -> None:
-    """Raise DataError unless every single byte is a token: without it some texts could not be
-    encoded.
+def check_vocabulary(path: Path, ids: Collection[int], tokens: Iterable[bytes]) -> None:
+    """Raise DataError unless all ids differ and every single byte is a token: without it some texts
+    could not be encoded.
     """
+    if len(set(ids)) < len(ids):
+        shared, times = Counter(ids).most_common(1)[0]
+        raise DataError(f"{path}: {times} tokens have the id {shared}: the file is damaged")
     missing = sorted({bytes([byte]) for byte in range(256)} - set(tokens))
     if missing:
         raise DataError(
