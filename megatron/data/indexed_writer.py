@@ -35,6 +35,8 @@ MAX_SEQUENCE_TOKENS = 2**31 - 1
 _BUFFER_BYTES = 1 << 20
 _BLOCK_ENTRIES = 1 << 18  # sizes or document ends in memory at once
 _SMALL_PARTS = ("sizes", "documents")
+_JOINED_PARTS = ("index", "idx")
+_PARTS = ("bin", *_SMALL_PARTS, *_JOINED_PARTS)
 
 
 @dataclass(frozen=True)
@@ -84,42 +86,36 @@ class IndexedDatasetWriter:
                 f"{[str(d) for d in TYPE_CODES]}"
             )
         at = resume or WriterPosition(0, 0, 0)
-        self.num_tokens, self.num_sequences, self.num_documents = (
-            at.tokens,
-            at.sequences,
-            at.documents,
-        )
-        self._ended = at.sequences
+        self.num_tokens, self.num_sequences = at.tokens, at.sequences
+        self.num_documents, self._ended = at.documents, at.sequences
         self._files: dict[str, BinaryIO] = {}
-        self._lock: FileLock | None = None
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
+        self._lock = FileLock(Path(f"{self._folder}.lock")) if directory is None else None
         try:
-            self._begin(directory is None, resume)
+            self._begin(resume is not None)
         except BaseException:
             self.leave()
             raise
 
-    def _begin(self, own: bool, resume: WriterPosition | None) -> None:
+    def _begin(self, resumed: bool) -> None:
         with self._explained():
             folder = bin_path(self.prefix).parent
             folder.mkdir(parents=True, exist_ok=True)
-            if own:
-                self._lock = FileLock(Path(f"{self._folder}.lock"))
-                if not self._lock.acquire():
-                    raise DataError(
-                        f"{self.prefix}: {self._lock.describe()} is writing this data set"
-                    )
+            if self._lock is not None and not self._lock.acquire():
+                raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._folder.stat().st_dev != folder.stat().st_dev:
                 raise DataError(
                     f"{self._folder}: not in the file system of {folder}, so that files cannot be "
                     "renamed: choose a folder beside the output"
                 )
-            for name in ("index", "idx") if resume else ("index", "idx", "bin", *_SMALL_PARTS):
+            for name in _JOINED_PARTS if resumed else _PARTS:
                 self._part(name).unlink(missing_ok=True)  # an index made earlier lacks the new data
-            lengths = {"bin": self.num_tokens * self.dtype.itemsize}
-            lengths |= {"sizes": 4 * self.num_sequences, "documents": 8 * self.num_documents}
-            for name, length in lengths.items():
+            for name, length in (
+                ("bin", self.num_tokens * self.dtype.itemsize),
+                ("sizes", 4 * self.num_sequences),
+                ("documents", 8 * self.num_documents),
+            ):
                 self._files[name] = open_at(self._part(name), length, buffering=_BUFFER_BYTES)
 
     def _part(self, name: str) -> Path:
@@ -135,19 +131,9 @@ class IndexedDatasetWriter:
         Raises DataError for ids that the type cannot represent.
         """
         assert self._ended == self.num_sequences, "the previous document was not ended"
-        sizes, sequences = (
-            np.asarray(sequence_sizes, np.int64),
-            np.asarray(document_sequences, np.int64),
-        )
-        assert int(sizes.sum()) == len(tokens), (
-            f"{len(tokens)} tokens in sequences of {int(sizes.sum())}"
-        )
-        assert int(sequences.sum()) == len(sizes), (
-            f"{len(sizes)} sequences in documents of {int(sequences.sum())}"
-        )
         self.append_tokens(tokens)
-        self.append_sequences(sizes)
-        self.append_document_ends(self._ended + np.cumsum(sequences))
+        self.append_sequences(sequence_sizes)
+        self.append_document_ends(self._ended + np.cumsum(document_sequences, dtype=np.int64))
 
     def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
         """Append a sequence to the current document. Raises DataError for ids that the type cannot
@@ -171,7 +157,16 @@ class IndexedDatasetWriter:
         With append_sequences and append_document_ends, for data in pieces that do not end with
         sequences; `seal` checks that all agree.
         """
-        self._write("bin", self._converted(tokens))
+        written = np.ascontiguousarray(tokens)
+        if tokens.dtype != self.dtype:
+            with np.errstate(invalid="ignore"):
+                written = tokens.astype(self.dtype)
+            if not np.array_equal(written, tokens):
+                raise DataError(
+                    f"{self.prefix}: token ids {tokens.min()}..{tokens.max()} do not fit into "
+                    f"{self.dtype}, after token {self.num_tokens} of the data set"
+                )
+        self._write("bin", written)
         self.num_tokens += len(tokens)
 
     def append_sequences(self, sizes: Integers) -> None:
@@ -196,19 +191,6 @@ class IndexedDatasetWriter:
             )
             self._write("documents", values.astype("<i8"))
             self.num_documents, self._ended = self.num_documents + len(values), int(values[-1])
-
-    def _converted(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the tokens in the type of the file, if it can represent them."""
-        if tokens.dtype == self.dtype or not len(tokens):
-            return np.ascontiguousarray(tokens, self.dtype)
-        with np.errstate(invalid="ignore"):
-            written = tokens.astype(self.dtype)
-        if not np.array_equal(written, tokens):
-            raise DataError(
-                f"{self.prefix}: token ids {tokens.min()}..{tokens.max()} do not fit into "
-                f"{self.dtype}, after token {self.num_tokens} of the data set"
-            )
-        return written
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         with self._explained():
@@ -269,7 +251,7 @@ class IndexedDatasetWriter:
         """Seal and publish. The last document must have been ended."""
         self.seal()
         self.publish(self.prefix, self._folder)
-        self._remove_folder()
+        self.discard()
 
     @staticmethod
     def publish(prefix: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -299,11 +281,13 @@ class IndexedDatasetWriter:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Give up and remove what was written."""
+        """Give up and remove the part files."""
         self._close_files()
-        for name in ("bin", *_SMALL_PARTS, "index", "idx"):
+        for name in _PARTS:
             self._part(name).unlink(missing_ok=True)
-        self._remove_folder()
+        if self._lock is not None:
+            self._folder.rmdir()
+            self._lock.release()
 
     def leave(self) -> None:
         """Stop writing and leave the parts; only the part counted by `position()` is certain to be
@@ -311,11 +295,6 @@ class IndexedDatasetWriter:
         """
         self._close_files()
         if self._lock is not None:
-            self._lock.release()
-
-    def _remove_folder(self) -> None:
-        if self._lock is not None:
-            self._folder.rmdir()
             self._lock.release()
 
     def _close_files(self) -> None:
@@ -343,17 +322,16 @@ class IndexedDatasetWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        complete = False
         try:
             if kind is None:
                 self.close()
-        except BaseException as failure:
-            kind = type(failure)
-            raise
+                complete = True
         finally:
-            if kind is not None and self._lock is not None:
-                self.discard()
-            else:
+            if complete or self._lock is None:
                 self.leave()
+            else:
+                self.discard()
 
 
 def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
