@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +29,6 @@ SPLIT_NAMES = ("train", "valid", "test")
 # The place of --split in the description of an index over a whole data set (--train-data-path and
 # its siblings): its documents differ from those of the split that the run may also name.
 WHOLE = "whole"
-_NAMES = re.compile(r"^(?:Data prefix|Dataset name) (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -363,30 +359,8 @@ def prebuild(
     workers: int = 1,
     say: Callable[[str], None],
 ) -> Datasets:
-    """Call build_datasets and report each index with `say`: found or built, its size and place, and
-    the totals.
-    """
-    start, sizes, built = time.perf_counter(), dict[str, int](), 0
-
-    def listen(record: logging.LogRecord) -> None:
-        nonlocal built
-        entry: index_cache.CacheEntry = record.__dict__["entry"]
-        message = record.getMessage()
-        if message.startswith("waiting"):
-            say(message)
-        elif message.startswith(("found", "built")) and entry.key not in sizes:
-            built += message.startswith("built")
-            sizes[entry.key] = sum(entry.part_path(part).stat().st_size for part in entry.parts)
-            kind, names = entry.description.split("\n")[0], _NAMES.findall(entry.description)
-            what = " ".join([kind, *names[:2]])
-            say(f"{what}: {message}, {sizes[entry.key] / 1e6:.2f} MB")
-
-    with index_cache.heard(listen):
-        datasets = build_datasets(
+    """Call build_datasets, verify the indices that are found, and report each with `say`."""
+    with index_cache.heard(say):
+        return build_datasets(
             config, train_samples, valid_samples, test_samples, verify=True, workers=workers
         )
-    say(
-        f"{len(sizes)} indices, {built} of them new, {sum(sizes.values()) / 1e6:.2f} MB, "
-        f"{time.perf_counter() - start:.1f} s"
-    )
-    return datasets

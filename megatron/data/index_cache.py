@@ -11,7 +11,7 @@ into place.
 processes of a job need a few pages each. One process does it for all. An entry of
 Megatron-DeepSpeed has no digests.
 
-Entries found, built or waited for are logged at level INFO, with the entry in the record (`entry`).
+Entries found, built or waited for are logged at level INFO.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class CacheEntry:
     directory: Path
     description: str
     parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return what is in the entry and where it is, for messages."""
+        lines = [line for line in self.description.split("\n")[:4] if line]
+        return f"{', '.join(lines)}: {self.description_path}"
 
     @property
     def key(self) -> str:
@@ -139,7 +144,7 @@ def load_or_build(
             if arrays is not None and fits(arrays):
                 if verify:
                     entry.verify(arrays)
-                log.info("found %s", entry.description_path, extra={"entry": entry})
+                log.info("found %s", entry)
                 return arrays
         return None
 
@@ -149,8 +154,7 @@ def load_or_build(
     try:
         target.directory.mkdir(parents=True, exist_ok=True)
         if not lock.acquire():
-            where, holder = target.description_path, lock.describe()
-            log.info("waiting for %s: %s", where, holder, extra={"entry": target})
+            log.info("waiting for %s, %s", lock.describe(), target)
             if not lock.acquire(WAIT_S):
                 raise DataError(
                     f"{lock.path}: waited {WAIT_S:g} s for {lock.describe()} to build this index: "
@@ -172,7 +176,7 @@ def _build(
     entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]
 ) -> Arrays:
     start = time.perf_counter()
-    log.info("building %s", entry.description_path, extra={"entry": entry})
+    log.info("building %s", entry)
     try:
         arrays = build()
     except (OSError, MemoryError) as error:
@@ -188,16 +192,19 @@ def _build(
             f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: "
             "check the file system or give another directory with --data-cache-path"
         )
-    seconds = time.perf_counter() - start
-    log.info("built %s in %.1f s", entry.description_path, seconds, extra={"entry": entry})
+    log.info("built in %.1f s %s", time.perf_counter() - start, entry)
     return stored
 
 
 @contextlib.contextmanager
-def heard(listen: Callable[[logging.LogRecord], object]) -> Iterator[None]:
-    """Pass the log records of the block to `listen` alone."""
-    handler, level, propagate = logging.Handler(), log.level, log.propagate
-    handler.emit = listen  # type: ignore[method-assign,assignment]
+def heard(listen: Callable[[str], object]) -> Iterator[None]:
+    """Pass the messages of the block to `listen` alone."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            listen(record.getMessage())
+
+    handler, level, propagate = Handler(), log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -68,29 +68,26 @@ class Ledger:
         """Count up to `consumed_samples`; return the sources that began a second or later epoch,
         with its number.
         """
-        before = {name: count.epoch for name, count in self.counts.items()}
+        before = {name: max(count.epoch, 1) for name, count in self.counts.items()}
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
-            for source, samples in self._by_source(
-                self._order.indices(np.arange(self._position, stop))
-            ):
+            indices = self._order.indices(np.arange(self._position, stop))
+            for source, samples in self._by_source(indices):
                 count, carried = self.counts[source.name], self._carried[source.name]
                 count.samples += len(samples)
                 count.tokens += source.tokens_in(samples)
                 # Rounded once, however often the run was resumed.
                 exact = carried.epochs == carried.tokens / source.tokens_per_epoch
                 start = Consumed() if exact else carried
-                count.epochs = (
-                    start.epochs + (count.tokens - start.tokens) / source.tokens_per_epoch
-                )
+                epochs = (count.tokens - start.tokens) / source.tokens_per_epoch
+                count.epochs = start.epochs + epochs
             self._position = stop
-        begun = {
-            name: count.epoch
+        short = short_names(self.counts)
+        return [
+            (short[name], count.epoch)
             for name, count in self.counts.items()
-            if count.epoch > max(before[name], 1)
-        }
-        short = short_names(self.counts) if begun else {}
-        return [(short[name], epoch) for name, epoch in begun.items()]
+            if count.epoch > before[name]
+        ]
 
     def rolled_back(
         self,
@@ -151,13 +148,8 @@ class Ledger:
             yield self._dataset, indices
             return
         which, samples = self._dataset.locate(indices)
-        by_source = np.argsort(which, kind="stable")
-        ends = np.cumsum(np.bincount(which, minlength=len(self._dataset.datasets)))
-        for source, part in zip(
-            self._dataset.datasets, np.split(samples[by_source], ends[:-1]), strict=True
-        ):
-            if len(part):
-                yield source, part
+        for number in np.unique(which).tolist():
+            yield self._dataset.datasets[number], samples[which == number]
 
 
 def is_consumed(record: Any) -> bool:

@@ -52,14 +52,6 @@ _MOST_IDS = 2**31
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
 }
-# Types of Megatron-LM that are not supported, and what to use instead.
-INSTEAD = {
-    "Llama3Tokenizer": "use TikTokenizer with its tokenizer.model, or HFTokenizer with its "
-    "tokenizer.json",
-    "MistralTokenizer": "use HFTokenizer with its tokenizer.json",
-    "BertWordPieceLowerCase": "use HFTokenizer with its tokenizer.json",
-    "BertWordPieceCase": "use HFTokenizer with its tokenizer.json",
-}
 
 
 def build_tokenizer(
@@ -87,10 +79,10 @@ def build_tokenizer(
     """
     kind = OTHER_NAMES.get(tokenizer_type.lower(), tokenizer_type)
     if kind not in TOKENIZER_TYPES:
-        instead = f"{INSTEAD[kind]}; types are" if kind in INSTEAD else "choose one of"
         raise ConfigError(
-            f"--tokenizer-type {tokenizer_type!r} is not known: {instead} "
-            f"{', '.join(TOKENIZER_TYPES)}"
+            f"--tokenizer-type {tokenizer_type!r} is not known: choose one of "
+            f"{', '.join(TOKENIZER_TYPES)} (Llama 3's tokenizer.model is for TikTokenizer, a "
+            "tokenizer.json for HFTokenizer)"
         )
     if kind == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:

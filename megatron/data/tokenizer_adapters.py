@@ -378,9 +378,9 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
 
         processor = SentencePieceProcessor(model_file=str(path))
     if tokenizer_type == "SentencePieceTokenizer":
-        known = _with_megatrons_names(processor, vocab_extra_ids)
-        appended = [piece for piece, i in known.items() if i >= processor.get_piece_size()]
-        return SentencePieceTokenizer(processor, known["<EOD>"], appended)
+        names = _megatrons_names(processor, vocab_extra_ids)
+        appended = names[processor.get_piece_size() :]
+        return SentencePieceTokenizer(processor, names.index("<EOD>"), appended)
     eod, add_bos = processor.eos_id(), tokenizer_type == "Llama2Tokenizer"
     if eod < 0:
         raise DataError(
@@ -395,24 +395,20 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
     return SentencePieceTokenizer(processor, eod, add_bos=add_bos)
 
 
-def _with_megatrons_names(processor: Any, vocab_extra_ids: int) -> dict[str, int]:
-    """Return the ids of all pieces and of those that Megatron appends, in Megatron's order, as data
-    have them.
+def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
+    """Return all pieces and the names that Megatron appends, in Megatron's order, as data have
+    them.
     """
-    known = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    size = processor.get_piece_size()
-    special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+    names = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    names += ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     for i, name in (
         (processor.pad_id(), "<PAD>"),
         (processor.bos_id(), "<BOS>"),
         (processor.eos_id(), "<EOS>"),
     ):
-        special.append(processor.id_to_piece(i) if i >= 0 else name)
-    for piece in special + [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]:
-        if piece not in known:
-            known[piece] = size
-            size += 1
-    return known
+        names.append(processor.id_to_piece(i) if i >= 0 else name)
+    names += [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
+    return list(dict.fromkeys(names))  # each once, at its first place
 
 
 @contextlib.contextmanager

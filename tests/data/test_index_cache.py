@@ -52,7 +52,7 @@ def same(arrays: Arrays, wanted: Arrays) -> bool:
 
 def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
     """Inside of it, `call` is called whenever this process says that it waits for another."""
-    return heard(lambda record: call() if record.msg.startswith("waiting") else None)
+    return heard(lambda message: call() if message.startswith("waiting") else None)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import itertools
 import json
-import logging
 import os
 import shutil
 import socket
@@ -206,9 +205,9 @@ def first_builds(
     turns = itertools.count()
     shared = store or job_store(topology)
 
-    def listen(record: logging.LogRecord) -> None:
-        if record.msg.startswith(("building", "waiting")):
-            say(f" index files: {record.getMessage()}")
+    def listen(message: str) -> None:
+        if message.startswith(("building", "waiting")):
+            say(f" index files: {message}")
 
     def build_in_turn(train: int, valid: int, test: int) -> Datasets:
         key = f"index files/{next(turns)}"
