@@ -29,7 +29,7 @@ def operator(
     reference: Callable[..., Any],
     shapes: Callable[..., Any] | None = None,
     *,
-    check: Callable[..., None],
+    check: Callable[..., None] | None = None,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     twice: bool = False,
@@ -42,7 +42,8 @@ def operator(
     reference  computes it with torch's operators
     shapes     makes empty results of the right shape, dtype and device; None for an operator
                without results
-    check      (name, *inputs): raises KernelError if an input does not fit
+    check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
+               passes, which get what autograd and the forward pass have checked
     save       (ctx, inputs, output): keeps what the backward pass needs
     backward   (ctx, *gradients): one gradient or None for each input
     twice      whether the backward pass is differentiable; for other operators a second derivative
@@ -53,7 +54,8 @@ def operator(
     name = schema.partition("(")[0]
 
     def run(*inputs: Any) -> Any:
-        check(name, *inputs)
+        if check is not None:
+            check(name, *inputs)
         first = inputs[0]
         if isinstance(first, Tensor):
             compiled = available(first.device) and first.numel() > 0
@@ -80,6 +82,16 @@ def operator(
         rule = backward if twice else once
         torch.library.register_autograd(f"megatron::{name}", rule, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.megatron, name).default
+
+
+def empty_like_first(first: Tensor, *_: Any) -> Tensor:
+    """Return an empty result like the first input: the rule of shapes of many operators."""
+    return torch.empty_like(first)
+
+
+def narrow(parameter: Tensor, x: Tensor) -> Tensor:
+    """Convert a parameter in fp32, whose gradient is not to be rounded, to the type of x."""
+    return parameter.to(x.dtype) if parameter.dtype == torch.float32 else parameter
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -156,10 +168,10 @@ def check_all(operator: str, **tensors: Tensor | None) -> None:
 # -- sums over rows --------------------------------------------------------------------------------
 
 # least rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
-_ROWS = 32
+PART_ROWS = 32
 # of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
 _BLOCKS = 2048
-_HOST_PARTS = 64  # more than threads
+HOST_PARTS = 64  # more than threads
 
 
 def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor | None]:
@@ -178,6 +190,6 @@ def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor
     columns = like.shape[-1]
     # blocks of 64 lanes of 16 bytes side by side
     across = -(-columns * like.element_size() // (16 * 64))
-    most = _HOST_PARTS if like.device.type == "cpu" else max(1, _BLOCKS // across)
-    parts = max(1, min(most, -(-like.numel() // columns // _ROWS)))
+    most = HOST_PARTS if like.device.type == "cpu" else max(1, _BLOCKS // across)
+    parts = max(1, min(most, -(-like.numel() // columns // PART_ROWS)))
     return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)

@@ -13,7 +13,6 @@ from megatron.errors import KernelError
 from megatron.kernels import operators
 from megatron.kernels.ops import dropout
 from megatron.kernels.ops.activation import bias_activation
-from megatron.kernels.ops.cross_entropy import cross_entropy
 from megatron.kernels.ops.norm import add_layer_norm, rms_norm
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax, reference
@@ -60,28 +59,6 @@ def test_rotation_has_every_derivative() -> None:
     )
 
 
-def test_a_parameter_is_never_overwritten() -> None:
-    """The gradient of the cross entropy takes the place of its logits; a leaf, and a view of one,
-    is copied first.
-    """
-    for part in (
-        lambda w: w.view(2, 2, 8),
-        lambda w: w[:2].view(1, 2, 8),
-        lambda w: w.unsqueeze(0),
-        lambda w: w,
-    ):
-        w = torch.randn(4, 8, requires_grad=True)
-        before, logits = w.detach().clone(), part(w)
-        labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-        cross_entropy(logits, labels).sum().backward()
-        wide = before.double().requires_grad_()
-        torch.nn.functional.cross_entropy(
-            part(wide).reshape(-1, 8), labels.flatten(), reduction="sum"
-        ).backward()
-        assert torch.equal(w.detach(), before)
-        torch.testing.assert_close(w.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
-
-
 def test_widths_that_no_grid_has() -> None:
     wide = torch.empty(1, 2**28, dtype=torch.bfloat16)  # pages that nobody touches
     for run in (
@@ -90,7 +67,6 @@ def test_widths_that_no_grid_has() -> None:
         lambda x: dropout.bias_dropout_add(x, None, None, 0.1, 1),
     ):
         refused(lambda run=run: run(wide), 2**28)
-    refused(lambda: cross_entropy(torch.tensor(1.0), torch.tensor(0)), "dimension")
 
 
 def test_rows_of_minus_infinity_are_zero_everywhere() -> None:

@@ -294,7 +294,7 @@ def test_whole_layer(fields):
         layer_results(f, torch.float32, **fields) for f in (ALL, NONE)
     )
     check_close(found, expected, torch.float32)
-    assert seen.calls["causal_softmax"] == 1 and not unseen.calls
+    assert seen.calls["softmax"] == 1 and not unseen.calls
     norm = "rms_norm" if fields.get("normalization") == "rmsnorm" else "layer_norm"
     for name in ("masked_softmax", "bias_activation", norm, "rotary"):  # each of them counts
         fewer = layer_results(Fusions(**{name: True}), torch.float32, **fields)[1].calls

@@ -12,8 +12,7 @@ other backends, and logits from outside of it, may cost a copy in the backward p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -190,30 +189,6 @@ def _overwritten(logits: Tensor) -> None:
         torch.autograd.graph.increment_version(logits)
 
 
-def _losses(local: Callable[..., Three]) -> Callable[..., Three]:
-    """Make the operator `cross_entropy` of a local pass: (losses, maximum, sum of exponentials)."""
-
-    def run(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
-        maximum, total, target = local(logits, labels, first, real)
-        return total.log().add_(maximum - target), maximum, total
-
-    return run
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, ctx.first, ctx.real = inputs
-    _, maximum, total = output
-    ctx.mark_non_differentiable(maximum, total)
-    ctx.save_for_backward(logits, labels, maximum, total)
-
-
-def _logits_gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
-    logits, labels, maximum, total = ctx.saved_tensors  # raises if they have been overwritten
-    out = logits.detach()
-    _cross_entropy_gradient(out, labels, maximum, total, gradient.contiguous(), ctx.first, ctx.real)
-    return out, None, None, None
-
-
 _cross_entropy_local = operator(
     "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, "
     "Tensor)",
@@ -229,16 +204,6 @@ _cross_entropy_gradient = operator(
     _gradient,
     gradient_reference,
     check=_check_gradient,
-    work="loss",
-)
-_cross_entropy = operator(
-    "cross_entropy(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, Tensor)",
-    _losses(_local),
-    _losses(local_reference),
-    _three,
-    check=_check,
-    save=_save,
-    backward=_logits_gradient,
     work="loss",
 )
 
@@ -275,29 +240,3 @@ def gradient_(
     so that a backward pass that saved them fails.
     """
     _cross_entropy_gradient(logits, labels, maximum, total, gradient, first, real)
-
-
-def cross_entropy(
-    logits: Tensor, labels: Tensor, first: int = 0, real: int | None = None
-) -> Tensor:
-    """Return -log softmax(logits)[label] of every token, fp32 [..], for a vocabulary that one rank
-    holds.
-
-    logits [.., v] of the entries first, first + 1, ..., of which the first `real` (None: all)
-    exist; labels int64 [..], each one of them: no id is ignored; another id gives a wrong loss, but
-    nothing outside of the logits is read.
-
-    The backward pass writes the gradient over the logits. So it runs once, and nothing may use the
-    logits after it: a second pass, or another one that saved them, raises RuntimeError, as do two
-    calls on parts of one array (copy the parts). Logits that are a leaf with a gradient of its own,
-    a view of one, or not contiguous, are copied first. Raises KernelError for other types, shapes
-    or values of `real`.
-    """
-    check("cross_entropy", logits.dim() >= 1, "logits have no dimension; [.., v] is needed")
-    whole = logits if logits._base is None else logits._base
-    if whole.is_leaf and logits.requires_grad:
-        logits = logits.clone()
-    result: Tensor = _cross_entropy(
-        logits.contiguous(), labels, first, logits.shape[-1] if real is None else real
-    )[0]
-    return result

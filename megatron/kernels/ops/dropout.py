@@ -27,6 +27,8 @@ from megatron.kernels.operators import (
     check_contiguous,
     check_device,
     check_shape,
+    empty_like_first,
+    narrow,
     operator,
     partial_sums,
 )
@@ -73,17 +75,6 @@ def _check(
     check_shape(name, x.shape, residual=residual)
 
 
-def _check_backward(
-    name: str, gradient: Tensor, biased: bool, probability: float, seed: int, place: Sequence[int]
-) -> None:
-    _check(name, gradient, None, None, probability, seed, place)
-
-
-def _narrow(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """Convert a bias in fp32, whose gradient is not to be rounded, to the type of x."""
-    return bias.to(x.dtype) if bias is not None and bias.dtype == torch.float32 else bias
-
-
 def _drop(wide: Tensor, probability: float, seed: int, place: Sequence[int]) -> Tensor:
     """Drop entries without a kernel: the mask comes from torch's generator, with the same
     distribution.
@@ -95,42 +86,30 @@ def _drop(wide: Tensor, probability: float, seed: int, place: Sequence[int]) -> 
     )
 
 
-def _reference(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    probability: float,
-    seed: int,
-    place: Sequence[int],
-) -> Tensor:
-    bias = _narrow(bias, x)
-    wide = _drop(x.float() if bias is None else x.float() + bias.float(), probability, seed, place)
+def _reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> Tensor:
+    wide = x.float() if bias is None else x.float() + narrow(bias, x).float()
+    wide = _drop(wide, *law)
     if residual is not None:
         wide = residual.float() + wide
     return wide.to(x.dtype, copy=True)  # never x itself
 
 
-def _forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    probability: float,
-    seed: int,
-    place: Sequence[int],
-) -> Tensor:
+def _in_c(probability: float, seed: int, place: Sequence[int]) -> tuple[float, ...]:
+    """Return what a mask is drawn by as the kernels take it."""
+    return seed, *threshold(probability), int(probability > 0.0), *place[:4]
+
+
+def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> Tensor:
     out, n = torch.empty_like(x), x.shape[-1]
-    law = *threshold(probability), int(probability > 0.0)
-    _FORWARD(x, out, x, _narrow(bias, x), residual, x.numel() // n, n, seed, *law, *place[:4])
+    bias = None if bias is None else narrow(bias, x)
+    _FORWARD(x, out, x, bias, residual, x.numel() // n, n, *_in_c(*law))
     return out
 
 
-def _backward(
-    gradient: Tensor, biased: bool, probability: float, seed: int, place: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _backward(gradient: Tensor, biased: bool, *law: Any) -> tuple[Tensor, Tensor]:
     """Return dx and the gradient of the bias in fp32, which is empty if there is no bias."""
     dx, dbias = _like_gradients(gradient, biased)
     n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, biased)
-    law = *threshold(probability), int(probability > 0.0)
     rows = gradient.numel() // n
     _BACKWARD(
         gradient,
@@ -141,18 +120,14 @@ def _backward(
         rows,
         n,
         parts,
-        seed,
-        *law,
-        *place[:4],
+        *_in_c(*law),
     )
     return dx, dbias
 
 
-def _reference_backward(
-    gradient: Tensor, biased: bool, probability: float, seed: int, place: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _reference_backward(gradient: Tensor, biased: bool, *law: Any) -> tuple[Tensor, Tensor]:
     dx, dbias = _like_gradients(gradient, biased)
-    wide = _drop(gradient.float(), probability, seed, place)
+    wide = _drop(gradient.float(), *law)
     return dx.copy_(wide), wide.sum_to_size(dbias.shape) if biased else dbias
 
 
@@ -180,7 +155,6 @@ _bias_dropout_add_backward = operator(
     _backward,
     _reference_backward,
     _like_gradients,
-    check=_check_backward,
     work="residual",
 )
 _bias_dropout_add = operator(
@@ -188,7 +162,7 @@ _bias_dropout_add = operator(
     "SymInt[] place) -> Tensor",
     _forward,
     _reference,
-    lambda x, *_: torch.empty_like(x),
+    empty_like_first,
     check=_check,
     save=_save,
     backward=_gradients,

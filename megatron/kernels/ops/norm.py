@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,31 +24,28 @@ from torch import Tensor
 
 from megatron.kernels.library import Function
 from megatron.kernels.operators import (
+    HOST_PARTS,
+    PART_ROWS,
     check_all,
     check_contiguous,
     check_device,
     check_shape,
     check_type,
+    narrow,
     operator,
 )
 
 _FORWARD = Function("mk_norm", "ppppppppllffi")
 _BACKWARD = Function("mk_norm_backward", "ppppppppplllfi")
 
-_HOST_PARTS, _HOST_ROWS = 64, 32
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Norm, sum (empty without a residual), mean (empty for an RMS norm) and rstd of each row."""
 
 
 def _check(
-    name: str,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    one_plus: bool,
-    rms: bool,
+    name: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> None:
-    name = ("add_" if residual is not None else "") + ("rms_norm" if rms else "layer_norm")
+    name = "rms_norm" if rest[-1] else "layer_norm"
     check_all(name, x=x, residual=residual)
     parameters = {"weight": weight, "bias": bias}
     for argument, parameter in parameters.items():
@@ -69,28 +65,31 @@ def _reference(
     eps: float,
     one_plus: bool,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (y, sum, mean, rstd) with torch's operators, in fp32; mean is empty for an RMS
-    norm.
-    """
+) -> Results:
+    """Compute the results with torch's operators, in fp32."""
     total = x if residual is None else x + residual
     wide = total.float()
     mean = wide.mean(-1, keepdim=True)
     centred = wide if rms else wide - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = centred * rstd * (_narrow(weight, x).float() + float(one_plus))
+    y = centred * rstd * (narrow(weight, x).float() + float(one_plus))
     if bias is not None:
-        y = y + _narrow(bias, x).float()
+        y = y + narrow(bias, x).float()
+    if residual is None:
+        total = x.new_empty(0)
     return y.to(x.dtype), total, mean.new_empty(0) if rms else mean.flatten(), rstd.flatten()
-
-
-def _narrow(parameter: Tensor, x: Tensor) -> Tensor:
-    """Convert a parameter in fp32, whose gradient is not to be rounded, to the type of x."""
-    return parameter.to(x.dtype) if parameter.dtype == torch.float32 else parameter
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])  # not Size.numel(), which fixes the sizes of a compiled graph
+
+
+def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
+    """Return empty results; mean and rstd are fp32."""
+    total = x.new_empty(0) if residual is None else torch.empty_like(x)
+    rows = _rows(x)
+    mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if rest[-1] else rows, rows))
+    return torch.empty_like(x), total, mean, rstd
 
 
 def _forward(
@@ -101,44 +100,22 @@ def _forward(
     eps: float,
     one_plus: bool,
     rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-    mean, rstd = _statistics(x, rms)
-    narrow = _narrow(weight, x), None if bias is None else _narrow(bias, x)
+) -> Results:
+    out = _like(x, residual, rms)
     _FORWARD(
         x,
-        y,
-        total,
-        mean,
-        rstd,
+        *out,
         x,
         residual,
-        *narrow,
+        narrow(weight, x),
+        None if bias is None else narrow(bias, x),
         _rows(x),
         x.shape[-1],
         eps,
         float(one_plus),
         int(rms),
     )
-    return y, total, mean, rstd
-
-
-def _statistics(x: Tensor, rms: bool) -> tuple[Tensor, Tensor]:
-    """Return empty fp32 tensors for mean and rstd of each row."""
-    rows = _rows(x)
-    return x.new_empty(0 if rms else rows, dtype=torch.float32), x.new_empty(
-        rows, dtype=torch.float32
-    )
-
-
-def _alone(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a norm without a residual of one with it."""
-
-    def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        y, _, mean, rstd = compute(x, None, *rest)
-        return y, mean, rstd
-
-    return run
+    return out
 
 
 @functools.cache
@@ -155,34 +132,13 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
     of the bytes moved, down to one for each unit.
     """
     if x.device.type == "cpu":
-        return min(_HOST_PARTS, -(-rows // _HOST_ROWS))
+        return min(HOST_PARTS, -(-rows // PART_ROWS))
     units = _compute_units(x.device.index)
     row_bytes = x.shape[-1] * x.element_size()
     held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
     # 8 bytes of sums, out and in, to 3 elements of each row
     cheap = rows * x.element_size() // (32 * sums * units)
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
-
-
-def _check_backward(
-    name: str,
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    one_plus: bool,
-    rms: bool,
-) -> None:
-    name = "rms_norm_backward" if rms else "layer_norm_backward"
-    _check(name, x, dsum, weight, None, 0.0, one_plus, rms)
-    check_all(name, dy=dy, x=x)
-    check_device(name, x=x, mean=mean, rstd=rstd)
-    check_type(name, [torch.float32], mean=mean, rstd=rstd)
-    check_shape(name, x.shape, dy=dy)
-    check_shape(name, (0 if rms else _rows(x),), mean=mean)
-    check_shape(name, (_rows(x),), rstd=rstd)
 
 
 def _backward(
@@ -200,7 +156,7 @@ def _backward(
     """
     dx, parameters = _like_gradients(dy, dsum, x, weight, mean, rstd, one_plus, rms)
     rows, (sums, n) = _rows(x), parameters.shape
-    parts, weight = _parts(x, rows, sums), _narrow(weight, x)
+    parts, weight = _parts(x, rows, sums), narrow(weight, x)
     partial = x.new_empty(parts, sums, n, dtype=torch.float32)
     plus = float(one_plus)
     _BACKWARD(
@@ -224,41 +180,32 @@ def _reference_backward(
     rstd = rstd.unsqueeze(1)
     h = h * rstd if rms else (h - mean.unsqueeze(1)) * rstd
     parameters = [(g * h).sum(0)] if rms else [(g * h).sum(0), g.sum(0)]
-    g = g * (_narrow(weight, x).float() + float(one_plus))
+    g = g * (narrow(weight, x).float() + float(one_plus))
     dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - (0.0 if rms else g.mean(1, keepdim=True)))
     dx = dx.reshape(x.shape) if dsum is None else dx.reshape(x.shape) + dsum.float()
     return dx.to(x.dtype), torch.stack(parameters)
 
 
 def _like_gradients(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    one_plus: bool,
-    rms: bool,
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), weight.new_empty(1 if rms else 2, x.shape[-1], dtype=torch.float32)
+    sums = 1 if rest[-1] else 2
+    return torch.empty_like(x), weight.new_empty(sums, x.shape[-1], dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save of the inputs x, [residual,] weight, bias, eps, one_plus, rms and the outputs y, [sum,]
-    mean, rstd.
-    """
-    ctx.added = len(output) == 4
-    normalised = output[1] if ctx.added else inputs[0]
-    weight, bias = inputs[-5], inputs[-4]
-    ctx.save_for_backward(normalised, weight, *output[-2:])
-    ctx.one_plus, ctx.rms, ctx.biased = inputs[-2], inputs[-1], bias is not None
-    ctx.mark_non_differentiable(*output[-2:])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    x, residual, weight, bias, _, ctx.one_plus, ctx.rms = inputs
+    _, total, mean, rstd = output
+    ctx.added, ctx.biased = residual is not None, bias is not None
+    ctx.save_for_backward(total if ctx.added else x, weight, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(
+    ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    dsum = others[0] if ctx.added else None
     dx, dweight, dbias = dsum, None, None
     if dy is not None:
         dsum = None if dsum is None else dsum.contiguous()
@@ -266,11 +213,7 @@ def _gradient(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tens
             dy.contiguous(), dsum, x, weight, mean, rstd, ctx.one_plus, ctx.rms
         )
         dweight, dbias = parameters[0], parameters[-1] if ctx.biased else None
-    return (*([dx, dx] if ctx.added else [dx]), dweight, dbias, None, None, None)
-
-
-def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x), *_statistics(x, rest[-1])
+    return dx, dx if ctx.added else None, dweight, dbias, None, None, None
 
 
 _norm_backward = operator(
@@ -279,23 +222,11 @@ _norm_backward = operator(
     _backward,
     _reference_backward,
     _like_gradients,
-    check=_check_backward,
     work="norm",
 )
-_norm_operator = operator(
-    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms) -> (Tensor, "
-    "Tensor, Tensor)",
-    _alone(_forward),
-    _alone(_reference),
-    _alone(_like),
-    check=lambda name, x, *rest: _check(name, x, None, *rest),
-    save=_save,
-    backward=_gradient,
-    work="norm",
-)
-_add_norm_operator = operator(
-    "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool one_plus, "
-    "bool rms) -> (Tensor, Tensor, Tensor, Tensor)",
+_norm = operator(
+    "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool one_plus, bool "
+    "rms) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _reference,
     _like,
@@ -316,7 +247,7 @@ def layer_norm(
     rounded if these are in fp32 beside x in 16 bits. With `one_plus` the gain is weight + 1. Raises
     KernelError for types other than fp32, fp16 and bf16, or other shapes.
     """
-    result: Tensor = _norm_operator(x.contiguous(), weight, bias, eps, one_plus, False)[0]
+    result: Tensor = _norm(x.contiguous(), None, weight, bias, eps, one_plus, False)[0]
     return result
 
 
@@ -326,7 +257,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 
     Arguments and errors as for `layer_norm`.
     """
-    result: Tensor = _norm_operator(x.contiguous(), weight, None, eps, one_plus, True)[0]
+    result: Tensor = _norm(x.contiguous(), None, weight, None, eps, one_plus, True)[0]
     return result
 
 
@@ -343,7 +274,7 @@ def add_layer_norm(
 
     The gradients of x and residual are one tensor.
     """
-    y, total, _, _ = _add_norm_operator(
+    y, total, _, _ = _norm(
         x.contiguous(), residual.contiguous(), weight, bias, eps, one_plus, False
     )
     return y, total
@@ -357,7 +288,5 @@ def add_rms_norm(
 
     The gradients of x and residual are one tensor.
     """
-    y, total, _, _ = _add_norm_operator(
-        x.contiguous(), residual.contiguous(), weight, None, eps, one_plus, True
-    )
+    y, total, _, _ = _norm(x.contiguous(), residual.contiguous(), weight, None, eps, one_plus, True)
     return y, total

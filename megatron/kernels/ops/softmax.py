@@ -23,6 +23,7 @@ from megatron.kernels.operators import (
     check_device,
     check_shape,
     check_type,
+    empty_like_first,
     operator,
 )
 from megatron.kernels.work import Memory
@@ -32,45 +33,28 @@ _MASKED = Function("mk_masked_softmax", "pppllllf")
 _BACKWARD = Function("mk_softmax_backward", "ppplllf")
 
 
-def _check_causal(name: str, scores: Tensor, scale: float) -> None:
+def _check(name: str, scores: Tensor, mask: Tensor | None, scale: float) -> None:
     check_all(name, scores=scores)
+    least, shape = (2, "[.., queries, keys]") if mask is None else (4, "[b, heads, queries, keys]")
     check(
         name,
-        scores.dim() >= 2,
-        f"scores have {scores.dim()} dimension(s); [.., queries, keys] is needed",
+        scores.dim() == least or (mask is None and scores.dim() > least),
+        f"scores have {scores.dim()} dimension(s); {shape} is needed",
     )
+    if mask is not None:
+        check_type(name, [torch.bool], mask=mask)
+        check_device(name, scores=scores, mask=mask)
+        check_contiguous(name, mask=mask)
+        batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
+        check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
 
 
-def _check_masked(name: str, scores: Tensor, mask: Tensor, scale: float) -> None:
-    check_all(name, scores=scores)
-    check(
-        name,
-        scores.dim() == 4,
-        f"scores have {scores.dim()} dimensions; [batch, heads, queries, keys] is needed",
-    )
-    check_type(name, [torch.bool], mask=mask)
-    check_device(name, scores=scores, mask=mask)
-    check_contiguous(name, mask=mask)
-    batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
-    check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
-
-
-def _check_backward(
-    name: str, gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
-) -> None:
-    check_all(name, gradient=gradient, probabilities=probabilities)
-    check_shape(name, probabilities.shape, gradient=gradient)
-
-
-def _hidden_later(scores: Tensor) -> Tensor:
-    queries, keys = scores.shape[-2:]
-    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(
-        keys - queries + 1
-    )
-
-
-def reference(scores: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Compute masked_softmax with torch's operators, in fp32 (fp64 for fp64 scores)."""
+def reference(scores: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Compute the softmax with torch's operators, in fp32 (fp64 for fp64 scores)."""
+    if hidden is None:
+        queries, keys = scores.shape[-2:]
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        hidden.triu_(keys - queries + 1)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
     # A row that sees nothing above -infinity is all zero, rather than all NaN.
@@ -85,17 +69,14 @@ def _reference_backward(
     return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
 
 
-def _causal(scores: Tensor, scale: float) -> Tensor:
+def _forward(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     out, (queries, keys) = torch.empty_like(scores), scores.shape[-2:]
-    _CAUSAL(scores, out, scores, scores.numel() // keys, queries, keys, scale)
-    return out
-
-
-def _masked(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
-    batch, heads, queries, keys = scores.shape
-    out, rows = torch.empty_like(scores), heads * queries
-    rows_per_mask = rows * (batch if mask.shape[0] == 1 else 1)
-    _MASKED(scores, out, scores, mask, batch * rows, queries, rows_per_mask, keys, scale)
+    rows = scores.numel() // keys
+    if mask is None:
+        _CAUSAL(scores, out, scores, rows, queries, keys, scale)
+    else:
+        rows_per_mask = rows // len(mask)
+        _MASKED(scores, out, scores, mask, rows, queries, rows_per_mask, keys, scale)
     return out
 
 
@@ -115,47 +96,37 @@ def _backward(gradient: Tensor, probabilities: Tensor, scale: float, causal: boo
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.scale = inputs
+    ctx.causal = mask is None
     ctx.save_for_backward(output)
-    ctx.scale, ctx.nones, ctx.causal = inputs[-1], [None] * (len(inputs) - 1), len(inputs) == 2
 
 
-def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     (probabilities,) = ctx.saved_tensors
-    return _softmax_backward(
-        gradient.contiguous(), probabilities, ctx.scale, ctx.causal
-    ), *ctx.nones
+    dx = _softmax_backward(gradient.contiguous(), probabilities, ctx.scale, ctx.causal)
+    return dx, None, None
 
 
-def _like(first: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(first)
+def _moved(scores: Tensor, mask: Tensor | None, scale: float) -> Memory:
+    """Return the bytes of the forward pass, which reads only the visible part of a causal row."""
+    return Memory(3 * scores.nbytes // 2 if mask is None else 2 * scores.nbytes + mask.nbytes)
 
 
 _softmax_backward = operator(
     "softmax_backward(Tensor gradient, Tensor probabilities, float scale, bool causal) -> Tensor",
     _backward,
     _reference_backward,
-    _like,
-    check=_check_backward,
+    empty_like_first,
 )
-_causal_softmax = operator(
-    "causal_softmax(Tensor scores, float scale) -> Tensor",
-    _causal,
-    lambda scores, scale: reference(scores, _hidden_later(scores), scale),
-    _like,
-    check=_check_causal,
-    save=_save,
-    backward=_gradient,
-    # of a row only the visible part is read
-    work=lambda scores, scale: Memory(3 * scores.nbytes // 2),
-)
-_masked_softmax = operator(
-    "masked_softmax(Tensor scores, Tensor mask, float scale) -> Tensor",
-    _masked,
+_softmax = operator(
+    "softmax(Tensor scores, Tensor? mask, float scale) -> Tensor",
+    _forward,
     reference,
-    _like,
-    check=_check_masked,
+    empty_like_first,
+    check=_check,
     save=_save,
     backward=_gradient,
+    work=_moved,
 )
 
 
@@ -166,7 +137,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     q. A query that sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
     types other than fp32, fp16 and bf16.
     """
-    result: Tensor = _causal_softmax(scores.contiguous(), scale)
+    result: Tensor = _softmax(scores.contiguous(), None, scale)
     return result
 
 
@@ -177,5 +148,5 @@ def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
     other types or shapes.
     """
-    result: Tensor = _masked_softmax(scores.contiguous(), mask.contiguous(), scale)
+    result: Tensor = _softmax(scores.contiguous(), mask.contiguous(), scale)
     return result

@@ -117,4 +117,4 @@ def test_what_is_refused() -> None:
     refused(lambda: causal_softmax(scores.double()), "scores", "float64")
     refused(lambda: masked_softmax(scores, mask[..., :7]), "mask", [2, 1, 4, 7], [2, 1, 4, 8])
     refused(lambda: masked_softmax(scores, mask.float()), "mask", "float32", "bool")
-    refused(lambda: torch.ops.megatron.causal_softmax(scores.transpose(1, 2), 1.0), "strides")
+    refused(lambda: torch.ops.megatron.softmax(scores.transpose(1, 2), None, 1.0), "strides")
