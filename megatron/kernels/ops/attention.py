@@ -72,73 +72,56 @@ def _check(
     sample: int,
     first: int,
     key: int,
-    law: Law,
+    *rest: Any,
 ) -> None:
+    """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
+    law = Law(*rest)
     share, origins = law.share, law.origins
     check_all(name, scores=scores)
     check_device(name, scores=scores, slopes=slopes, origins=origins, **rows)
-    check_type(name, [torch.float32], **rows)
-    check_contiguous(name, **rows)
+    check_type(name, [torch.float32], slopes=slopes, **rows)
+    check_contiguous(name, slopes=slopes, origins=origins, **rows)
+    check_key(name, law.probability, law.seed)
     check(
         name,
         scores.dim() == 3,
         f"scores have {scores.dim()} dimension(s); [samples, rows, keys] is needed",
     )
-    check(
-        name,
-        share > 0 and scores.shape[1] % share == 0,
-        f"{scores.shape[1]} rows are not for {share} queries each",
-    )
-    check_key(name, law.probability, law.seed)
+    count, own = scores.shape[:2]
+    check(name, share > 0 and own % share == 0, f"{own} rows are not for {share} queries each")
     for what, start in (("first", first), ("key", key)):
         check(
             name,
             start >= 0 and start % TILE == 0,
             f"{what} is {start}; blocks start at multiples of {TILE}",
         )
+    row = first * share
     for what, x in rows.items():
+        fits = x.dim() == 2 and x.shape[1] % share == 0 and x.shape[1] >= row + own
         check(
             name,
-            x.dim() == 2,
-            f"{what} has {x.dim()} dimension(s); [all samples, all rows] is needed",
-        )
-        enough = x.shape[1] % share == 0 and x.shape[1] >= first * share + scores.shape[1]
-        check(
-            name,
-            enough,
-            f"{what} has {x.shape[1]} rows; the block has {scores.shape[1]} from "
-            f"{first * share} on",
-        )
-        some = 0 <= sample <= x.shape[0] - scores.shape[0]
-        check(
-            name,
-            some,
-            f"{what} has {x.shape[0]} samples; the block has {scores.shape[0]} from {sample} on",
+            fits and 0 <= sample <= x.shape[0] - count,
+            f"{what} has shape {list(x.shape)}; the block has {count} samples from {sample} on and "
+            f"{own} rows from {row} on",
         )
     if slopes is not None:
-        fits = slopes.dtype == torch.float32 and slopes.is_contiguous() and slopes.dim() == 1
-        fits = fits and slopes.shape[0] > 0 and slopes.shape[0] % share == 0
-        found = f"{slopes.dtype} {list(slopes.shape)}"
-        check(name, fits, f"slopes are {found}; they must be fp32 [groups * {share}], contiguous")
-    missing = origins is None and law.probability > 0.0
-    check(name, not missing, f"probability is {law.probability}, but there are no origins")
+        fits = slopes.dim() == 1 and len(slopes) > 0 and len(slopes) % share == 0
+        found = list(slopes.shape)
+        check(name, fits, f"slopes have shape {found}; [groups * {share}] is needed")
     if origins is not None:
+        check_type(name, [torch.int64], origins=origins)
         samples = len(rows["logarithms"])
-        fits = (
-            origins.dtype == torch.int64
-            and origins.is_contiguous()
-            and origins.dim() == 1
-            and len(origins) > 0
-        )
-        fits = fits and samples % len(origins) == 0
+        fits = origins.dim() == 1 and len(origins) > 0 and samples % len(origins) == 0
         fits = fits and (slopes is None or len(slopes) * len(origins) == samples * share)
-        found = f"{origins.dtype} {list(origins.shape)}"
         check(
             name,
             fits,
-            f"origins are {found}; they must be int64, contiguous, one for the groups of each "
+            f"origins have shape {list(origins.shape)}; there must be one for the groups of each "
             "sample",
         )
+    else:
+        missing = law.probability > 0.0
+        check(name, not missing, f"probability is {law.probability}, but there are no origins")
 
 
 def _check_weights(
@@ -150,33 +133,15 @@ def _check_weights(
     first: int,
     *law: Any,
 ) -> None:
-    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, Law(*law))
+    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, *law)
     keys, seen = scores.shape[-1], first + scores.shape[1] // law[0]
     check(name, keys == seen, f"there are {keys} keys; queries up to {seen} need as many")
 
 
 def _check_gradient(
-    name: str,
-    scores: Tensor,
-    gradients: Tensor,
-    logarithms: Tensor,
-    dots: Tensor,
-    slopes: Tensor | None,
-    sample: int,
-    first: int,
-    key: int,
-    *law: Any,
+    name: str, scores: Tensor, gradients: Tensor, logarithms: Tensor, dots: Tensor, *rest: Any
 ) -> None:
-    _check(
-        name,
-        scores,
-        {"logarithms": logarithms, "dots": dots},
-        slopes,
-        sample,
-        first,
-        key,
-        Law(*law),
-    )
+    _check(name, scores, {"logarithms": logarithms, "dots": dots}, *rest)
     check_shape(name, scores.shape, gradients=gradients)
     check_all(name, scores=scores, gradients=gradients)
     check_shape(name, logarithms.shape, dots=dots)
@@ -293,13 +258,17 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 def _launch(
     function: Function,
     tensors: tuple[Tensor, ...],
-    logarithms: Tensor,
     slopes: Tensor | None,
     sample: int,
     starts: tuple[int, ...],
-    law: Law,
+    *rest: Any,
 ) -> None:
+    """Call a kernel for a block, the first of the tensors; the last one has all samples and
+    rows.
+    """
+    law = Law(*rest)
     samples, rows, keys = tensors[0].shape
+    all_samples, all_rows = tensors[-1].shape
     function(
         tensors[0],
         *tensors,
@@ -307,11 +276,11 @@ def _launch(
         law.origins if law.probability else None,
         samples * rows,
         rows,
-        logarithms.shape[1],
+        all_rows,
         sample,
         *starts,
         law.positions,
-        law.groups(slopes, len(logarithms)),
+        law.groups(slopes, all_samples),
         law.share,
         keys,
         law.scale,
@@ -323,7 +292,7 @@ def _launch(
 def _weights(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
 ) -> None:
-    _launch(_WEIGHTS, (scores, logarithms), logarithms, slopes, sample, (first,), Law(*law))
+    _launch(_WEIGHTS, (scores, logarithms), slopes, sample, (first,), *law)
 
 
 def _gradient(
@@ -338,7 +307,7 @@ def _gradient(
     *law: Any,
 ) -> None:
     tensors = scores, gradients, logarithms, dots
-    _launch(_GRADIENT, tensors, logarithms, slopes, sample, (first, key), Law(*law))
+    _launch(_GRADIENT, tensors, slopes, sample, (first, key), *law)
 
 
 def _check_dots(name: str, a: Tensor, b: Tensor) -> None:

@@ -1,18 +1,18 @@
-"""Cross entropy over a vocabulary, or over the part of it that a tensor-parallel rank holds.
+"""Cross entropy over the part of a vocabulary that a tensor-parallel rank holds.
 
 `local_pass` and `gradient_` are the two halves between which a group exchanges three numbers per
-token (megatron/layers/vocabulary.py); `cross_entropy` is the whole for a group of one.
+token (megatron/layers/vocabulary.py).
 
 Bytes moved for logits of N elements of e bytes: the local pass N e in, whatever the width of a row;
-the gradient N e in and N e out, in place. Padding columns are not read. Numbers per token (labels
-and fp32 results, 20 bytes each pass) are nothing beside it. There is no second array of the logits'
-size, nor with torch.compile's inductor where the logits are made within the compiled function;
-other backends, and logits from outside of it, may cost a copy in the backward pass.
+the gradient N e in and N e out, in place: there is no second array of the logits' size. Padding
+columns are not read. Numbers per token (labels and fp32 results, 20 bytes each pass) are nothing
+beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,41 +38,24 @@ small.
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _check(
-    name: str, logits: Tensor, labels: Tensor, first: int, real: int, **numbers: Tensor
-) -> None:
+def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
+    """Check the arguments of both operators; `rest`: the numbers of each token that `gradient_`
+    takes, first, real.
+    """
+    *found, first, real = rest
+    numbers = dict(zip(("maximum", "total", "gradient"), found, strict=False))
     check_type(name, logits=logits)
     check_type(name, [torch.int64], labels=labels)
     check_device(name, logits=logits, labels=labels, **numbers)
     check(name, logits.dim() >= 1, "logits have no dimension; [.., vocabulary] is needed")
     check_contiguous(name, logits=logits)
-    check(
-        name,
-        logits.shape[-1] < 2**31,
-        f"logits have {logits.shape[-1]} columns; 2^31 - 1 is the most",
-    )
+    columns = logits.shape[-1]
+    check(name, columns < 2**31, f"logits have {columns} columns; 2^31 - 1 is the most")
     check(name, first >= 0, f"first is {first}; it must not be negative")
-    check(
-        name,
-        0 <= real <= logits.shape[-1],
-        f"real is {real}, but the logits have {logits.shape[-1]} columns",
-    )
+    check(name, 0 <= real <= columns, f"real is {real}, but the logits have {columns} columns")
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)
     if numbers:
         check_type(name, [torch.float32], **numbers)
-
-
-def _check_gradient(
-    name: str,
-    logits: Tensor,
-    labels: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    gradient: Tensor,
-    first: int,
-    real: int,
-) -> None:
-    _check(name, logits, labels, first, real, maximum=maximum, total=total, gradient=gradient)
 
 
 def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
@@ -81,39 +64,6 @@ def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """
     here = (labels >= first) & (labels < first + real)
     return (labels - first).masked_fill(~here, 0), here
-
-
-def _reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
-    """Compute the statistics of a few rows."""
-    wide = logits[..., :real].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    if real == 0:
-        nothing = wide.new_zeros(labels.shape)
-        return torch.full_like(nothing, float("-inf")), nothing, nothing.clone()
-    columns, here = _columns(labels, first, real)
-    # For amax a NaN is the largest; the kernel leaves it to the sum.
-    maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
-    shift = maximum.masked_fill(maximum == float("-inf"), 0.0)
-    total = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
-    target = wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
-    return maximum, total, target.masked_fill(~here, 0.0)
-
-
-def _reference_gradient(
-    logits: Tensor,
-    labels: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    gradient: Tensor,
-    first: int,
-    real: int,
-) -> Tensor:
-    """Compute the gradient of a few rows."""
-    columns, here = _columns(labels, first, real)
-    scaled = (gradient / total).unsqueeze(-1)
-    out = (logits[..., :real].to(gradient.dtype) - maximum.unsqueeze(-1)).exp_().mul_(scaled)
-    if real:
-        out.scatter_add_(-1, columns.unsqueeze(-1), -gradient.masked_fill(~here, 0.0).unsqueeze(-1))
-    return torch.nn.functional.pad(out, (0, logits.shape[-1] - real)).to(logits.dtype)
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
@@ -139,12 +89,22 @@ def _local(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
 def local_reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
     """Compute `local_pass` with torch's operators on a few rows at a time; fp64 for fp64 logits."""
     out, rows = _three(logits, labels), labels.numel()
-    flat, flat_labels = logits.view(rows, logits.shape[-1]), labels.reshape(rows)
+    maxima, totals, targets = (whole.view(rows) for whole in out)
+    flat, labels = logits.view(rows, logits.shape[-1]), labels.reshape(rows)
+    if real == 0:
+        maxima.fill_(float("-inf"))
+        totals.zero_()
+        targets.zero_()
+        return out
     for part in _pieces(flat):
-        for whole, found in zip(
-            out, _reference(flat[part], flat_labels[part], first, real), strict=True
-        ):
-            whole.view(rows)[part] = found
+        wide = flat[part, :real].to(maxima.dtype)
+        columns, here = _columns(labels[part], first, real)
+        # For amax a NaN is the largest; the kernel leaves it to the sum.
+        maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
+        shift = maximum.masked_fill(maximum == float("-inf"), 0.0)
+        target = wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        maxima[part], targets[part] = maximum, target
+        totals[part] = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
     return out
 
 
@@ -176,10 +136,16 @@ def gradient_reference(
     rows = labels.numel()
     flat = logits.view(rows, logits.shape[-1])
     labels, maximum, total, gradient = (x.reshape(rows) for x in (labels, maximum, total, gradient))
+    scaled = gradient / total
     for part in _pieces(flat):
-        flat[part] = _reference_gradient(
-            flat[part], labels[part], maximum[part], total[part], gradient[part], first, real
-        )
+        columns, here = _columns(labels[part], first, real)
+        wide = flat[part, :real].to(gradient.dtype) - maximum[part].unsqueeze(-1)
+        out = wide.exp_().mul_(scaled[part].unsqueeze(-1))
+        if real:
+            at_label = gradient[part].masked_fill(~here, 0.0)
+            out.scatter_add_(-1, columns.unsqueeze(-1), -at_label.unsqueeze(-1))
+        flat[part, :real] = out.to(logits.dtype)
+        flat[part, real:] = 0.0
     _overwritten(logits)
 
 
@@ -189,7 +155,7 @@ def _overwritten(logits: Tensor) -> None:
         torch.autograd.graph.increment_version(logits)
 
 
-_cross_entropy_local = operator(
+local_pass = operator(
     "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, "
     "Tensor)",
     _local,
@@ -198,45 +164,29 @@ _cross_entropy_local = operator(
     check=_check,
     work="loss",
 )
-_cross_entropy_gradient = operator(
+"""Return (maximum, sum of exponentials, target logit) of one rank's part of the vocabulary, fp32
+[..].
+
+logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
+exist; labels int64 [..], ids of the whole vocabulary. The sum is of exp(logit - maximum); where no
+logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the maximum.
+The target is 0 where the label is another rank's. Has no gradient: see `gradient_`. Raises
+KernelError for other types, shapes or layouts.
+"""
+
+gradient_ = operator(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, "
     "Tensor gradient, int first, int real) -> ()",
     _gradient,
     gradient_reference,
-    check=_check_gradient,
+    check=_check,
     work="loss",
 )
+"""Overwrite the logits by the gradient of the losses, (exp(logit - maximum) / total - onehot) *
+gradient[token].
 
-
-def local_pass(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
-    """Return (maximum, sum of exponentials, target logit) of one rank's part of the vocabulary,
-    fp32 [..].
-
-    logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
-    exist; labels int64 [..], ids of the whole vocabulary. The sum is of exp(logit - maximum); where
-    no logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the
-    maximum. The target is 0 where the label is another rank's. Has no gradient: see `gradient_`.
-    Raises KernelError for other types, shapes or layouts.
-    """
-    result: Three = _cross_entropy_local(logits, labels, first, real)
-    return result
-
-
-def gradient_(
-    logits: Tensor,
-    labels: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    gradient: Tensor,
-    first: int,
-    real: int,
-) -> None:
-    """Overwrite the logits by the gradient of the losses, (exp(logit - maximum) / total - onehot) *
-    gradient[token].
-
-    maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
-    over the whole vocabulary, and the losses' gradient; the others as in `local_pass`. Padding
-    columns get 0; a label of another rank subtracts nothing. The logits' version counter increases,
-    so that a backward pass that saved them fails.
-    """
-    _cross_entropy_gradient(logits, labels, maximum, total, gradient, first, real)
+maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
+over the whole vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns
+get 0; a label of another rank subtracts nothing. The logits' version counter increases, so that a
+backward pass that saved them fails.
+"""

@@ -342,7 +342,7 @@ def test_what_is_refused() -> None:
         (("slopes", [3]), dict(slopes=torch.zeros(3))),
         (("probability", 1.0), dict(p=1.0)),
         (("probability", 0.5, "origins"), dict(p=0.5)),
-        (("origins", "int64", [3]), dict(origins=torch.zeros(3, dtype=torch.int64))),
+        (("origins", [3]), dict(origins=torch.zeros(3, dtype=torch.int64))),
         (("seed", -1), dict(seed=-1)),
     ):
         refused(lambda values=values: weights(**values), *figures)
