@@ -66,9 +66,7 @@ class BuildKernels(Command):
 
     def run(self) -> None:
         targets, archs = (
-            kernels["given"](self.distribution.script_args, option)
-            or (kernels["given"]([option, value or ""], option))
-            for option, value in (("--target", self.target), ("--arch", self.arch))
+            (given or "").replace(",", " ").split() for given in (self.target, self.arch)
         )
         if self.jobs is not None and not (self.jobs.isdigit() and int(self.jobs)):
             sys.exit(f"error: --jobs {self.jobs} must be a number above 0")

@@ -51,6 +51,8 @@ _COMPILERS = {
 }
 _COMPILERS["simulator"] = ("CXX", ("g++",), "apt-get install g++")
 
+_CAUSE_LINES = 60  # of a compiler's output: the first ones name the cause
+
 # What each level of x86-64 needs beyond the one before (x86-64 psABI, section 3.1.1), as
 # /proc/cpuinfo writes it.
 _LEVELS = (
@@ -206,7 +208,8 @@ def build(
             command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources
         )
         if done.returncode:
-            raise BuildError(f"{' '.join(command)}\n{_shortened(done.stderr or done.stdout)}")
+            cause = "\n".join((done.stderr or done.stdout).splitlines()[:_CAUSE_LINES])
+            raise BuildError(f"{' '.join(command)}\n{cause}")
         hear(done.stderr)
 
     with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
@@ -288,9 +291,7 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
     libraries = []
     for target in chosen:
         wanted = of_target.get(target) or default_archs(target)
-        libraries += (
-            [(target, [arch]) for arch in wanted] if target == "host" else [(target, wanted)]
-        )
+        libraries += [(target, [a]) for a in wanted] if target == "host" else [(target, wanted)]
     return libraries
 
 
@@ -348,21 +349,6 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
             path.unlink()
 
 
-def given(arguments: Sequence[str], option: str) -> list[str]:
-    """Return all values of an option on a command line, which may be repeated or have commas.
-
-    >>> given(["--target", "hip,host", "--target=cuda"], "--target")
-    ['hip', 'host', 'cuda']
-    """
-    values: list[str] = []
-    for i, argument in enumerate(arguments):
-        if argument == option:
-            values += arguments[i + 1 : i + 2]
-        elif argument.startswith(f"{option}="):
-            values.append(argument.partition("=")[2])
-    return [part for value in values for part in value.replace(",", " ").split()]
-
-
 def _target_of(arch: str) -> str:
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
         return "hip"
@@ -370,15 +356,9 @@ def _target_of(arch: str) -> str:
         return "cuda"
     if arch in (platform.machine(), "x86-64", *(name for name, _ in _LEVELS)) and arch != "x86_64":
         return "host"
-    hint = (
-        ", without suffix: one library serves every XNACK and ECC mode"
-        if arch.startswith("gfx")
-        else ""
-    )
-    hint = ", without suffix: no kernel needs more" if arch.startswith("sm_") else hint
     raise BuildError(
-        f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are "
-        f"examples{hint}"
+        f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples; "
+        "no suffix is needed, since one library serves every XNACK and ECC mode"
     )
 
 
@@ -393,14 +373,6 @@ def _knows_half(tool: str) -> bool:
         ).returncode
     except OSError:
         return False
-
-
-def _shortened(output: str, most: int = 60) -> str:
-    """Return the first lines of a compiler's output, which name the cause."""
-    lines = output.rstrip().splitlines()
-    return "\n".join(
-        [*lines[:most], *([f"... {len(lines) - most} more lines"] if len(lines) > most else [])]
-    )
 
 
 def _processors() -> int:

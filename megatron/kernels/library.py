@@ -51,21 +51,22 @@ class Found:
     sources       hash of the sources it was built from
     """
 
-    path: Path | None
-    target: str
-    arch: str
-    reason: str
+    path: Path | None = None
+    target: str = ""
+    arch: str = ""
+    reason: str = ""
     handle: Any = None
     sources: str = ""
 
     @property
     def line(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         if self.handle is not None:
             return f"fused kernels: {self.target} {self.arch} ({self.path})"
         return f"fused kernels: none, {self.reason}; in their place: torch's own operators"
 
 
+@functools.cache
 def find(device_type: str) -> Found:
     """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once, or the
     reason for none.
@@ -74,26 +75,19 @@ def find(device_type: str) -> Found:
     and nothing is launched. Raises KernelError only if MEGATRON_KERNELS_LIBRARY names a file that
     cannot be used. The search for "cpu" does not touch GPUs.
     """
-    return _search(device_type)
-
-
-@functools.cache
-def _search(device_type: str) -> Found:
     override = os.environ.get(OVERRIDE, "")
     if device_type == "meta":
-        return Found(None, "", "", "", object())
+        return Found(handle=object())
     if override == "none":
-        return Found(None, "", "", f"{OVERRIDE} is none")
+        return Found(reason=f"{OVERRIDE} is none")
     if device_type == "cpu":
-        return (
-            _named(Path(override))
-            if override
-            else _first([("host", arch) for arch in host_archs()])
-        )
+        if override:
+            return _named(Path(override))
+        return _first([("host", arch) for arch in host_archs()])
     if device_type != "cuda":
-        return Found(None, "", "", f"there are none for {device_type}")
+        return Found(reason=f"there are none for {device_type}")
     if not torch.cuda.is_available():
-        return Found(None, "", "", "torch sees no GPU")
+        return Found(reason="torch sees no GPU")
     return _first([device_arch()])
 
 
@@ -102,10 +96,8 @@ def available(device: torch.device) -> bool:
     return find(device.type).handle is not None
 
 
-def forget() -> None:
-    """Search again on next use: for tests, and after a build in the same process."""
-    _search.cache_clear()
-    _bound.cache_clear()
+forget = find.cache_clear
+"""Search again on next use: for tests, and after a build in the same process."""
 
 
 def fingerprint(device_type: str) -> int:
@@ -126,9 +118,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
     """Return what the library of a GPU must be built for: ("hip", "gfx90a") or ("cuda",
     "sm_90").
     """
-    properties = torch.cuda.get_device_properties(
-        torch.cuda.current_device() if index is None else index
-    )
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
     return "cuda", f"sm_{properties.major}{properties.minor}"
@@ -155,23 +145,21 @@ def _named(path: Path) -> Found:
 
 def _first(wanted: list[tuple[str, str]]) -> Found:
     """Load the first library that exists and fits."""
-    present = sorted(LIBRARIES.glob("libmegatron-*.so")) if LIBRARIES.is_dir() else []
     reason = ""
     for target, arch in wanted:
-        for path in present:
-            name = path.name.removeprefix(f"libmegatron-{target}-").removesuffix(".so")
-            if name != path.name.removesuffix(".so") and arch in name.split("+"):
+        prefix = f"libmegatron-{target}-"
+        for path in sorted(LIBRARIES.glob(f"{prefix}*.so")):
+            if arch in path.stem.removeprefix(prefix).split("+"):
                 found = _load(path, target)
                 if found.handle is not None:
                     return found
                 reason = reason or found.reason
     target, arch = wanted[0]
-    how = f"python setup.py build_kernels --target {target}" + (
-        "" if target == "host" else f" --arch {arch}"
-    )
-    return Found(
-        None, target, arch, f"{reason or f'no {library_name(target, arch)} in {LIBRARIES}'}: {how}"
-    )
+    reason = reason or f"no {library_name(target, arch)} in {LIBRARIES}"
+    how = f"python setup.py build_kernels --target {target}"
+    if target != "host":
+        how += f" --arch {arch}"
+    return Found(reason=f"{reason}: {how}")
 
 
 def _load(path: Path, target: str | None) -> Found:
@@ -179,9 +167,7 @@ def _load(path: Path, target: str | None) -> Found:
     try:
         missing = _missing_bytes(path)
         if missing > 0:
-            return Found(
-                None, target or "", "", f"{path.name} is cut off, {missing} bytes are missing"
-            )
+            return Found(reason=f"{path.name} is cut off, {missing} bytes are missing")
         if target == "hip":
             _share_hip_runtime()
         handle = ctypes.CDLL(str(path))
@@ -189,26 +175,19 @@ def _load(path: Path, target: str | None) -> Found:
         handle.mk_error.restype = ctypes.c_char_p
         built_for, arch, sources = handle.mk_describe().decode().split(" ")
     except (OSError, AttributeError, ValueError, struct.error) as error:
-        return Found(None, target or "", "", f"{path.name} cannot be loaded ({_short(error)})")
+        return Found(reason=f"{path.name} cannot be loaded ({_short(error)})")
     sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
-    if target is not None and built_for != target:
-        return Found(None, target, arch, f"{path.name} was built for {built_for}")
-    expected = source_hash()
-    if target is not None and expected and sources != expected:
-        return Found(
-            None,
-            target,
-            arch,
-            f"{path.name} was built from other sources than csrc/kernels has now",
-        )
+    if target is not None:
+        if built_for != target:
+            return Found(reason=f"{path.name} was built for {built_for}")
+        if source_hash() not in ("", sources):
+            return Found(
+                reason=f"{path.name} was built from other sources than csrc/kernels has now"
+            )
     problem = _try_on_gpu(handle) if target in ("hip", "cuda") else ""
     if problem:
-        return Found(
-            None,
-            built_for,
-            arch,
-            f"{path.name} does not run on {torch.cuda.get_device_name()} ({problem})",
-        )
+        where = torch.cuda.get_device_name()
+        return Found(reason=f"{path.name} does not run on {where} ({problem})")
     return Found(path, built_for, arch, "", handle, sources)
 
 
@@ -240,11 +219,10 @@ def _share_hip_runtime() -> None:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
         return
-    path = next(
-        (line.split()[-1] for line in mapped.splitlines() if "/libamdhip64.so" in line), None
-    )
-    if path is not None:
-        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    for line in mapped.splitlines():
+        if "/libamdhip64.so" in line:
+            ctypes.CDLL(line.split()[-1], ctypes.RTLD_GLOBAL)
+            return
 
 
 def _try_on_gpu(handle: Any) -> str:
@@ -288,7 +266,17 @@ class Function:
         Tensors are passed as their addresses. Raises KernelError if the launch fails.
         """
         device = like.device
-        function = _bound(self, device.type)
+        found = find(device.type)
+        if found.handle is None:
+            raise KernelError(f"{self.name}: {found.line}")
+        function = getattr(found.handle, self.name, None)
+        if function is None:
+            raise KernelError(
+                f"{self.name} is not in {found.path}: it was built from other sources"
+            )
+        if function.argtypes is None:  # the first call
+            letters = (_C_TYPES[letter] for letter in self.arguments)
+            function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]
         values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         values.insert(0, TYPES[(like if type_of is None else type_of).dtype])
         if device.type == "cpu":
@@ -298,25 +286,5 @@ class Function:
             with contextlib.nullcontext() if here else torch.cuda.device(device.index):
                 code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
         if code:
-            message = find(device.type).handle.mk_error(code).decode()
+            message = found.handle.mk_error(code).decode()
             raise KernelError(f"{self.name} on {device}: {message} (code {code})")
-
-
-@functools.cache
-def _bound(function: Function, device_type: str) -> Any:
-    """Return a function of the library of a kind of device, with the types of its arguments."""
-    found = find(device_type)
-    if found.handle is None:
-        raise KernelError(f"{function.name}: {found.line}")
-    bound = getattr(found.handle, function.name, None)
-    if bound is None:
-        raise KernelError(
-            f"{function.name} is not in {found.path}: it was built from other sources"
-        )
-    bound.argtypes = [
-        ctypes.c_int,
-        *(_C_TYPES[letter] for letter in function.arguments),
-        ctypes.c_void_p,
-    ]
-    bound.restype = ctypes.c_int
-    return bound

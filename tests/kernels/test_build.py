@@ -87,8 +87,6 @@ def test_plans() -> None:
         ((["host"], []), [("host", build.host_archs()[:1])]),
     ):
         assert build.plan(*arguments) == libraries
-    words = ["--arch", "x86-64-v3", "--arch=x86-64,sm_90"]
-    assert build.given(words, "--arch") == ["x86-64-v3", "x86-64", "sm_90"]
     for targets, archs, name in (
         (["rocm"], [], "rocm"),
         (["hip"], ["sm_90"], "sm_90"),
