@@ -102,34 +102,21 @@ def choose_attention(
         return "flash"
     if drops and device_type == "cpu":
         return "blocked"
-    return (
-        "blocked"
-        if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence)
-        else "torch"
-    )
+    # Measured with benchmarks/attention.py: in bf16 blocks are 1.9 to 2.8 times as fast as torch at
+    # sequences of 512 to 2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped
+    # queries 1.1), where torch's own blocks fill its products. In fp16 torch's batched products
+    # have no fast path on most processors, and without the kernels the passes over the scores cost
+    # what the products gain.
+    short = dtype_name == "float32" and sequence <= LONGEST_BLOCKED_IN_FP32
+    faster = device_type == "cpu" and (short or dtype_name == "bfloat16") and _loaded("cpu")
+    return "blocked" if backend == "auto" and faster else "torch"
 
 
 LONGEST_BLOCKED_IN_FP32 = 512
 """Tokens of a sequence up to which attention in blocks is the faster one on a CPU in fp32."""
 
 
-def _blocks_are_faster(device_type: str, dtype_name: str, sequence: int) -> bool:
-    """Return whether attention in blocks is faster: on a CPU with our kernels, in bf16, and in fp32
-    if it is short.
-
-    Measured with benchmarks/attention.py: in bf16 1.9 to 2.8 times as fast at sequences of 512 to
-    2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped queries 1.1), where
-    torch's own blocks fill its products. In fp16 torch's batched products have no fast path on most
-    processors, and without the kernels the passes over the scores cost what the products gain.
-    """
-    if device_type != "cpu" or dtype_name not in ("float32", "bfloat16"):
-        return False
-    if dtype_name == "float32" and sequence > LONGEST_BLOCKED_IN_FP32:
-        return False
-    return library_loaded("cpu")
-
-
-def library_loaded(device_type: str) -> bool:
+def _loaded(device_type: str) -> bool:
     """Return whether there is a library of kernels for a kind of device."""
     from megatron.kernels import library
 
@@ -275,15 +262,16 @@ are.
 """
 
 _APEX = "apex has it"
-_FLAGS = {
-    "masked_softmax": ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
-    "bias_activation": ("bias_gelu_fusion", "--no-bias-gelu-fusion"),
-    "bias_dropout": ("bias_dropout_fusion", "--no-bias-dropout-fusion"),
-    "layer_norm": ("persist_layer_norm", "--no-persist-layer-norm"),
-    "rms_norm": ("persist_layer_norm", "--no-persist-layer-norm"),
-    "rotary": ("rope_fusion", "--no-rope-fusion"),
-    "cross_entropy": ("cross_entropy_loss_fusion", "--no-cross-entropy-loss-fusion"),
+_SETTINGS = {
+    "masked_softmax": "masked_softmax_fusion",
+    "bias_activation": "bias_gelu_fusion",
+    "bias_dropout": "bias_dropout_fusion",
+    "layer_norm": "persist_layer_norm",
+    "rms_norm": "persist_layer_norm",
+    "rotary": "rope_fusion",
+    "cross_entropy": "cross_entropy_loss_fusion",
 }
+"""The setting that allows an operator's kernel; its flag is --no- and the name."""
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
@@ -293,17 +281,21 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
     HOST_FASTER says that the kernel is faster or `--...-implementation fused` asks for it.
     """
     device_type = device.type if device is not None else "cpu"
-    chosen = {name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
+    fusions = assumed_fusions(kernels, device_type, dtype_name, _loaded(device_type))
     apex_norm = kernels.norm_implementation == "apex" and fused_norm(device_type).usable
-    return Fusions(**chosen, apex_norm=apex_norm)
+    return dataclasses.replace(fusions, apex_norm=apex_norm)
 
 
 def assumed_fusions(
     kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True
 ) -> Fusions:
-    """Choose for a device that is not here; `loaded`: whether it has a library. Needs no torch."""
+    """Choose for a device that may not be here; `loaded`: whether it has a library. Needs no
+    torch.
+    """
+    if not loaded:
+        return NONE
     return Fusions(
-        **{name: not _why_not(name, kernels, device_type, dtype_name, loaded) for name in OPERATORS}
+        **{name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
     )
 
 
@@ -381,15 +373,13 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     return reason
 
 
-def _why_not(
-    name: str, kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool | None = None
-) -> str:
-    """Return why an operator does not use its kernel on a device. `loaded` None: look for a
-    library.
+def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str) -> str:
+    """Return why an operator does not use its kernel on a device that has a library; "" if it
+    does.
     """
-    setting, flag = _FLAGS.get(name, ("", ""))
+    setting = _SETTINGS.get(name, "")
     if setting and not getattr(kernels, setting):
-        return flag
+        return f"--no-{setting.replace('_', '-')}"
     wished = "norm" if name in NORMS else name
     wish = getattr(kernels, f"{wished}_implementation", "auto")
     if wish == "torch":
@@ -398,8 +388,6 @@ def _why_not(
         return _APEX
     if dtype_name not in EVERY_TYPE:
         return f"they do not compute in {dtype_name}"
-    if not (library_loaded(device_type) if loaded is None else loaded):
-        return "no library"
     if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name]:
         return "torch's is faster on a CPU"
     return ""
