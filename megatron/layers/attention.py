@@ -379,84 +379,6 @@ class _Rows:
             self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Map q [s, b, groups, share, d], k and v [s, b, groups, d] to (out like q, logarithms [b
-    groups, s share]).
-    """
-    slopes, fused, law = settings
-    s, b, groups, share, _ = q.shape
-    out = q.new_empty(q.shape)
-    queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
-    logarithms = q.new_empty(
-        b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
-    )
-    weights = kernel.attention_weights_ if fused else kernel.weights_reference
-    block = block_length(s, q.dtype)
-    parts = _parts(b * groups, min(block, s) * share * s)
-    buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
-    for part in parts:
-        for first in range(0, s, block):
-            last = min(first + block, s)
-            rows, shape = (
-                slice(first * share, last * share),
-                (part.stop - part.start, (last - first) * share, last),
-            )
-            scores = buffer[: math.prod(shape)].view(shape)
-            torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
-            weights(scores, logarithms, slopes, part.start, first, *law)
-            torch.bmm(scores, values[part, :last], out=result.rows[part, rows])
-    result.put()
-    return out, logarithms
-
-
-def _backward(
-    dout: Tensor,
-    out: Tensor,
-    logarithms: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    settings: Settings,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Fill dq, dk and dv; dout and out are like q, contiguous."""
-    slopes, fused, law = settings
-    s, b, groups, share, d = q.shape
-    gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
-    row_dots = kernel.row_dots if fused else kernel.dots_reference
-    dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-    queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
-    to_queries, to_keys, to_values = _Rows(dq), _Rows(dk.unsqueeze(3)), _Rows(dv.unsqueeze(3))
-    block = block_length(s, q.dtype)
-    parts = _parts(b * groups, min(block, s) * share * s)
-    buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
-    narrow = q.dtype in (torch.float16, torch.bfloat16)
-    sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
-    for part in parts:
-        n = part.stop - part.start
-        total = to_queries.rows[part] if sums is None else sums[:n]
-        for first in range(0, s, block):
-            last, row = min(first + block, s), first * share
-            shape = (n, s * share - row, last - first)
-            scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-            torch.bmm(queries[part, row:], _transposed(keys[part, first:last]), out=scores)
-            torch.bmm(douts[part, row:], _transposed(values[part, first:last]), out=dscores)
-            gradient(scores, dscores, logarithms, dots, slopes, part.start, first, first, *law)
-            torch.bmm(
-                scores.transpose(1, 2), douts[part, row:], out=to_values.rows[part, first:last]
-            )
-            torch.bmm(
-                dscores.transpose(1, 2), queries[part, row:], out=to_keys.rows[part, first:last]
-            )
-            _add_product(total[:, row:], dscores, keys[part, first:last], fresh=first == 0)
-        if sums is not None:
-            to_queries.rows[part] = total
-    for result in (to_queries, to_keys, to_values):
-        result.put()
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Compute total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is
     added.
@@ -496,8 +418,28 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
+        slopes, fused, law = settings
+        s, b, groups, share, _ = q.shape
+        weights = kernel.attention_weights_ if fused else kernel.weights_reference
         with _counted(q):
-            out, logarithms = _forward(q, k, v, settings)
+            out = q.new_empty(q.shape)
+            queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
+            logarithms = q.new_empty(
+                b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
+            )
+            block = block_length(s, q.dtype)
+            parts = _parts(b * groups, min(block, s) * share * s)
+            buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
+            for part in parts:
+                for first in range(0, s, block):
+                    last = min(first + block, s)
+                    rows = slice(first * share, last * share)
+                    shape = part.stop - part.start, (last - first) * share, last
+                    scores = buffer[: math.prod(shape)].view(shape)
+                    torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
+                    weights(scores, logarithms, slopes, part.start, first, *law)
+                    torch.bmm(scores, values[part, :last], out=result.rows[part, rows])
+            result.put()
         ctx.save_for_backward(out, logarithms, *tensors)
         ctx.settings = settings
         return out
@@ -508,8 +450,43 @@ class _Attention(torch.autograd.Function):
         out, logarithms, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
+        dq, dk, dv = _split(gradients)
+        slopes, fused, law = ctx.settings
+        s, b, groups, share, d = q.shape
+        gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
+        row_dots = kernel.row_dots if fused else kernel.dots_reference
         with _counted(q, backward=True):
-            _backward(dout.contiguous(), out, logarithms, q, k, v, ctx.settings, *_split(gradients))
+            dout = dout.contiguous()
+            dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
+            to_queries, to_keys, to_values = (
+                _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
+            )
+            block = block_length(s, q.dtype)
+            parts = _parts(b * groups, min(block, s) * share * s)
+            buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
+            narrow = q.dtype in (torch.float16, torch.bfloat16)
+            sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+            for part in parts:
+                n = part.stop - part.start
+                total = to_queries.rows[part] if sums is None else sums[:n]
+                for first in range(0, s, block):
+                    last, row = min(first + block, s), first * share
+                    keys_here, rows = (part, slice(first, last)), (part, slice(row, None))
+                    shape = n, s * share - row, last - first
+                    scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+                    torch.bmm(queries[rows], _transposed(keys[keys_here]), out=scores)
+                    torch.bmm(douts[rows], _transposed(values[keys_here]), out=dscores)
+                    gradient(
+                        scores, dscores, logarithms, dots, slopes, part.start, first, first, *law
+                    )
+                    torch.bmm(scores.transpose(1, 2), douts[rows], out=to_values.rows[keys_here])
+                    torch.bmm(dscores.transpose(1, 2), queries[rows], out=to_keys.rows[keys_here])
+                    _add_product(total[:, row:], dscores, keys[keys_here], fresh=first == 0)
+                if sums is not None:
+                    to_queries.rows[part] = total
+            for result in (to_queries, to_keys, to_values):
+                result.put()
         return None, *gradients
 
 

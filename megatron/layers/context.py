@@ -103,11 +103,7 @@ def draw(
             device, non_blocking=True
         )
 
-    threads = min(torch.get_num_threads(), -(-extent // rows))
-    if threads < 2:
-        for piece, first in pieces():
-            put(values(piece, first), first)
-        return out
+    threads = max(1, min(torch.get_num_threads(), -(-extent // rows)))
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[tuple[Future[Tensor], int]] = deque()
         todo = pieces()
@@ -122,23 +118,20 @@ def draw(
             put(drawn.result(), first)
 
 
+@dataclass(frozen=True)
 class ParameterFactory:
-    """Factory of fp32 parameters on a device, with their Sharding attached.
+    """Factory of fp32 parameters on a device, with their Sharding attached, for one rank of `size`
+    tensor-parallel ranks.
 
     `perform_initialization=False` leaves zeros: for a model that is loaded from a checkpoint at
     once.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        tensor_rank: int,
-        tensor_size: int,
-        device: torch.device,
-        perform_initialization: bool = True,
-    ) -> None:
-        self.seed, self.rank, self.size, self.device = seed, tensor_rank, tensor_size, device
-        self.perform_initialization = perform_initialization
+    seed: int
+    rank: int
+    size: int
+    device: torch.device
+    perform_initialization: bool = True
 
     def create(
         self,

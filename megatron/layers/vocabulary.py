@@ -252,105 +252,67 @@ class _LateLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, mask = ctx.saved_tensors
-        v = ctx.vocabulary
+        v, (needs_x, needs_weight) = ctx.vocabulary, ctx.needs_input_grad[:2]
         token_gradients = mask * (gradient / mask.sum().clamp(min=1.0))
         whole = v.gather(x)
-        task = _Backward(v, whole, labels, token_gradients, *ctx.needs_input_grad[:2])
-        losses = task.run()
+        dx = torch.empty_like(whole) if needs_x else None
+        dw, sink, queue = None, sink_of(v.weight), v.context.weight_gradients
+        deferred = needs_weight and queue.deferring
+        # A weight gradient that waits needs the logits' gradient of all tokens.
+        chunks = [slice(0, len(whole))] if deferred else v.chunks(len(whole))
+        losses = torch.empty_like(token_gradients)
+        sent = collectives.DONE
+        for part, logits in _logits(whole, v, chunks):
+            last = part.stop == len(whole)
+            losses[part] = _to_gradient(logits, labels[part], token_gradients[part], v)
+            if dx is not None:
+                torch.mm(logits, v.weight, out=dx[part])
+                if last:
+                    dx, sent = _summed(dx, v.context)
+            if deferred:
+                queue.add(partial(deferred_weight_gradient, v.weight, logits, whole.detach()))
+            elif needs_weight and sink is not None:
+                sink.add_product(logits, whole[part], last=last)
+            elif needs_weight:
+                product = logits.t() @ whole[part]
+                if dw is not None:
+                    dw.add_(product)
+                elif last:
+                    dw = product
+                else:  # Of several chunks the sum is taken in fp32 and rounded once.
+                    dw = product.to(torch.promote_types(product.dtype, torch.float32))
+        sent.wait()
         loss = _mean(losses, mask)
         ctx.loss.copy_(loss)
-        dx = None if task.dx is None else task.dx.view(x.shape)
         if dx is not None:
+            dx = dx.view(x.shape)
             # A loss may be infinite although its gradient is not. One value of the gradient tells
             # the optimizer, which then skips the step; nothing else has to be read or agreed on.
             dx[:1, :1, :1].add_(0.0 * loss)
-        return dx, task.dw, None, None, None
+        return dx, None if dw is None else dw.to(v.weight.dtype), None, None, None
 
 
-class _Backward:
-    """One backward pass over the chunks of x [tokens, h].
+def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Vocabulary) -> Tensor:
+    """Turn the logits of a chunk into their gradient; return the chunk's losses."""
+    losses, maximum, total = _combine(v.statistics(logits, labels), v.context.tensor)
+    fused = v.context.fusions.cross_entropy
+    differentiate = kernel.gradient_ if fused else kernel.gradient_reference
+    differentiate(logits, labels, maximum, total, token_gradients, v.first, v.real)
+    return losses
 
-    After run(), dx is this rank's gradient of its part of the input, summed over the ranks, and dw
-    that of the weight, None where it went into a sink or was deferred.
+
+def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, Any]:
+    """Return the sum of dx over the ranks, this rank's part of it, and a handle to wait for: the
+    message is sent behind the last chunk's weight gradient.
     """
-
-    def __init__(
-        self,
-        v: Vocabulary,
-        x: Tensor,
-        labels: Tensor,
-        token_gradients: Tensor,
-        needs_x: bool,
-        needs_weight: bool,
-    ) -> None:
-        self.v, self.x, self.labels, self.token_gradients = v, x, labels, token_gradients
-        self.dx = torch.empty_like(x) if needs_x else None
-        self.dw: Tensor | None = None
-        self._needs_weight = needs_weight
-        self._deferred = needs_weight and v.context.weight_gradients.deferring
-        self._sink = sink_of(v.weight)
-
-    def run(self) -> Tensor:
-        """Return the losses, fp32 [tokens]."""
-        v, x = self.v, self.x
-        # A weight gradient that waits needs the logits' gradient of all tokens.
-        chunks = [slice(0, len(x))] if self._deferred else v.chunks(len(x))
-        losses = torch.empty_like(self.token_gradients)
-        sent = collectives.DONE
-        for part, logits in _logits(x, v, chunks):
-            last = part.stop == len(x)
-            losses[part] = self._logits_gradient(part, logits)
-            if self.dx is not None:
-                torch.mm(logits, v.weight, out=self.dx[part])
-            if last and self.dx is not None:
-                sent = self._send()
-            if self._deferred:
-                v.context.weight_gradients.add(
-                    partial(deferred_weight_gradient, v.weight, logits, x.detach())
-                )
-            elif self._needs_weight:
-                self._add(logits, x[part], last)
-        if self.dw is not None:
-            self.dw = self.dw.to(v.weight.dtype)
-        sent.wait()
-        return losses
-
-    def _logits_gradient(self, part: slice, logits: Tensor) -> Tensor:
-        """Turn the logits of a chunk into their gradient; return the chunk's losses."""
-        v, labels = self.v, self.labels[part]
-        losses, maximum, total = _combine(v.statistics(logits, labels), v.context.tensor)
-        differentiate = (
-            kernel.gradient_ if v.context.fusions.cross_entropy else kernel.gradient_reference
-        )
-        differentiate(logits, labels, maximum, total, self.token_gradients[part], v.first, v.real)
-        return losses
-
-    def _send(self) -> Any:
-        """Sum dx over the ranks, behind the last chunk's weight gradient."""
-        assert self.dx is not None
-        context = self.v.context
-        if context.sequence_parallel:
-            self.dx, work = collectives.reduce_scatter_first_async(self.dx, context.tensor)
-        else:
-            work = collectives.all_reduce_async(self.dx, context.tensor)
-        if not context.overlap:
-            work.wait()
-            return collectives.DONE
-        return work
-
-    def _add(self, dy: Tensor, x: Tensor, last: bool) -> None:
-        """Add dy^T x to the weight's gradient."""
-        if self._sink is not None:
-            self._sink.add_product(dy, x, last=last)
-            return
-        product = dy.t() @ x
-        if self.dw is None:
-            # Of several chunks the sum is taken in fp32 and rounded once.
-            self.dw = (
-                product if last else product.to(torch.promote_types(product.dtype, torch.float32))
-            )
-        else:
-            self.dw.add_(product)
+    if context.sequence_parallel:
+        dx, work = collectives.reduce_scatter_first_async(dx, context.tensor)
+    else:
+        work = collectives.all_reduce_async(dx, context.tensor)
+    if not context.overlap:
+        work.wait()
+        return dx, collectives.DONE
+    return dx, work
 
 
 # --- embedding
@@ -358,22 +320,6 @@ class _Backward:
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
-
-
-def word_embedding_weight(
-    context: LayerContext,
-    vocab_size: int,
-    padded: int,
-    hidden: int,
-    fill: Fill,
-    *,
-    name: str = WORD_EMBEDDINGS,
-    tied: bool = False,
-) -> torch.nn.Parameter:
-    """Make the table [vocab_size, hidden], padded to `padded` rows and cut over the ranks; padding
-    rows are zero.
-    """
-    return context.parameters.create(name, (vocab_size, hidden), 0, fill, padded=padded, tied=tied)
 
 
 class _LookUp(torch.autograd.Function):

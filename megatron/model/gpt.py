@@ -25,7 +25,6 @@ from megatron.layers.vocabulary import (
     Vocabulary,
     scores,
     vocabulary_loss,
-    word_embedding_weight,
 )
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
@@ -91,9 +90,8 @@ class GPTChunk(torch.nn.Module):
                 "the tokenizer gives the vocabulary size before the model is built"
             )
             padded = model.padded_vocab_size(context.tensor.size)
-            return word_embedding_weight(
-                context, model.vocab_size, padded, model.hidden_size, fill, name=name, tied=tied
-            )
+            shape = model.vocab_size, model.hidden_size
+            return context.parameters.create(name, shape, 0, fill, padded=padded, tied=tied)
 
         tied = not model.untie_embeddings_and_output_weights
         if self.is_first:

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.vocabulary import (
+    WORD_EMBEDDINGS,
     PositionEmbedding,
     VocabParallelEmbedding,
-    word_embedding_weight,
 )
 from megatron.parallel.sharding import GradientSink
 from tests.helpers.groups import join
@@ -34,8 +34,13 @@ def data():
     return tokens, torch.randn(S, B, H, generator=g)
 
 
+def table(context, rows, padded):
+    create = context.parameters.create
+    return create(WORD_EMBEDDINGS, (rows, H), 0, normal(1.0), padded=padded)
+
+
 def modules(context):
-    words = VocabParallelEmbedding(context, word_embedding_weight(context, V, 24, H, normal(1.0)))
+    words = VocabParallelEmbedding(context, table(context, V, 24))
     return words, PositionEmbedding(context, S, H, normal(1.0))
 
 
@@ -80,9 +85,7 @@ class Allocated(TorchDispatchMode):
 
 def test_nothing_of_the_tables_size_is_made():
     context = LayerContext.single()
-    words = VocabParallelEmbedding(
-        context, word_embedding_weight(context, 1000, 1000, H, normal(1.0))
-    )
+    words = VocabParallelEmbedding(context, table(context, 1000, 1000))
     sink, _ = hang_sink(words.weight)
     tokens, target = data()
     with Allocated(words.weight, sink.total) as seen:
