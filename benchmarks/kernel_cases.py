@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron.kernels.ops import (
     activation,
     attention,
+    cross_entropy,
     dropout,
     embedding,
     norm,
@@ -28,8 +29,6 @@ from megatron.kernels.ops import (
     rotary,
     softmax,
 )
-from megatron.layers.vocabulary import vocab_parallel_cross_entropy
-from megatron.parallel.topology import Group
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -410,6 +409,32 @@ def _rotate_eager(shape: Shape, e: int) -> tuple[float, float]:
 # ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------
 
 
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, real: int) -> Tensor:
+        maximum, total, target = cross_entropy.local_pass(logits, labels, first, real)
+        ctx.save_for_backward(logits, labels, maximum, total)
+        ctx.first, ctx.real = first, real
+        return total.log().add_(maximum - target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, maximum, total = ctx.saved_tensors  # raises if they have been overwritten
+        out = logits.detach()
+        gradient = gradient.contiguous()
+        cross_entropy.gradient_(out, labels, maximum, total, gradient, ctx.first, ctx.real)
+        return out, None, None, None
+
+
+def whole_cross_entropy(
+    logits: Tensor, labels: Tensor, first: int = 0, real: int | None = None
+) -> Tensor:
+    """Losses of logits [.., v], which their gradient overwrites, for a vocabulary of one rank."""
+    real = logits.shape[-1] if real is None else real
+    losses: Tensor = _CrossEntropy.apply(logits, labels, first, real)
+    return losses
+
+
 def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     # no leaf, as in a model: ours overwrites it
     logits = _leaf(shape, device, dtype) * 1.0
@@ -427,11 +452,8 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
         fused = _foreign("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")
         return lambda logits, labels: fused(logits, labels)[0]
 
-    def ours(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels, Group((0,), 0), fused=True)
-
     others = {"liger": liger, "flash-attn": flash}
-    return Work((logits, labels), ours, sequence, [logits], others)
+    return Work((logits, labels), whole_cross_entropy, sequence, [logits], others)
 
 
 def _cross_entropy_eager(shape: Shape, e: int) -> tuple[float, float]:

@@ -4,18 +4,18 @@ For each token a rank has three numbers of its logits: the maximum, the sum of e
 to it, and the label's logit. One message gives every rank those of all, from which the loss and the
 gradient of its own logits follow (Shoeybi et al., arXiv 1909.08053, section 3).
 
-With `late` both layers work on chunks of tokens, so that only one chunk's logits exist at a time:
-they are turned into their gradient in place, and that into its part of the input's and the weight's
+Both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are
+turned into their gradient in place, and that into its part of the input's and the weight's
 gradient, before the next chunk uses their memory. All of it happens in the backward pass, because
 only there the gradient of the loss is known: a loss scale must be multiplied in before 16-bit
-rounding, the weight gradient goes straight into its fp32 sum, and a schedule may defer it. The
-logits are computed once. The price: the loss has its value only after the backward pass, which is
-enough for a pipeline's executor.
+rounding, the weight gradient goes straight into its fp32 sum, and a schedule may defer it. With
+`late` the logits are computed once. The price: the loss has its value only after the backward pass,
+which is enough for a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
 that must wait and be read once more, and underflow in fp16), or to compute the logits a second time
-(a third more work in this layer).
+(a third more work in this layer), which a loss that is wanted at once does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.errors import KernelError
 from megatron.kernels.ops import cross_entropy as kernel
 from megatron.kernels.ops.embedding import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
@@ -44,14 +43,6 @@ CPU_TOKENS, GPU_TOKENS = 512, 4096
 """Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
 tokens bytes per FLOP of that product, a few percent of its time at these sizes, at the product and
 memory rates of such devices."""
-
-
-def _statistics(logits: Tensor, labels: Tensor, first: int, real: int, fused: bool) -> Tensor:
-    """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v],
-    contiguous: fp32 [3, n].
-    """
-    local = kernel.local_pass if fused else kernel.local_reference
-    return torch.stack(local(logits, labels, first, real))
 
 
 def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,59 +60,6 @@ def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         # A rank without entries has a maximum of -infinity and a sum of 0.
         total, target = (sums * (maxima - maximum).exp()).sum(dim=0), targets.sum(dim=0)
     return total.log() + (maximum - target), maximum, total
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int, real: int, fused: bool
-    ) -> Tensor:
-        flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        losses, maximum, total = _combine(_statistics(flat, wanted, first, real, fused), group)
-        ctx.save_for_backward(logits, wanted, maximum, total)
-        ctx.first, ctx.real, ctx.fused, ctx.used = first, real, fused, False
-        return losses.view(labels.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.used:
-            raise KernelError(
-                "cross entropy: its backward pass has run before and has overwritten the logits; "
-                "compute the loss again, or use --no-cross-entropy-loss-fusion"
-            )
-        ctx.used = ctx.fused
-        logits, labels, maximum, total = ctx.saved_tensors
-        out = logits.detach() if ctx.fused else logits.clone(memory_format=torch.contiguous_format)
-        flat = out.reshape(-1, logits.shape[-1])
-        # Multiplied in fp32 before rounding to 16 bits: a loss scale keeps small probabilities from
-        # underflow in fp16.
-        differentiate = kernel.gradient_ if ctx.fused else kernel.gradient_reference
-        differentiate(
-            flat, labels, maximum, total, gradient.reshape(-1).contiguous(), ctx.first, ctx.real
-        )
-        return flat.view(logits.shape), None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    group: Group,
-    first: int = 0,
-    real: int | None = None,
-    fused: bool = False,
-) -> Tensor:
-    """Return -log softmax(logits)[label] of every token, fp32, the same on every rank of the group.
-
-    logits [..., vocab/tp] of this rank's entries `first`, `first` + 1, ...; only the first `real`
-    of them exist, the others are padding. labels [...] are global ids; an id that no rank holds is
-    an error of the caller. With `fused` the backward pass overwrites the logits by their gradient:
-    it can run once, and nothing else may use them. Without, the gradient is a new tensor. Nothing
-    else of the logits' size is made, and nothing of it in fp32.
-    """
-    real = logits.shape[-1] if real is None else real
-    losses: Tensor = _CrossEntropy.apply(logits, labels, group, first, real, fused)  # type: ignore[no-untyped-call]
-    return losses
 
 
 @dataclass(frozen=True)
@@ -147,10 +85,12 @@ class Vocabulary:
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return this rank's statistics of the logits of a chunk."""
-        return _statistics(
-            logits, labels, self.first, self.real, self.context.fusions.cross_entropy
-        )
+        """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v] of a
+        chunk: fp32 [3, n].
+        """
+        fused = self.context.fusions.cross_entropy
+        local = kernel.local_pass if fused else kernel.local_reference
+        return torch.stack(local(logits, labels, self.first, self.real))
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
@@ -171,22 +111,15 @@ def vocabulary_loss(
     x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0
     where all is masked.
 
-    Without gradients the logits are computed chunk by chunk. With them, and without `late`, they
-    are kept for the backward pass, in the weight's format. With `late` they never exist as a whole,
-    and the result is NaN until its backward pass fills in the value.
+    The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
+    forward pass. With `late` the result is NaN until its backward pass fills in the value; where
+    nothing wants a gradient there is none, and `late` has no effect.
     """
     labels, mask = labels.reshape(-1), mask.reshape(-1).float()
-    v = vocabulary
-    if not torch.is_grad_enabled() or not (x.requires_grad or v.weight.requires_grad):
-        return _mean(_losses(x, labels, v), mask)
-    if late:
-        loss: Tensor = _LateLoss.apply(x, v.weight, labels, mask, v)  # type: ignore[no-untyped-call]
-        return loss
-    logits = column_parallel_matmul(x, v.weight, v.context).flatten(0, 1)
-    losses = vocab_parallel_cross_entropy(
-        logits, labels, v.context.tensor, v.first, v.real, fused=v.context.fusions.cross_entropy
-    )
-    return _mean(losses, mask)
+    weight = vocabulary.weight
+    late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _Loss.apply(x, weight, labels, mask, vocabulary, late)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
@@ -211,7 +144,6 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
-@torch.no_grad()
 def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
     """Return the loss of every token, fp32 [s * b], without a gradient. One message for all
     chunks.
@@ -235,14 +167,22 @@ def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[sli
         yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
 
 
-class _LateLoss(torch.autograd.Function):
+class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, v: Vocabulary
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        v: Vocabulary,
+        late: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, labels, mask)
-        ctx.vocabulary = v
+        ctx.vocabulary, ctx.late = v, late
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
+        if not late:
+            return _mean(_losses(x, labels, v), mask)
         loss = x.new_full((), float("nan"), dtype=torch.float32)
         # the same memory; a view would hold the output for good, and that holds this node
         ctx.loss = loss.detach()
@@ -283,13 +223,14 @@ class _LateLoss(torch.autograd.Function):
                     dw = product.to(torch.promote_types(product.dtype, torch.float32))
         sent.wait()
         loss = _mean(losses, mask)
-        ctx.loss.copy_(loss)
+        if ctx.late:
+            ctx.loss.copy_(loss)
         if dx is not None:
             dx = dx.view(x.shape)
             # A loss may be infinite although its gradient is not. One value of the gradient tells
             # the optimizer, which then skips the step; nothing else has to be read or agreed on.
             dx[:1, :1, :1].add_(0.0 * loss)
-        return dx, None if dw is None else dw.to(v.weight.dtype), None, None, None
+        return dx, None if dw is None else dw.to(v.weight.dtype), None, None, None, None
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Vocabulary) -> Tensor:

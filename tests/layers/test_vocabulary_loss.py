@@ -104,6 +104,30 @@ def test_loss_at_once_and_without_gradients(fused):
     )
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_bf16_logits_give_fp32_losses(fused):
+    """The weight is the identity: the input's gradient is that of the logits."""
+    context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
+    _, _, labels, mask = data()
+    logits = torch.randn(S, B, V, generator=torch.Generator().manual_seed(3)) * 8
+    x = logits.bfloat16().requires_grad_()
+    v = Vocabulary(torch.eye(V, dtype=torch.bfloat16), context, 0, V, 7)
+    expected = reference(x.detach().float(), torch.eye(V), labels, mask)
+    loss = vocabulary_loss(x, labels, mask, v)
+    (loss * UPSTREAM).backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected[0], rel=2e-6)
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad.double(), expected[1], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_extreme_logits_do_not_overflow(fused):
+    context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
+    x, v = torch.tensor([[[1e4, -1e4, 0.0]]]), Vocabulary(torch.eye(3), context, 0, 3)
+    loss = vocabulary_loss(x, torch.tensor([[1]]), torch.ones(1, 1), v)
+    assert loss.item() == pytest.approx(2e4)
+
+
 def test_frozen_weight_and_input():
     expected = reference(*data())
     x, labels, mask, v = one_rank()
