@@ -1,8 +1,7 @@
-"""What all pictures share: matplotlib without a screen, plain axes, and files that are there whole
-or not at all.
+"""Helpers of all plots: matplotlib without a display, plain axes, and files that are replaced as a
+whole.
 
-matplotlib is imported only when something is drawn; it is not among the packages that a training
-needs.
+matplotlib is imported only when something is drawn, as training does not need it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from megatron.errors import ConfigError
 
 
 def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
-    """matplotlib.pyplot, drawing to files alone and taking every text as it is.
+    """Import matplotlib.pyplot for drawing to files, with text shown literally.
 
-    install: what pip installs it by; instead: what else can be done. Raises ConfigError without
-    matplotlib, and where the installed one cannot be imported.
+    install   what to give to pip
+    instead   what else the user can do
+
+    Raises ConfigError where matplotlib is not installed or cannot be imported.
     """
     try:
         import matplotlib
@@ -33,49 +34,47 @@ def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
             f"plots need matplotlib, {problem}: pip install {install}"
             + (f", or {instead}" if instead else "")
         ) from None
-    pyplot.rcParams["text.parse_math"] = False  # a $ in a title or a value is one
+    pyplot.rcParams["text.parse_math"] = False  # a $ is a dollar sign
     return pyplot
 
 
 def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --out folder") -> Path:
-    """Write a figure in the format that the file's ending names, .png without one, and close it;
-    the file's path.
+    """Write a figure in the format that the file's suffix names (default .png), close it, and
+    return the path.
 
-    Folders are made. A file that was there is replaced once the new one is whole. Raises
-    ConfigError where it cannot be written, or the ending is none of a picture; `choose` is what its
-    user can choose instead.
+    Parent folders are created. An existing file is replaced when the new one is complete. Raises
+    ConfigError where it cannot be written or the suffix is not an image format; `choose` is what
+    the user can choose instead.
     """
-    if path.name in ("", ".."):
+    if path.is_dir():
         raise ConfigError(f"{path}: it is a folder: choose {choose}")
     if not path.suffix:
         path = path.with_name(f"{path.name}.png")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path}: it is not a regular file: choose {choose}")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
         os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: not a format of matplotlib's
         problem = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {problem}: choose {choose}") from error
     finally:
-        with suppress(OSError):  # where it could not be made
+        with suppress(OSError):  # its folder may not exist
             temporary.unlink(missing_ok=True)
         pyplot().close(figure)
     return path
 
 
 def tidy(axes: Any) -> None:
-    """A light grid behind what is drawn, and no frame above and on the right."""
+    """Draw a light grid behind the data, and no frame at the top and on the right."""
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def plain_numbers(axis: Any) -> None:
-    """12,345 and 0.05, also on a logarithmic axis, and on one that spans less than a decade. After
-    its limits are set or its points drawn."""
+    """Label an axis with numbers such as 12,345 and 0.05, also a logarithmic one or one of less
+    than a decade. Call it when the limits are set or the data is drawn."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))

@@ -1,5 +1,5 @@
-"""The command line of training: pretrain_gpt.py, or a script of one's own that calls main() with
-pieces of its own.
+"""The command line of training: of pretrain_gpt.py, and of a user's script that calls main() with
+its own pieces.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from megatron.training.run.process import Signals, guard_output, leave, run_guar
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
-    """Train, or dry-run, as the `arguments` say (default: those of this process), and end the
-    process.
+    """Train, or dry-run, as `arguments` say (default: those of this process), and exit.
 
-    `pieces` are those of one's own, as megatron.pretrain takes them.
+    `pieces` are the user's own, as in `pretrain`.
     """
     guard_output()
     # When a rank dies, torch would print a page of C++ frames before our line that names the rank.
@@ -39,19 +38,19 @@ def pretrain(
     """Train as `config` says, in this process and its peers, until the end or until an exit
     condition.
 
-    `pieces` are those of one's own, which take the place of the project's: layer, model, datasets,
-    optimizer, schedule, callbacks (megatron.config.pieces.Pieces).
-    `launch` says which process this is (default: read from the environment). Raises MegatronError
-    for what a user can mend; the peers of a process that fails hear of it through the rendezvous.
-    `renumbered` is called with this process's rank once that is known: it may be another than the
-    launcher's, see megatron.parallel.placing.
+    launch       which process this is; by default read from the environment
+    renumbered   called with this process's rank once that is known: it may differ from the
+                 launcher's, see megatron.parallel.placing
+    pieces       the user's own layer, model, datasets, optimizer, schedule or callbacks, in place
+                 of the project's (megatron.config.pieces.Pieces)
+
+    Raises MegatronError where the user can fix the cause; the peers of a process that fails hear of
+    it through the rendezvous.
     """
-    started, config, launch = (
-        time.monotonic(),
-        config.with_pieces(**pieces),
-        launch or detect_launch(),
-    )
-    # Both before torch is imported, which takes seconds and may start HIP.
+    started = time.monotonic()
+    config = config.with_pieces(**pieces)
+    launch = launch or detect_launch()
+    # Both come before the import of torch, which takes seconds and may start HIP.
     with (
         Signals(config.training.exit_signal_handler) as signals,
         job_environment(config) as environment,
@@ -66,19 +65,13 @@ def pretrain(
         run_training(config, launch, signals, started, renumbered, environment, ranks)
 
 
-def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
-    """Which process this is; contradictory launcher variables are reported where other errors
-    are.
-    """
-    try:
-        return detect_launch(variables_with_flags(arguments)), None
-    except MegatronError as error:
-        return Launch(), error
-
-
 def run(arguments: list[str], **pieces: Any) -> int:
     """Run as `main` does, and return the exit code instead of ending the process."""
-    launch, problem = launched(arguments)
+    launch, problem = Launch(), None
+    try:
+        launch = detect_launch(variables_with_flags(arguments))
+    except MegatronError as error:
+        problem = error  # raised in `body`, where all errors are reported
     ranks = [launch.rank]  # the launcher's number, then the rank where that is another
 
     def body() -> None:
@@ -89,7 +82,7 @@ def run(arguments: list[str], **pieces: Any) -> int:
             from megatron.planner.dryrun.rehearsal import dry_run
 
             raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
-        # which may look at any world size
+        # a single process may print the configuration of any world size
         alone = launch.launcher == "none" and "--print-config" in arguments
         config = parse_args(arguments, None if alone else launch.world_size, own)
         pretrain(config, launch, ranks.append)

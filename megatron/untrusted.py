@@ -1,9 +1,8 @@
-"""Files that others may have put there: only regular ones are read, so much and no more, and JSON
-is checked; to write one never waits.
+"""Reading and writing of files that somebody else may have put there.
 
-A name may be a fifo, on which a reader waits for ever, or /dev/zero, which has no end. JSON may be
-nested deeper than Python's stack, or hold a number of millions of digits. Each ends in the caller's
-own kind of error.
+Only regular files are read, up to a limit, because a name may be a fifo, on which a reader waits
+for ever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or hold a
+number of millions of digits. Each problem raises the caller's own type of error.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError, MegatronError
 
-_DIGITS = 20  # of the longest whole number of 64 bits, its sign included
-_LONG = re.compile(rf"\d{{{_DIGITS}}}")
+_DIGITS = 20  # of the longest 64-bit integer, including its sign
 _DEPTH = 100  # levels of JSON, a tenth of Python's stack
 
 
 def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) -> BinaryIO:
-    """A file, open for reading. Raises `error` for one that is missing, unreadable or not
-    regular.
-    """
+    """Open a file for reading. Raises `error` where it is missing, unreadable or not regular."""
     try:
-        # else a fifo without a writer would wait
+        # Without O_NONBLOCK, opening a fifo waits for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return open(handle, "rb")
         os.close(handle)
-    # ValueError: a name with a zero byte, or with what is no character
+    # ValueError: the name has a zero byte or a lone surrogate
     except (OSError, ValueError) as problem:
         raise error(
             f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}"
@@ -42,15 +38,15 @@ def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) ->
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Opens a file for writing, as an `opener` of open(); a pipe that nobody reads is an error
+    """Open a file for writing, as an `opener` of open(): a fifo without a reader is an error
     instead of a wait.
     """
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def write_text(path: Path, text: str, *, choose: str) -> Path:
-    """Write a text in UTF-8; the file. Raises ConfigError where that fails; `choose` is what its
-    user can choose.
+    """Write text in UTF-8 and return the path. Raises ConfigError, which ends with `choose`: what
+    the user can choose instead.
     """
     try:
         with open(path, "w", encoding="utf-8", newline="", opener=without_waiting) as file:
@@ -65,35 +61,31 @@ def write_text(path: Path, text: str, *, choose: str) -> Path:
 def read_bytes(
     path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]
 ) -> bytes:
-    """The content of a regular file of at most `limit_bytes`. Raises `error`, naming the file, for
-    any other.
+    """Return the content of a regular file of at most `limit_bytes`. Raises `error`, naming the
+    file.
     """
     with open_regular(path, error=error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise error(
+                f"{path} has more than {limit_bytes} bytes, too many for what it should be: is it "
+                "another file?"
+            )
         try:
-            size = os.fstat(file.fileno()).st_size
-            parts, left = list[bytes](), limit_bytes + 1
-            while size <= limit_bytes and left and (part := file.read(min(left, max(size, 1) + 1))):
-                parts.append(part)
-                left -= len(part)
+            return file.read(size)
         except OSError as problem:
             raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
-    if size > limit_bytes or not left:
-        raise error(
-            f"{path} has more than {limit_bytes} bytes, too many for what it should be: is it "
-            "another file?"
-        )
-    return b"".join(parts)
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
-    """The text of a regular file in UTF-8 of at most `limit_bytes`. Raises `error`, naming the
+    """Return the text of a regular UTF-8 file of at most `limit_bytes`. Raises `error`, naming the
     file.
     """
     try:
         return read_bytes(path, limit_bytes, error=error).decode()
     except UnicodeDecodeError as problem:
         raise error(
-            f"{path} holds no text in UTF-8 ({problem}): it is damaged, or another file"
+            f"{path} is not UTF-8 text ({problem}): it is damaged, or another file"
         ) from problem
 
 
@@ -102,10 +94,10 @@ def read_json(
     limit_bytes: int,
     *,
     error: type[MegatronError],
-    kind: type | tuple[type, ...] = dict,
+    kind: type = dict,
 ) -> Any:
-    """The value in a regular JSON file of at most `limit_bytes`; see `parse_json`. Raises `error`,
-    naming the file.
+    """Return the value in a regular JSON file of at most `limit_bytes`; see `parse_json`. Raises
+    `error`, naming the file.
     """
     return parse_json(read_bytes(path, limit_bytes, error=error), path, error=error, kind=kind)
 
@@ -113,16 +105,15 @@ def read_json(
 def read_toml(
     path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]
 ) -> dict[str, Any]:
-    """The tables of a regular TOML file of at most `limit_bytes`. Raises `error`, naming the file,
-    for what is no TOML or is nested too deep."""
+    """Return the tables of a regular TOML file of at most `limit_bytes`. Raises `error`, naming the
+    file, where it is not TOML or nested too deeply."""
     text = read_text(path, limit_bytes, error=error)
     try:
         found = tomllib.loads(text)
         _check_depth(found)
-    # a number of thousands of digits is no TOMLDecodeError
+    # a number of thousands of digits raises a plain ValueError
     except (ValueError, RecursionError) as problem:
-        reason = "it is nested too deep" if isinstance(problem, RecursionError) else problem
-        raise error(f"{path} holds no TOML that can be read: {reason}") from None
+        raise error(f"{path} is not valid TOML: {problem}") from None
     return found
 
 
@@ -131,50 +122,44 @@ def parse_json(
     source: str | os.PathLike[str],
     *,
     error: type[MegatronError],
-    kind: type | tuple[type, ...] = dict,
+    kind: type = dict,
     **hooks: Any,
 ) -> Any:
-    """The value in a JSON text.
+    """Return the value in a JSON text.
 
     source   where the text is from, for the message
-    kind     what the value has to be: dict, list, ...
-    hooks    further arguments of json.loads, such as object_pairs_hook; what they raise besides
-             ValueError passes
+    kind     type that the value must have: dict, list, ...
+    hooks    further arguments of json.loads, such as object_pairs_hook; errors of theirs other than
+             ValueError are passed on
 
-    Raises `error` for what is no JSON or of another kind, is nested too deep, or has whole numbers
-    beyond 64 bits.
+    Raises `error` where the text is not JSON or of another type, is nested too deeply, or has
+    integers of more than 64 bits.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        # perhaps in a string: only then each number is looked at, which takes as long again
-        if _LONG.search(text):
-            hooks = {"parse_int": _integer, **hooks}
-        found = json.loads(text, **hooks)
+        found = json.loads(text, parse_int=_integer, **hooks)
         _check_depth(found)
         if re.search(r"\\u[dD]", text):
-            # half a surrogate pair can neither be printed nor be a name
+            # a lone surrogate can neither be printed nor be part of a file name
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as problem:
-        reason = "it is nested too deep" if isinstance(problem, RecursionError) else problem
         raise error(
-            f"{source} holds no JSON that can be read ({reason}): it is damaged, or another file"
+            f"{source} is not valid JSON ({problem}): it is damaged, or another file"
         ) from None
     if not isinstance(found, kind):
         raise error(
-            f"{source} holds a JSON {type(found).__name__} where another kind of value is expected"
+            f"{source} holds a JSON {type(found).__name__} where a {kind.__name__} is expected"
         )
     return found
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value of JSON is a whole number from 0 to 2**63 - 1."""
+    """Return whether a JSON value is an integer from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_file_name(value: Any) -> bool:
-    """Return whether a value of JSON can be the name of a file in a folder, and leads nowhere
-    else.
-    """
+    """Return whether a JSON value is a plain file name, which cannot lead out of its folder."""
     return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & set(value)
 
 
@@ -184,12 +169,12 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _check_depth(value: Any) -> None:
-    """Raise RecursionError for what would be too deep for whoever walks over it."""
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(_DEPTH):
-        if not level:
-            return
-        inner = (item for v in level for item in (v.values() if isinstance(v, dict) else v))
-        level = [item for item in inner if isinstance(item, (dict, list))]
-    raise RecursionError
+def _check_depth(value: Any, levels: int = _DEPTH) -> None:
+    """Raise RecursionError where a value has more than `levels`, as code that walks over it
+    recursively would.
+    """
+    if isinstance(value, (dict, list)):
+        if not levels:
+            raise RecursionError("it is nested too deeply")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, levels - 1)

@@ -51,7 +51,7 @@ from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
-from megatron.metrics_file import RECORD, read_beside
+from megatron.metrics_file import is_text, read_beside
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
@@ -64,7 +64,7 @@ _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
 _RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
 _SHOWN = 10
-_KINDS = dict.fromkeys(("key", "by", "status", "kind", "reason"), RECORD["event"])
+_KINDS = {is_text: ("key", "by", "status", "kind", "reason")}
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
