@@ -1,18 +1,17 @@
-"""Saving a checkpoint: of a run, while training waits or continues, and of whole tensors in one
-process.
+"""Saving of checkpoints: of a run, while training waits or continues, and of whole tensors by a
+single process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +64,30 @@ from megatron.checkpoint.shards import (
 from megatron.checkpoint.tensors import Shards, Snapshot, tensors_to_save
 from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
+from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
 WHOLE_UP_TO = 4096
-"""Ranks of the largest job that writes .metadata: about 10 shards per rank, 5 MB and a second of
-rank 0's time.
+"""Ranks of the largest job that writes .metadata: at about 10 shards per rank it takes 5 MB and a
+second on rank 0.
 """
 SHARD_BYTES = 64 << 20
-"""Largest shard of `write_offline`: a loading rank reads whole shards, and may need little of a
-tensor.
+"""Size above which `write_offline` cuts a tensor between rows: a loading rank reads whole shards,
+and may need little of a tensor.
 """
-FILE_BYTES = 16 << 30
-"""Size after which `write_offline` begins another data file."""
-_POLL_S = 0.1  # how often a rank that waits for its thread looks for progress
+_POLL_S = 0.1  # how often a rank that waits for a thread looks for progress
 
 
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint; the same on every rank except for the times.
 
-    bytes       of all its files
-    elapsed_s   from the start of the save to the end of its commit
-    stall_s     how long of that training waited on this rank
+    bytes       size of all its files
+    elapsed_s   time from the start of the save to the end of its commit
+    stall_s     time of that during which training waited on this rank
     """
 
     folder: Path
@@ -99,26 +97,81 @@ class Saved:
     stall_s: float
 
 
-class Saver:
-    """Writes checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in the
-    same order.
+@dataclass
+class _Pending:
+    """A save between its start and its commit; writes this rank's part, here or in a thread.
 
-    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every
-             select the older checkpoints to keep; the one that .load_tag names in the same
-             directory is never removed
+    tensors     what this rank writes
+    texts       small files to write; only on rank 0
+    temporary   the folder that is written; Path() until rank 0 has created it
+    small       size and digest of each small file that was written
+    future      of the thread; None where the calling thread writes
+    progress    counts what the thread has written
+    """
+
+    folder: Path
+    iteration: int
+    rank: int
+    tensors: Mapping[str, Shards] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    temporary: Path = Path()
+    small: dict[str, Written] = field(default_factory=dict)
+    future: Future[dict[str, Stored]] | None = None
+    progress: int = 0
+    begun: float = field(default_factory=time.perf_counter)
+    stall_s: float = 0.0
+
+    @property
+    def what(self) -> str:
+        return f"saving checkpoint {self.folder}"
+
+    def start(self) -> None:
+        """Write in a thread, without communication."""
+        executor = ThreadPoolExecutor(1, "write-checkpoint")
+        self.future = executor.submit(self._write, self._count)
+        executor.shutdown(wait=False)
+
+    def result(self, alive: Alive) -> dict[str, Stored]:
+        """Return the shards when all is written; raises what went wrong."""
+        if self.future is None:
+            return self._write(alive)
+        seen = self.progress
+        while wait([self.future], _POLL_S).not_done:
+            if self.progress != seen:
+                seen = self.progress
+                alive()
+        return self.future.result()
+
+    def _write(self, alive: Alive) -> dict[str, Stored]:
+        stored = write_tensors(self.tensors, self.temporary, self.rank, alive)
+        for name, text in self.texts.items():
+            self.small[name] = write_text(self.temporary / name, text)
+            alive()
+        return stored
+
+    def _count(self) -> None:
+        self.progress += 1
+
+
+class Saver:
+    """Writer of checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in
+    the same order.
+
+    config   .checkpoint.no_save_optim leaves out the optimizer's state; .keep_last and .keep_every
+             select the older checkpoints to keep; the one that .load_tag names is never removed
     alive    called on the calling thread whenever more has been written
 
     A checkpoint gets its name only when all ranks have written and synced their files and together
-    they hold every element once; the tracker file follows. When any rank fails, a CheckpointError
-    is raised on all: no checkpoint has appeared, temporary files are gone, older checkpoints and
-    the tracker are as before, and the next save may start.
+    they hold every element once; the tracker file follows. When any rank fails, CheckpointError is
+    raised on all: no checkpoint has appeared, temporary files are gone, older checkpoints and the
+    tracker are as before, and the next save may start.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         topology: Topology,
-        config: Any,
+        config: Config,
         alive: Alive = nothing,
     ) -> None:
         self._directory = Path(directory).absolute()
@@ -128,7 +181,8 @@ class Saver:
         self._optimizer = not config.checkpoint.no_save_optim
         self._snapshot = Snapshot()
         self._pending: _Pending | None = None
-        self._cleaners: list[threading.Thread] = []
+        self._cleaner = ThreadPoolExecutor(1, "remove-checkpoints")
+        self._removal: Future[None] | None = None  # the last one
         self._generation: int | None = None  # of the last save, on rank 0
 
     @property
@@ -139,9 +193,10 @@ class Saver:
     @property
     def written(self) -> bool:
         """Return whether this rank's thread has finished its part of the pending save or failed.
-        Nothing is communicated.
+        There is no communication.
         """
-        return self._pending is not None and self._pending.done
+        future = None if self._pending is None else self._pending.future
+        return future is not None and future.done()
 
     @property
     def snapshot_bytes(self) -> int:
@@ -149,8 +204,8 @@ class Saver:
         return self._snapshot.bytes
 
     def prepare(self, engine: Engine) -> str:
-        """Get the host memory for saves in the background and pin it, which takes seconds; return a
-        note where it could not be pinned on this rank. Raises CheckpointError on every rank where
+        """Allocate and pin the host memory for saves in the background, which takes seconds; return
+        a note where it could not be pinned on this rank. Raises CheckpointError on every rank where
         one has no memory."""
         with together(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -161,17 +216,17 @@ class Saver:
         iteration: int,
         engine: Engine,
         state: dict[str, Any],
-        provenance: Any = None,
+        provenance: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
-        state       the caller's own counters, JSON-ready and the same on every rank; `load` returns
-                    them
-        provenance    provenance of the run, JSON-ready; that of rank 0 is written
-        background  copy the state to host memory, which takes as much as a rank's part of it, and
-                    let a thread write the copy. Returns None as soon as the copy is made: from then
-                    on the engine may change. `commit` completes the checkpoint.
+        state        the caller's own counters, JSON-ready and the same on every rank; `load`
+                     returns them
+        provenance   provenance of the run, JSON-ready; that of rank 0 is written
+        background   copy the state to host memory, which takes as much as a rank's part of it, and
+                     let a thread write the copy. Returns None as soon as the copy is made: from
+                     then on the engine may change. `commit` completes the checkpoint.
 
         An earlier save that is still pending is committed first; if that fails, its error is raised
         and no new save is started.
@@ -197,7 +252,6 @@ class Saver:
             raise
         self._pending = pending
         if not background:
-            pending.write(self._alive)
             return self.commit()
         pending.start()
         pending.stall_s = time.perf_counter() - pending.begun
@@ -206,10 +260,10 @@ class Saver:
     def commit(self) -> Saved:
         """Complete the pending save; waits where a rank is still writing."""
         pending, self._pending = self._pending, None
-        assert pending is not None, "a save was started in the background before it is committed"
+        assert pending is not None, "a save was started before it is committed"
         at = time.perf_counter()
         try:
-            with together(self._topology, pending.what), _own_folder(pending):
+            with together(self._topology, pending.what):
                 mine = pending.result(self._alive)
             size = self._complete(pending, mine)
         except CheckpointError:
@@ -222,21 +276,9 @@ class Saver:
     def finish(self) -> Saved | None:
         """Commit a pending save, if there is one, and wait until old checkpoints are deleted."""
         saved = self.commit() if self._pending is not None else None
-        for cleaner in self._cleaners:
-            while cleaner.is_alive():
-                cleaner.join(_POLL_S)
-                self._alive()
-        self._cleaners = []
+        while self._removal is not None and wait([self._removal], _POLL_S).not_done:
+            self._alive()
         return saved
-
-    def drop(self) -> None:
-        """Abandon a pending save and remove what was written."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        with together(self._topology, f"giving up {pending.what}"):
-            pending.stop()
-        self._remove(pending)
 
     def _complete(self, pending: _Pending, mine: dict[str, Stored]) -> int:
         """Collect the shards of all ranks, write the lists and commit the folder; return its
@@ -246,19 +288,17 @@ class Saver:
         whole = topology.world.size <= WHOLE_UP_TO
         stored = merged(gather_objects(mine, topology.data, everywhere=False))
         part: _Part | None = None
-        with together(topology, pending.what), _own_folder(pending):
+        with together(topology, pending.what):
             if topology.data.is_first:
-                piece = write_piece(pending.temporary, topology.model.rank, stored)
-                part = piece, totals(stored), stored_bytes(stored), stored if whole else {}
+                part = _write_part(pending.temporary, topology.model.rank, stored, whole)
                 self._alive()
         parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
 
         def complete() -> int:
             try:
-                with _own_folder(pending):
-                    generation = self._next_generation()
-                    size = _write_lists(pending.temporary, parts, pending.small, whole, generation)
-                    commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
+                generation = self._next_generation()
+                size = _write_lists(pending.temporary, parts, pending.small, whole, generation)
+                commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
             self._generation = generation
@@ -268,7 +308,7 @@ class Saver:
         return decided_by_first(topology, complete)
 
     def _next_generation(self) -> int:
-        """Count up from the last save; the first one from all in the directory and in that of
+        """Count up from the last save; at the first one from all in the directory and in that of
         --load.
         """
         if self._generation is not None:
@@ -279,38 +319,27 @@ class Saver:
     def _retire(self, iteration: int) -> None:
         """On rank 0, after the commit of `iteration`: remove older checkpoints."""
         settings = self._config.checkpoint
-        keep = set()
-        if (
-            settings.load
-            and settings.load_tag
-            and Path(settings.load).resolve() == self._directory.resolve()
-        ):
-            keep = {iteration_of(Path(tagged_name(str(settings.load_tag))))}
-        # The checkpoint is complete: what could not be removed is removed after the next one.
+        tag = settings.load_tag
+        keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
+        # The checkpoint is complete: what cannot be removed now is removed after the next one.
         with contextlib.suppress(OSError, CheckpointError):
             good = generations(folders(self._directory))
-            left_behind = set(map(number_of, overtaken(good)))
             old = to_remove(
                 map(number_of, good),
                 iteration,
                 settings.keep_last,
                 settings.keep_every,
                 keep,
-                left_behind,
+                set(map(number_of, overtaken(good))),
             )
             self._clean(retire(self._directory, old))
 
     def _clean(self, folders: list[Path]) -> None:
         """Delete folders in a thread, which the process waits for at its end."""
-        self._cleaners = [cleaner for cleaner in self._cleaners if cleaner.is_alive()]
-        if folders:
-            self._cleaners.append(
-                threading.Thread(target=clear, args=(folders,), name="remove-checkpoints")
-            )
-            self._cleaners[-1].start()
+        self._removal = self._cleaner.submit(clear, folders)
 
     def _remove(self, pending: _Pending) -> None:
-        """Remove what a failed save has written, as the disk may be full of it."""
+        """Remove what a failed save has written, as it may be what fills the disk."""
         if self._topology.world.is_first and pending.temporary != Path():
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
@@ -320,14 +349,12 @@ def save(
     iteration: int,
     engine: Engine,
     topology: Topology,
-    config: Any,
+    config: Config,
     state: dict[str, Any],
-    provenance: Any = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks
-    call it.
-
-    Arguments and errors are those of `Saver`.
+    call it, with arguments and errors as of `Saver`.
     """
     saver = Saver(directory, topology, config)
     saved = saver.start(iteration, engine, state, provenance)
@@ -338,17 +365,17 @@ def save(
 
 _Part = tuple[tuple[str, Written], Totals, int, Mapping[str, Stored]]
 """What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of
-data, shards.
+data, and shards where .metadata is written.
 """
 
 
 def _texts(
     iteration: int,
-    config: Any,
+    config: Config,
     state: Mapping[str, Any],
     scalars: Mapping[str, Any],
     optimizer: bool,
-    provenance: Any,
+    provenance: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     """Return the small files that are known when a save starts, by name."""
     contents = {
@@ -361,8 +388,14 @@ def _texts(
     return {
         STATE: to_json(contents, "the state of the training loop"),
         CONFIG: to_json(plain(config), "the configuration"),
-        PROVENANCE: to_json({} if provenance is None else provenance, "the provenance"),
+        PROVENANCE: to_json(provenance or {}, "the provenance"),
     }
+
+
+def _write_part(folder: Path, number: int, stored: dict[str, Stored], whole: bool) -> _Part:
+    """Write the piece of a data-parallel group."""
+    piece = write_piece(folder, number, stored)
+    return piece, totals(stored), stored_bytes(stored), stored if whole else {}
 
 
 def _write_lists(
@@ -375,8 +408,7 @@ def _write_lists(
     whole   whether to write .metadata
     """
     check_complete(part[1] for part in parts)
-    known: dict[str, Written] = dict(part[0] for part in parts)
-    known.update([write_index(folder, [part[1] for part in parts])])
+    known = dict([*(part[0] for part in parts), write_index(folder, [part[1] for part in parts])])
     if whole:
         write_whole(folder, merged(part[3] for part in parts))
         known[METADATA] = file_digest(folder / METADATA)
@@ -385,104 +417,12 @@ def _write_lists(
     return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
 
 
-@contextlib.contextmanager
-def _own_folder(pending: _Pending) -> Iterator[None]:
-    """Explain an error that comes from the removal of the temporary folder."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if pending.temporary.exists():
-            raise
-        raise CheckpointError(
-            f"{pending.temporary} was removed while it was written ({error}): is another run "
-            "saving to the same folder?"
-        ) from error
-
-
-class _Stopped(Exception):
-    """Ends the thread of an abandoned save."""
-
-
-class _Pending:
-    """A save between its start and its commit; writes this rank's part of it, here or in a thread.
-
-    temporary   the folder that is written; Path() until rank 0 has created it
-    texts       small files to write; none but on rank 0
-    small       size and digest of each small file that was written
-    """
-
-    def __init__(self, folder: Path, iteration: int, rank: int) -> None:
-        self.folder, self.iteration, self.rank = folder, iteration, rank
-        self.what = f"saving checkpoint {folder}"
-        self.temporary = Path()
-        self.tensors: Mapping[str, Shards] = {}
-        self.texts: dict[str, str] = {}
-        self.small: dict[str, Written] = {}
-        self.begun, self.stall_s = time.perf_counter(), 0.0
-        self._thread: threading.Thread | None = None
-        self._stored: dict[str, Stored] = {}
-        self._error: BaseException | None = None
-        self._progress = 0
-        self._stop = False
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def write(self, alive: Alive) -> None:
-        """Write on this thread. An error is kept for `result`, which shares it with all ranks."""
-        try:
-            self._stored = write_tensors(self.tensors, self.temporary, self.rank, alive)
-            for name, text in self.texts.items():
-                self.small[name] = write_text(self.temporary / name, text)
-                alive()
-        except BaseException as error:
-            self._error = error
-        self.tensors = {}
-
-    def start(self) -> None:
-        """Write in a thread, which communicates with no rank and does not keep the process from
-        ending.
-        """
-        self._thread = threading.Thread(
-            target=self.write, args=(self._count,), name="write-checkpoint", daemon=True
-        )
-        self._thread.start()
-        atexit.register(self.stop)  # a thread that outlives the interpreter may crash the process
-
-    def result(self, alive: Alive) -> dict[str, Stored]:
-        """Wait until all is written and return the shards; raises what went wrong."""
-        self._wait(alive)
-        if self._error is not None:
-            raise self._error
-        return self._stored
-
-    def stop(self) -> None:
-        """End the thread early."""
-        self._stop = True
-        self._wait(nothing)
-
-    def _wait(self, alive: Alive) -> None:
-        seen = self._progress
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_POLL_S)
-            if self._progress != seen:
-                seen = self._progress
-                alive()
-        atexit.unregister(self.stop)
-
-    def _count(self) -> None:
-        if self._stop:
-            raise _Stopped("the save was abandoned")
-        self._progress += 1
-
-
 def write_offline(
     directory: str | os.PathLike[str],
     iteration: int,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
-    config: Any,
+    config: Config,
     state: Mapping[str, Any],
     scalars: Mapping[str, Any],
     optimizer: bool,
@@ -493,71 +433,44 @@ def write_offline(
 
     One process without a model writes it, tensor by tensor, in bounded memory.
 
-    tensors    (name, whole tensor in host memory), with names as in tensors.py. They are taken one
-               at a time
-    state      counters of the training loop
-    scalars    those of the engine: optimizer_step, skipped_steps, loss_scale
-    optimizer  whether its state is among the tensors
+    tensors      (name, whole tensor in host memory), with names as in tensors.py. They are taken
+                 one at a time
+    state        counters of the training loop
+    scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
+    optimizer    whether its state is among the tensors
     provenance   provenance of the checkpoint, JSON-ready
 
     Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no
     checkpoint has appeared.
     """
     folder = Path(directory).absolute() / folder_name(iteration)
-    texts = _texts(iteration, config, dict(state), dict(scalars), optimizer, dict(provenance))
+    texts = _texts(iteration, config, state, scalars, optimizer, provenance)
     temporary = None
     try:
         temporary = start_folder(folder)
         generation = next_generation(folder.parent)
-        stored = _write_whole_tensors(temporary, tensors)
-        part = write_piece(temporary, 0, stored), totals(stored), stored_bytes(stored), stored
+        stored: dict[str, Stored] = {}
+        for number, (name, tensor) in enumerate(tensors):
+            with ShardWriter(temporary, number) as writer:
+                for offset, view in _rows(tensor):
+                    writer.add(name, tuple(tensor.shape), offset, view)
+                stored |= writer.finish()
+        part = _write_part(temporary, 0, stored, True)
         small = {name: write_text(temporary / name, text) for name, text in texts.items()}
         _write_lists(temporary, [part], small, True, generation)
         commit_folder(temporary, folder, iteration, generation)
     except BaseException as error:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
+            shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
         if isinstance(error, OSError):
             raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
         raise
     return folder
 
 
-def _write_whole_tensors(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> dict[str, Stored]:
-    """Write tensors one after another, into as many files as needed; return their shards."""
-    found: dict[str, Stored] = {}
-    iterator, number, more = iter(tensors), 0, True
-    while more:
-        size, more = 0, False
-        with ShardWriter(folder, number) as writer:
-            for name, tensor in iterator:
-                for offset, view in _cut(tensor):
-                    writer.add(name, tuple(tensor.shape), offset, view)
-                size += tensor.numel() * tensor.element_size()
-                if size >= FILE_BYTES:
-                    more = True
-                    break
-            stored = writer.finish()
-        assert not found.keys() & stored.keys(), "every tensor is given once"
-        found |= stored
-        number += 1
-    return found
-
-
-def _cut(tensor: torch.Tensor, outer: Index = ()) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield (offset, view) of shards of at most SHARD_BYTES, of as many dimensions as the tensor.
-
-    They are cut along the first dimension or, where one entry of it is too large, along the next.
-    """
-    dim = len(outer)
-    rest = math.prod(tensor.shape[dim + 1 :]) * tensor.element_size()
-    if rest > SHARD_BYTES and dim + 1 < tensor.dim():
-        for i in range(tensor.shape[dim]):
-            yield from _cut(tensor.narrow(dim, i, 1), (*outer, i))
-        return
-    rows = max(1, SHARD_BYTES // max(rest, 1))
-    for start in range(0, tensor.shape[dim], rows):
-        part = tensor.narrow(dim, start, min(rows, tensor.shape[dim] - start))
-        yield (*outer, start, *(0 for _ in range(tensor.dim() - dim - 1))), part
+def _rows(tensor: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield (offset, view) of shards of a tensor, cut along its first dimension."""
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    rows = max(1, SHARD_BYTES // max(row_bytes, 1))
+    for number, view in enumerate(tensor.split(rows)):
+        yield (number * rows, *(0 for _ in tensor.shape[1:])), view

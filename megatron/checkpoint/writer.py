@@ -1,13 +1,13 @@
-"""Writing data files: tensors one after another, each as torch.save makes it, with a digest of each
-shard.
+"""Writing of data files: tensors one after another in the format of torch.save, with a digest of
+each shard.
 
-torch's own checkpoint writer copies every view before it writes it, and takes no digests. Here a
-contiguous view in host memory is written without a copy; anything else is copied one shard at a
-time. So a save needs, beside the state, at most as much memory as the largest shard that is on a
-device or not contiguous.
+torch's own checkpoint writer copies every view before it writes it, and has no digests. Here a
+contiguous view in host memory is written without a copy; any other is copied first. So a save
+needs, in addition to the state, at most as much memory as the largest shard that is on a device or
+not contiguous.
 
-The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it, at
-a tenth of its cost.
+The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it at a
+tenth of its cost.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from megatron.checkpoint.tensors import Shards
 from megatron.engine.optimizer import Index
 
 _BUFFER = 1 << 20  # bytes: smaller writes are collected
-_CHUNK = 64 << 20  # bytes between two calls of `alive`
-_SYNC = 4 << 30  # bytes between two syncs, so that the last one is short
+_SYNC = 4 << 30  # bytes between two syncs, each of which shows progress
 
 Alive = Callable[[], None]
 
 
 def nothing() -> None:
-    """Do nothing: the default of `alive`, by which a caller learns that there is progress."""
+    """Do nothing: the default of `alive`, which is called to show progress."""
 
 
 class ShardWriter:
@@ -44,10 +43,10 @@ class ShardWriter:
             writer.add("master.w", (4, 2), (0, 0), view)  # for each shard
             stored = writer.finish()
 
-    alive   called after every shard, and within large ones; what it raises ends the writing
+    alive   called after every shard
 
-    Without a shard there is no file. Raises OSError with the system's own reason. Nothing is
-    communicated.
+    Without shards no file is created. Raises OSError with the system's own reason. There is no
+    communication.
     """
 
     def __init__(self, folder: Path, rank: int, alive: Alive = nothing) -> None:
@@ -56,8 +55,8 @@ class ShardWriter:
         self._stored: dict[str, Stored] = {}
         self._file: BinaryIO | None = None
         self._digest = xxhash.xxh3_128()  # of the shard that is being written
-        self._at = self._synced = self._sent = 0
-        self._error: BaseException | None = None
+        self._at = self._synced = 0
+        self._error: OSError | None = None
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
@@ -68,7 +67,7 @@ class ShardWriter:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            # torch's zip writer hides it behind a position in its own source
+            # torch's zip writer replaces it by a line of its own source
             if self._error is not None:
                 raise self._error from None
             raise
@@ -78,39 +77,25 @@ class ShardWriter:
         stored["boxes"].append(
             Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found)
         )
+        if self._at - self._synced >= _SYNC:
+            self._sync(self._file)
         self._alive()
 
     def write(self, data: Any) -> int:
-        """Append bytes, for torch.save: update the digest, pass large parts on uncopied, keep the
-        first error.
-        """
+        """Append bytes to the file and the digest, for torch.save."""
         assert self._file is not None, "`add` opens it"
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
         try:
-            view = memoryview(data).cast("B")
-            for start in range(0, len(view), _CHUNK):
-                part = view[start : start + _CHUNK]
-                self._digest.update(part)
-                self._file.write(part)
-                self._at += len(part)
-                if len(part) == _CHUNK:
-                    self._alive()
-                # the system begins to write to disk, while more comes
-                if self._at - self._sent >= _CHUNK:
-                    if hasattr(os, "posix_fadvise"):
-                        size = self._at - self._sent
-                        os.posix_fadvise(
-                            self._file.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED
-                        )
-                    self._sent = self._at
-                if self._at - self._synced >= _SYNC:
-                    self._sync(self._file)
-        except BaseException as error:
+            self._file.write(view)
+        except OSError as error:
             self._error = error
             raise
+        self._at += len(view)
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch.save calls this after every tensor, and `finish` flushes the file."""
+        """Do nothing: torch.save calls this after every tensor, and `_sync` flushes the file."""
 
     def finish(self) -> dict[str, Stored]:
         """Sync the file and return the shards in it."""
@@ -126,15 +111,14 @@ class ShardWriter:
         os.fsync(file.fileno())
         sys.audit("megatron.checkpoint.synced", str(self._path))
         self._synced = self._at
-        self._alive()
 
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            # the same error as before
-            with contextlib.suppress(*(() if kind is None else (OSError,))):
+            # `finish` has synced it, or another error is being raised
+            with contextlib.suppress(OSError):
                 self._file.close()
 
 
@@ -151,8 +135,8 @@ def write_tensors(
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC-32. The setting is global: what another thread saves meanwhile has
-    none either, which torch.load accepts."""
+    """Turn off torch.save's CRC-32. The setting is global: files that another thread saves at the
+    same time have none either, which torch.load accepts."""
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -162,18 +146,13 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same values in host memory, in a storage that holds nothing else: torch.save
-    writes whole storages.
+    """Return the values in host memory, in a storage of their own, because torch.save writes whole
+    storages.
 
-    Nothing is copied that is contiguous and in host memory already.
+    They are copied only where they are on a device or not contiguous.
     """
-    view = view.detach()
-    if view.device.type != "cpu" or not view.is_contiguous():
-        return view.cpu().contiguous()
+    view = view.detach().cpu().contiguous()
     if not view.numel():
         return view.clone()
-    return (
-        torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy())
-        .view(view.dtype)
-        .view(view.shape)
-    )
+    flat = torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy())
+    return flat.view(view.dtype).view(view.shape)

@@ -199,10 +199,8 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
     """A second run saves the same iteration between the first one's start and its commit."""
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    for thread in threading.enumerate():
-        if thread.name == "write-checkpoint":
-            thread.join()
-    assert first.written
+    while not first.written:
+        time.sleep(0.001)
     training.step()
     expected = toy.state_pieces(training.engine)
     second.start(3, training.engine, {"run": "second"}, {})
@@ -349,22 +347,6 @@ def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
     saver.start(3, training.engine, {}, {}, background=True)
     saver.finish()
     return out | {"in the end": listed(root), "at last": tracker(root)}
-
-
-def dropped(root: Path, training: Training) -> dict[str, Any]:
-    saver = training.saver(root)
-    with Gate():
-        saver.start(1, training.engine, {}, {}, background=True)
-        saver.drop()
-    out = {"there": listed(root), "pending": saver.pending}
-    saver.drop()  # there is none: nothing happens
-    saver.start(2, training.engine, {}, {}, background=True)
-    last = saver.finish()
-    return out | {
-        "last": last and last.iteration,
-        "in the end": os.listdir(root),
-        "nothing": saver.finish(),
-    }
 
 
 def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:

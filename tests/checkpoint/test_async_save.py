@@ -16,7 +16,7 @@ from tests.engine import toy
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.slow
-NAMES = ["consistent", "waits", "fails_in_the_background", "dropped", "two_runs"]
+NAMES = ["consistent", "waits", "fails_in_the_background", "two_runs"]
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,6 @@ def test_a_thread_that_fails(two: Any) -> None:
         False,
     )
     assert first["in the end"] == ["iter_0000003", before[1]] and first["at last"] == "3\n"
-
-
-def test_giving_up(two: Any) -> None:
-    for found in (r["dropped"] for r in two):
-        assert found["there"] == [] and found["pending"] is False and found["nothing"] is None
-        assert found["last"] == 2
-        assert sorted(found["in the end"]) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 def test_two_runs_in_one_folder(two: Any) -> None:

@@ -223,21 +223,25 @@ def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
     assert error.value.errno == errno.ENOSPC
 
 
-def test_no_file_without_boxes_and_large_ones_in_chunks(
+def test_no_file_without_boxes_and_several_syncs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ShardWriter(tmp_path, 0) as writer:
         assert writer.finish() == {}
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(writer_module, "_CHUNK", 1000)
     monkeypatch.setattr(writer_module, "_SYNC", 5000)
+    whole = torch.arange(2500.0)  # 10,000 bytes
     with ShardWriter(tmp_path, 1) as writer:
-        writer.add("w", (2500,), (0,), torch.arange(2500.0))  # 10,000 bytes
+        for start in range(0, 2500, 500):
+            writer.add("w", (2500,), (start,), whole[start : start + 500])
         stored = writer.finish()
-    (box,) = stored["w"]["boxes"]
     data = (tmp_path / "__1_0.distcp").read_bytes()
-    assert len(data) == box[4] and xxhash.xxh3_128_hexdigest(data) == box[5]
-    assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), torch.arange(2500.0))
+    for (start,), _, _, at, length, digest in stored["w"]["boxes"]:
+        part = data[at : at + length]
+        assert xxhash.xxh3_128_hexdigest(part) == digest
+        found = torch.load(io.BytesIO(part), weights_only=True)
+        assert torch.equal(found, whole[start : start + 500])
+    assert at + length == len(data)
 
 
 @pytest.mark.slow
