@@ -1,11 +1,11 @@
-"""Loading a checkpoint, on the layout that wrote it or on any other.
+"""Loading of a checkpoint, on the layout that wrote it or on any other.
 
 Damage and misfit are different errors. Where bytes are missing or are not those that were written,
-the checkpoint before it is loaded, and the result reports it. A good checkpoint that does not fit
+the previous checkpoint is loaded, and the result reports it. A good checkpoint that does not fit
 the model is an error: an older one of the same run would not fit either.
 
-Every shard is compared with its digest before it is used. It is stored as torch.save wrote it; of
-the pickle in it torch.load(weights_only=True) takes tensors alone.
+Every shard is compared with its digest before it is used. It is stored in the format of torch.save,
+from which torch.load(weights_only=True) takes nothing but tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
@@ -49,8 +50,9 @@ from megatron.checkpoint.tensors import (
     tensors_to_load,
     weights_to_load,
 )
-from megatron.checkpoint.together import decided_by_first, describe, failures, together
+from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, nothing
+from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError
@@ -73,22 +75,26 @@ class LoadedState:
     optimizer   whether the optimizer's state was loaded
     folder      the checkpoint
     rejected    newer checkpoints that are broken, newest first
-    notes       what else the user should know of the choice, one sentence each
+    notes       what else the user should know about the choice, one sentence each
     """
 
     iteration: int
-    state: dict[str, Any] = field(default_factory=dict)
-    optimizer: bool = False
-    folder: Path | None = None
+    state: dict[str, Any]
+    optimizer: bool
+    folder: Path
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class _Damage(CheckpointError):
+    """Bytes of a checkpoint that are missing or are not those that were written."""
 
 
 def load(
     directory: str | os.PathLike[str],
     engine: Engine,
     topology: Topology,
-    config: Any,
+    config: Config,
     folder: Path | None = None,
     alive: Alive = nothing,
 ) -> LoadedState:
@@ -97,20 +103,21 @@ def load(
 
     All ranks call it.
 
-    config   .checkpoint.load_tag names a checkpoint, which then must be good; without it the newest
-             good one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it
-             is; .model is compared with the checkpoint's
+    config   .checkpoint.load_tag names a checkpoint, which must be good; without it the newest good
+             one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it is.
+             .model is compared with the checkpoint's
     folder   the newest good one, where `find` was called before
     alive    called after every shard that was read
 
-    Raises CheckpointError, on every rank, when there is none, when it does not fit, or when none
-    can be read. After an error while reading, the engine's weights are undefined.
+    Raises CheckpointError on every rank, when there is no checkpoint, when it does not fit, or when
+    none can be read. After an error while reading, the engine's weights are undefined.
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
     tensors = tensors_to_load(engine, optimizer)
+    kinds = engine_kinds(engine, optimizer)
 
-    def attempt(checkpoint: Checkpoint) -> str | None:
+    def attempt(checkpoint: Checkpoint) -> None:
         where = str(checkpoint.folder)
         with together(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, config, where)
@@ -120,25 +127,20 @@ def load(
                     "--finetune"
                 )
         clear_padding(engine, optimizer)
-        reason = _read(
-            checkpoint, tensors, engine.chunks, engine_kinds(engine, optimizer), topology, alive
-        )
-        if reason is None and optimizer:
+        _read(checkpoint, tensors, engine.chunks, kinds, topology, alive)
+        if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                reason = (
+                raise _Damage(
                     f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
-                )
-        return reason
+                ) from error
 
     loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
-    return (
-        replace(loaded, iteration=0, state={})
-        if settings.finetune
-        else replace(loaded, optimizer=optimizer)
-    )
+    if settings.finetune:
+        return replace(loaded, iteration=0, state={})
+    return replace(loaded, optimizer=optimizer)
 
 
 def load_weights(
@@ -147,7 +149,7 @@ def load_weights(
     topology: Topology,
     tag: str | int | None = None,
 ) -> LoadedState:
-    """Load only the weights, into parameters of any dtype, without an Engine: to evaluate or to
+    """Load only the weights, into parameters of any dtype, without an Engine: for evaluation or to
     generate text.
 
     chunks   the model of this rank; each parameter carries a Sharding
@@ -158,11 +160,11 @@ def load_weights(
     parameters = unique_parameters(chunks)
     tensors = weights_to_load(parameters)
 
-    def attempt(checkpoint: Checkpoint) -> str | None:
+    def attempt(checkpoint: Checkpoint) -> None:
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        return _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
+        _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
 
     return _newest_that_loads(directory, topology, tag, None, attempt)
 
@@ -179,45 +181,35 @@ def _newest_that_loads(
     topology: Topology,
     tag: str | int | None,
     folder: Path | None,
-    attempt: Callable[[Checkpoint], str | None],
+    attempt: Callable[[Checkpoint], None],
 ) -> LoadedState:
     """Give checkpoints to `attempt`, newest first, until one is not damaged; return what was
     loaded.
 
-    attempt   loads a checkpoint; returns what is damaged, the same on all ranks, or None
+    attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
     All ranks call it and get the same. Raises CheckpointError where none is left, or where `tag`
     names a damaged one.
     """
-    found = (
-        Found(folder)
-        if folder is not None
-        else decided_by_first(topology, lambda: find(directory, tag))
-    )
+    found = Found(folder)
+    if folder is None:
+        found = decided_by_first(topology, partial(find, directory, tag))
     rejected, notes = found.rejected, found.notes
     while True:
         at = required(directory, Found(found.folder, rejected))
-        opened = decided_by_first(topology, lambda at=at: _opened(at))  # type: ignore[misc]
-        if isinstance(opened, str):
-            reason: str | None = opened
-        elif (reason := attempt(opened)) is None:
+        try:
+            opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
+            attempt(opened)
             return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
-        assert reason is not None
+        except _Damage as damage:
+            reason = str(damage)
         number = iteration_of(at)
         if tag is not None or number is None:
             raise CheckpointError(
                 f"checkpoint {at} is broken: {reason}. Name another one with --load-tag"
             )
-        found = decided_by_first(topology, lambda number=number: find(directory, before=number))  # type: ignore[misc]
+        found = decided_by_first(topology, partial(find, directory, before=number))
         rejected = (*rejected, Rejected(at, reason), *found.rejected)
-
-
-def _opened(folder: Path) -> Checkpoint | str:
-    """Return the small files of a checkpoint, or what is damaged."""
-    try:
-        return open_checkpoint(folder)
-    except CheckpointError as error:
-        return str(error)
 
 
 def _read(
@@ -227,24 +219,18 @@ def _read(
     kinds: Iterable[str],
     topology: Topology,
     alive: Alive,
-) -> str | None:
-    """Fill `tensors` on all ranks; return what is damaged, or None. Every rank reads what it needs.
+) -> None:
+    """Fill `tensors` on all ranks, each of which reads what it needs.
 
-    Raises CheckpointError where the tensors do not fit the model.
+    Raises _Damage, or CheckpointError where the tensors do not fit the model.
     """
-    folder, stored, names = checkpoint.folder, dict[str, Stored](), list[str]()
-
-    def read_lists() -> None:
-        stored.update(read_stored(checkpoint.manifest, tensors))
+    folder = checkpoint.folder
+    with together(topology, f"reading the lists of {folder}", _Damage):
+        stored = read_stored(checkpoint.manifest, tensors)
         if problems := incomplete(stored):
             raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
-        if topology.world.is_first:
-            names.extend(read_index(checkpoint.manifest))
-
-    reason = _damage(topology, f"reading the lists of {folder}", read_lists)
-    if reason is not None:
-        return reason
-    # its ranks hold every parameter
+        names = read_index(checkpoint.manifest) if topology.world.is_first else {}
+    # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
     mine = [sharding_of(p).name for p in unique_parameters(chunks)]
     listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
@@ -262,24 +248,12 @@ def _read(
                     f"{folder} does not fit this model: it also has {named(more)}. A checkpoint of "
                     "another architecture is not loaded in parts: see --use-checkpoint-args"
                 )
-    return _damage(topology, f"reading {folder}", lambda: _fill(tensors, folder, stored, alive))
-
-
-def _damage(topology: Topology, what: str, action: Callable[[], None]) -> str | None:
-    """Run `action` on all ranks; return on all the CheckpointErrors of any, or None. Other errors
-    are raised on all.
-    """
-    mine: CheckpointError | None = None
-    with together(topology, what):
-        try:
-            action()
-        except CheckpointError as error:
-            mine = error
-    return failures(topology, what, mine)
+    with together(topology, f"reading {folder}", _Damage):
+        _fill(tensors, folder, stored, alive)
 
 
 def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], where: str) -> None:
-    """Raise CheckpointError, naming tensors, unless all that a rank needs are stored, in the same
+    """Raise CheckpointError, naming tensors, unless all that a rank needs are stored in the same
     shape.
     """
     missing = [name for name in tensors if name not in stored]
@@ -342,49 +316,34 @@ def read_shards(
 
     Raises CheckpointError naming the file that is damaged.
     """
-    # as large as the largest shard so far: new memory for each would cost more than the reading
-    buffer = bytearray()
     ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
     for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
-        path = folder / file
-        with open_regular(path, error=CheckpointError) as opened:
+        with open_regular(folder / file, error=CheckpointError) as opened:
             for name, shard in entries:
-                size, end = os.fstat(opened.fileno()).st_size, shard.start + shard.length
-                if size < end:
-                    raise CheckpointError(
-                        f"{path} has {size} bytes where at least {end} were written, also of {name}"
-                    )
-                if len(buffer) < shard.length:
-                    buffer = bytearray(shard.length)
-                data = memoryview(buffer)[: shard.length]
-                yield (
-                    name,
-                    shard,
-                    _read_shard(path, opened, name, shard, stored[name]["dtype"], data),
-                )
+                yield name, shard, _read_shard(opened, folder, name, shard, stored[name]["dtype"])
 
 
-def _read_shard(
-    path: Path, file: BinaryIO, name: str, shard: Shard, dtype: str, data: memoryview
-) -> torch.Tensor:
-    """Read a shard into `data` and check it; return a tensor with memory of its own."""
-    _, sizes, _, start, length, expected = shard
+def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
+    path, end = folder / shard.file, shard.start + shard.length
     try:
-        file.seek(start)
-        file.readinto(data)  # type: ignore[attr-defined]
+        size = os.fstat(file.fileno()).st_size
+        file.seek(shard.start)
+        data = file.read(shard.length) if end <= size else b""
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error}), with {name} in it"
         ) from error
-    if digest(data) != expected:
+    if end > size:
         raise CheckpointError(
-            f"{path} is damaged: bytes {start} to {start + length}, a part of {name}, are not "
-            "those that were written"
+            f"{path} has {size} bytes where at least {end} were written, also of {name}"
+        )
+    if digest(data) != shard.digest:
+        raise CheckpointError(
+            f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
+            "that were written"
         )
     try:
-        values: Any = torch.load(
-            cast(IO[bytes], _Bytes(data)), map_location="cpu", weights_only=True
-        )
+        values: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged archive can raise anything
@@ -396,35 +355,9 @@ def _read_shard(
         raise CheckpointError(
             f"{path} is damaged: it holds a {type(values).__name__} where {name} should be"
         )
-    if values.shape != sizes or values.dtype != getattr(torch, dtype):
+    if values.shape != shard.sizes or values.dtype != getattr(torch, dtype):
         raise CheckpointError(
-            f"{path} is damaged: at byte {start} there is {tuple(values.shape)} of {values.dtype} "
-            f"where {sizes} of {dtype} of {name} were written"
+            f"{path} is damaged: at byte {shard.start} there is {tuple(values.shape)} of "
+            f"{values.dtype} where {shard.sizes} of {dtype} of {name} were written"
         )
     return values
-
-
-class _Bytes(io.RawIOBase):
-    """A file over memory, as io.BytesIO is, without a copy of it."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)

@@ -1,5 +1,5 @@
-"""Errors of one rank become errors of all, so that no rank continues alone or waits for one that
-stopped.
+"""Errors of one rank that are raised on all, so that no rank continues alone or waits for one that
+has stopped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ def describe(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def together(topology: Topology, what: str) -> Iterator[None]:
-    """Run the body on all ranks; when it fails on any, raise CheckpointError on all, naming ranks
-    and reasons.
+def together(
+    topology: Topology, what: str, damage: type[CheckpointError] = CheckpointError
+) -> Iterator[None]:
+    """Run the body on all ranks; where it fails on any, raise an error on all that names ranks and
+    reasons.
+
+    damage   type of the error where nothing but CheckpointErrors occurred; otherwise it is
+             CheckpointError
 
     Every rank must enter. The body may make collective calls only where those share their errors
     themselves.
@@ -37,56 +42,50 @@ def together(topology: Topology, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         caught = error
-    failed = failures(topology, what, caught)
-    if failed is not None:
-        raise CheckpointError(failed) from caught
-
-
-def failures(topology: Topology, what: str, error: Exception | None) -> str | None:
-    """Return on all ranks the text of what failed on any, with ranks and reasons; None where
-    nothing did.
-    """
+    severity = 0 if caught is None else 1 if isinstance(caught, CheckpointError) else 2
     world = topology.world
-    mine = None if error is None else describe(error)
-    errors = [mine]
-    if world.size > 1:
-        failed = torch.tensor([mine is not None], dtype=torch.int32)
-        if not all_reduce(failed, world, dist.ReduceOp.MAX).item():
-            return None
-        errors = gather_objects(mine, world)
-    reasons: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
-    for rank, reason in enumerate(errors):
+    worst = all_reduce(torch.tensor([severity], dtype=torch.int32), world, dist.ReduceOp.MAX).item()
+    if not worst:
+        return
+    ranks: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
+    for rank, reason in enumerate(gather_objects(caught and describe(caught), world)):
         if reason is not None:
-            reasons.setdefault(reason, []).append(rank)
-    if not reasons:
-        return None
+            ranks.setdefault(reason, []).append(rank)
     listed = [
         reason
-        if len(ranks) == world.size
-        else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}"
-        for reason, ranks in list(reasons.items())[:_SHOWN]
+        if len(those) == world.size
+        else f"rank {', '.join(map(str, those[:_SHOWN]))}: {reason}"
+        for reason, those in list(ranks.items())[:_SHOWN]
     ]
-    if len(reasons) > _SHOWN:
-        listed.append(f"and {len(reasons) - _SHOWN} more")
-    return f"{what} failed: {'; '.join(listed)}"
+    if len(ranks) > _SHOWN:
+        listed.append(f"and {len(ranks) - _SHOWN} more")
+    error_type = damage if worst == 1 else CheckpointError
+    raise error_type(f"{what} failed: {'; '.join(listed)}") from caught
 
 
-def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
-    """Return on all ranks the result of `decide` on rank 0; what it raises becomes a
-    CheckpointError on all.
+def decided_by_first(
+    topology: Topology,
+    decide: Callable[[], T],
+    damage: type[CheckpointError] = CheckpointError,
+) -> T:
+    """Return on all ranks the result of `decide` on rank 0; its errors are raised on all, as by
+    `together`.
 
     File systems do not show every node the same at the same moment: one rank looks, so that all
     load the same.
     """
-    outcome: tuple[Any, str | None] = None, None
+    result: Any = None
+    failure: CheckpointError | None = None
     caught: Exception | None = None
     if topology.world.is_first:
         try:
-            outcome = decide(), None
-        except Exception as error:  # of any kind, as the other ranks wait for an answer
-            outcome, caught = (None, describe(error)), error
-    result, failure = broadcast_object(outcome, topology.world)
+            result = decide()
+        except Exception as error:  # of any type, as the other ranks wait for an answer
+            caught = error
+            error_type = damage if isinstance(error, CheckpointError) else CheckpointError
+            failure = error_type(describe(error))
+    result, failure = broadcast_object((result, failure), topology.world)
     if failure is not None:
-        raise CheckpointError(failure) from caught
+        raise failure from caught
     decided: T = result
     return decided
