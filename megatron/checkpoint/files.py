@@ -1,5 +1,4 @@
-"""The small files of a checkpoint: their names, how they are written, and the manifest that covers
-them.
+"""The small files of a checkpoint: their names, how they are written, and their manifest.
 
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
@@ -106,13 +105,10 @@ class Manifest:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}")
         (size, expected), path = self.files[name], self.folder / name
         data = read_bytes(path, size, error=CheckpointError)
-        if len(data) != size:
+        if len(data) != size or digest(data) != expected:
             raise CheckpointError(
-                f"{path} has {len(data)} bytes where {size} were written: {_OTHER}"
-            )
-        if digest(data) != expected:
-            raise CheckpointError(
-                f"{path} is damaged: digest {digest(data)}, expected {expected}: {_OTHER}"
+                f"{path} is damaged: it has {len(data)} bytes with digest {digest(data)}, and "
+                f"{size} with digest {expected} were written: {_OTHER}"
             )
         return data
 
@@ -160,26 +156,20 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format {content.get('format')!r}, this program reads {FORMAT}: use the "
             "version that wrote it"
         )
-    files, generation = content.get("files"), content.get("generation", 0)
-    if (
-        not isinstance(files, dict)
-        or not all(map(_is_entry, files.items()))
-        or not is_count(generation)
-    ):
-        raise CheckpointError(f"{path} does not list files with their sizes and digests: {_OTHER}")
-    listed = {name: (size, value) for name, (size, value) in files.items()}
-    return Manifest(folder, listed, min(generation, _LARGEST_GENERATION))
+    try:
+        files = {name: _checked(name, *entry) for name, entry in content["files"].items()}
+        generation = min(content.get("generation", 0), _LARGEST_GENERATION)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} does not list files with their sizes and digests: {_OTHER}"
+        ) from error
+    return Manifest(folder, files, generation)
 
 
-def _is_entry(item: tuple[str, Any]) -> bool:
-    name, entry = item
-    pair = (
-        isinstance(entry, list)
-        and len(entry) == 2
-        and is_count(entry[0])
-        and isinstance(entry[1], str)
-    )
-    return is_file_name(name) and pair and entry[0] <= _FILE_LIMIT_BYTES
+def _checked(name: str, size: Any, value: Any) -> Written:
+    if not (is_file_name(name) and is_count(size) and size <= _FILE_LIMIT_BYTES):
+        raise ValueError(f"not a file of a checkpoint: {name}")
+    return size, value
 
 
 def _text(content: dict[str, Any]) -> str:

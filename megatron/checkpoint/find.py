@@ -1,10 +1,10 @@
-"""Which checkpoint to load: the newest good one, or the one that is asked for.
+"""Choice of the checkpoint to load: the newest good one, or the one that is asked for.
 
-A good checkpoint has its final name, a valid manifest, and every small file as the manifest has it.
-The bytes in data files are checked by the ranks that read them (load.py). The tracker file names
-the last checkpoint of the run, but it may be lost: the folders are enough, because a folder gets
-its name only when all of it is on disk. Times of files or saves are never used, as clocks may be
-wrong.
+A good checkpoint has its final name, a valid manifest, and every small file as the manifest lists
+it. The bytes in data files are checked by the ranks that read them (load.py). The tracker file
+names the last checkpoint of the run, but it may be lost: the folders are enough, because a folder
+gets its name only when all of it is on disk. Times of files or saves are never used, as clocks may
+be wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from megatron.config.settings import SECTIONS
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, read_bytes
 
-_NAME = re.compile(r"iter_([0-9]{7,18})(\.old)?")
+_NAME = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
 _TRACKER_LIMIT_BYTES = 4096
-_NEEDED = (MANIFEST, STATE, CONFIG)
 _FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*")
 _CONVERT = "tools/convert_checkpoint.py converts those of Megatron and DeepSpeed"
 
@@ -87,33 +86,25 @@ class Checkpoint:
                 f"{self.folder / STATE} has format {self.state.get('format')!r}, this program "
                 f"reads {FORMAT}: use the version that wrote it"
             )
-        expected: dict[str, Callable[[Any], bool]] = {
-            "iteration": is_count,
-            "optimizer": lambda value: isinstance(value, bool),
-            "state": _is_dict,
-            "engine": _is_dict,
-        }
-        wrong = [name for name, is_kind in expected.items() if not is_kind(self.state.get(name))]
-        if wrong:
+        types = {"iteration": int, "optimizer": bool, "state": dict, "engine": dict}
+        wrong = [name for name, kind in types.items() if type(self.state.get(name)) is not kind]
+        if wrong or not is_count(self.state["iteration"]):
             raise CheckpointError(
-                f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong type"
+                f"{self.folder / STATE} is damaged: {', '.join(wrong or ['iteration'])} missing or "
+                "of the wrong type"
             )
-        wrong = [name for name in SECTIONS if not _is_dict(self.config.get(name, {}))]
+        wrong = [name for name in SECTIONS if not isinstance(self.config.get(name, {}), dict)]
         if wrong:
             raise CheckpointError(
                 f"{self.folder / CONFIG} is damaged: {', '.join(wrong)} hold no settings"
             )
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 @dataclass(frozen=True)
 class Tracker:
     """The tracker file of a directory.
 
-    iteration   the iteration it names; None where it names none
+    iteration   the iteration that it names; None where it names none
     problem     what is wrong with it; None where it is valid or missing
     """
 
@@ -126,19 +117,14 @@ def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
     """Read the tracker file. Never raises: problems are part of the result."""
     path = Path(directory) / TRACKER
     try:
-        text = (
-            read_bytes(path, _TRACKER_LIMIT_BYTES, error=CheckpointError)
-            .decode(errors="replace")
-            .strip()
-        )
+        data = read_bytes(path, _TRACKER_LIMIT_BYTES, error=CheckpointError)
     except CheckpointError as error:
         missing = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
         return Tracker(path, None, None if missing else f"cannot be used ({error})")
+    text = data.decode(errors="replace").strip()
     if re.fullmatch("[0-9]{1,18}", text):
         return Tracker(path, int(text))
-    return Tracker(
-        path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty"
-    )
+    return Tracker(path, None, f"holds {text[:40]!r} where an iteration is expected")
 
 
 def iteration_of(folder: Path) -> int | None:
@@ -149,11 +135,7 @@ def iteration_of(folder: Path) -> int | None:
     (100, None)
     """
     match = _NAME.fullmatch(folder.name)
-    return (
-        int(match[1])
-        if match and folder.name.removesuffix(".old") == folder_name(int(match[1]))
-        else None
-    )
+    return int(match[1]) if match else None
 
 
 def number_of(folder: Path) -> int:
@@ -182,8 +164,8 @@ def folders(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
-    """Return the generation of each checkpoint whose manifest is valid; opening the others reports
-    the damage.
+    """Return the generation of each checkpoint whose manifest is valid. Damage of the others is
+    reported when they are opened.
     """
     found = {}
     for folder in numbered:
@@ -201,11 +183,11 @@ def next_generation(*directories: str | os.PathLike[str]) -> int:
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
-    """Return the checkpoints, of {folder: generation}, that are older saves than one of an earlier
+    """Return the checkpoints, of {folder: generation}, that were saved before one of an earlier
     iteration.
 
-    The run went back before them. They do not replace a broken checkpoint, as they have what the
-    run went back for.
+    The run went back before them. They do not replace a broken checkpoint, as they contain what
+    made the run go back.
     """
     found: list[Path] = []
     latest = 0
@@ -220,32 +202,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and check the small files of a checkpoint. Raises CheckpointError naming the file that
     is damaged.
     """
-    try:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder")
-        if not all((folder / name).is_file() for name in _NEEDED):
-            names = _names(folder)
-            missing = [str(folder / name) for name in _NEEDED if name not in names]
-            raise CheckpointError(
-                f"{folder} is not a checkpoint of this program, or is incomplete: "
-                + (
-                    f"{', '.join(missing)} missing"
-                    if missing
-                    else "some of its files are not regular files"
-                )
-                + (f". It looks foreign: {_CONVERT}" if any(map(_FOREIGN.fullmatch, names)) else "")
-            )
-        manifest = read_manifest(folder)
-        lacking = {STATE, CONFIG, SHARD_INDEX} - manifest.files.keys()
-        if lacking:
-            raise CheckpointError(
-                f"the manifest of {folder} does not list {', '.join(sorted(lacking))}"
-            )
-        for name in manifest.files:
-            manifest.read_bytes(name)
-        return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    names = _names(folder)
+    if MANIFEST not in names:
+        foreign = any(map(_FOREIGN.fullmatch, names))
+        raise CheckpointError(
+            f"{folder / MANIFEST} is missing: not a checkpoint of this program, or incomplete"
+            + (f". It looks foreign: {_CONVERT}" if foreign else "")
+        )
+    manifest = read_manifest(folder)
+    lacking = {STATE, CONFIG, SHARD_INDEX} - manifest.files.keys()
+    if lacking:
+        raise CheckpointError(
+            f"the manifest of {folder} does not list {', '.join(sorted(lacking))}"
+        )
+    for name in manifest.files:
+        manifest.read_bytes(name)
+    return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
 
 
 def find(
@@ -263,24 +235,12 @@ def find(
     if tag is not None:
         return Found(_tagged(root, str(tag)))
     there, tracker = folders(root), read_tracker(root)
-    missing = None if tracker.iteration is None else root / folder_name(tracker.iteration)
-    if any(number_of(folder) == tracker.iteration for folder in there):
-        missing = None
-    # A tracker that names a missing folder may be damaged, e.g. cut to fewer digits: then it tells
-    # nothing of others.
-    known = generations(there)
-    skipped = (
-        []
-        if missing
-        else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
-    )
-    skipped += [
-        f for f in overtaken(known) if f not in skipped and number_of(f) != tracker.iteration
-    ]
+    newest, skipped = tracker.iteration, _skipped(there, tracker)
     rejected: list[Rejected] = []
+    if before is None and newest is not None and newest not in map(number_of, there):
+        reason = f"the folder is missing, though {tracker.path} names it"
+        rejected.append(Rejected(root / folder_name(newest), reason))
     good = None
-    if missing and before is None:
-        rejected.append(Rejected(missing, f"the folder is missing, though {tracker.path} names it"))
     for folder in there:
         if folder in skipped or (before is not None and number_of(folder) >= before):
             continue
@@ -335,16 +295,23 @@ def _names(root: Path) -> list[str]:
         ) from error
 
 
-def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bool:
-    """Return whether a checkpoint is later than the tracker's iteration and not to be loaded.
+def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
+    """Return the checkpoints that are not considered: those before which the run went back, and
+    those that are later than the tracker's iteration.
 
-    It is of another run, or from before a user went back by writing the tracker. If its save was
-    killed just before the tracker was renamed, the temporary tracker file is still there and the
-    checkpoint counts.
+    The latter are of another run, or from before a user went back by writing the tracker. Where the
+    save was killed just before the tracker was renamed, the temporary tracker file is still there
+    and the checkpoint counts. A tracker that names a missing folder says nothing about others: it
+    may be damaged, e.g. cut to fewer digits.
     """
-    if tracker.iteration is None or number_of(folder) <= tracker.iteration:
-        return False
-    return generation is None or not new_tracker(folder, generation).exists()
+    newest, known = tracker.iteration, generations(there)
+    skipped = [folder for folder in overtaken(known) if number_of(folder) != newest]
+    if newest is not None and newest in map(number_of, there):
+        for folder in there:
+            killed = folder in known and new_tracker(folder, known[folder]).exists()
+            if number_of(folder) > newest and not killed and folder not in skipped:
+                skipped.append(folder)
+    return skipped
 
 
 def _tagged(root: Path, tag: str) -> Path:

@@ -63,8 +63,6 @@ from megatron.untrusted import open_regular
 
 __all__ = ["LoadedState", "load", "load_weights", "read_config"]
 
-_PROBLEMS = 8  # that an error lists
-
 
 @dataclass(frozen=True)
 class LoadedState:
@@ -264,10 +262,7 @@ def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], wher
                 f"{name} is {tuple(stored[name]['shape'])} there and {shards.shape} in this model"
             )
     if problems:
-        more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
-        raise CheckpointError(
-            f"{where} does not fit this model: {'; '.join(problems[:_PROBLEMS])}{more}"
-        )
+        raise CheckpointError(f"{where} does not fit this model: {named(problems)}")
 
 
 def _fill(

@@ -1,12 +1,10 @@
-"""The configuration inside a checkpoint, whether another one can hold its weights, and its size.
-Needs no torch.
+"""The configuration in a checkpoint, its comparison with another one, and a checkpoint's size. Needs
+no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.pieces import Pieces
@@ -53,16 +51,12 @@ def plain(value: Any) -> Any:
         }
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
-    if isinstance(value, enum.Enum):
-        return plain(value.value)
-    if isinstance(value, PurePath):
-        return str(value)
     return value
 
 
-def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
+def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError listing every architecture flag that differs from the checkpoint's."""
     theirs, ours = stored.get("model", {}), plain(config.model)
     fields = list(ARCHITECTURE)

@@ -1,18 +1,18 @@
-"""Which file of a checkpoint holds which shard of which tensor: collected from the ranks, written,
-and read back.
+"""Lists of the shards in a checkpoint's data files: collected from the ranks, written, and read
+back.
 
-A shard is a box of a tensor's index space. A large job has hundreds of thousands of them. In one
-list they would cost the rank that writes it, and each rank that reads it, minutes and gigabytes. So
-they are collected in two steps, from the ranks of a data-parallel group to its first, and from
-those to rank 0:
+A shard is a box of a tensor's index space. A large job has hundreds of thousands of them. A single
+list would cost the rank that writes it, and each rank that reads it, minutes and gigabytes. So they
+are collected in two steps, from the ranks of a data-parallel group to its first, and from those to
+rank 0:
 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
                          rank 17
     .metadata            up to save.WHOLE_UP_TO ranks: all shards in torch's own form, for its tools
 
-A rank that loads reads the pieces of the tensors that it holds, and no others. .metadata, a pickle,
-is never read.
+A loading rank reads only the pieces of the tensors that it holds. .metadata, a pickle, is never
+read.
 """
 
 from __future__ import annotations
@@ -41,18 +41,7 @@ from megatron.untrusted import is_count, is_file_name
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
 _OVERHEAD_BYTES = 1 << 16  # upper bound of what torch.save adds to a tensor's numbers
@@ -110,13 +99,11 @@ def check_complete(parts: Iterable[Totals]) -> None:
     """Raise CheckpointError unless the parts together have as many elements of every tensor as it
     has.
     """
-    held: dict[str, int] = {}
-    shapes: dict[str, Index] = {}
+    lacking: dict[str, int] = {}
     for part in parts:
         for name, (shape, count) in part.items():
-            shapes[name] = shape
-            held[name] = held.get(name, 0) + count
-    wrong = [name for name, shape in shapes.items() if held[name] != math.prod(shape)]
+            lacking[name] = lacking.get(name, math.prod(shape)) - count
+    wrong = [name for name, count in lacking.items() if count]
     if wrong:
         raise CheckpointError(f"no rank, or more than one, holds parts of {named(wrong)}")
 
@@ -196,19 +183,13 @@ def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
     """Write all shards in torch's form, with torch's own writer."""
     tensors: dict[str, Any] = {}
     files: list[WriteResult] = []
-    # Shards of the same place and size share an object: half of the memory, and of the pickle's
-    # bytes.
-    chunks: dict[tuple[Index, Index], ChunkStorageMetadata] = {}
     for name, s in stored.items():
         properties = TensorProperties(getattr(torch, s["dtype"]))
         tensor = tensors[name] = TensorStorageMetadata(properties, torch.Size(s["shape"]), [])
         for offset, sizes, file, start, length, _ in s["boxes"]:
-            key = (tuple(offset), tuple(sizes))
-            if key not in chunks:
-                chunks[key] = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
             index = MetadataIndex(name, offset, len(tensor.chunks))
             files.append(WriteResult(index, length, _StorageInfo(file, start, length)))
-            tensor.chunks.append(chunks[key])
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
     dcp.FileSystemWriter(folder).finish(Metadata(tensors), [files])
 
 
@@ -246,25 +227,22 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
 
 
 def _checked(stored: Any) -> Stored:
-    """Return a tensor's entry from JSON, with tuples where `Stored` has them; raises where it is
-    malformed.
+    """Return a tensor's entry from JSON, with tuples where `Stored` has them. Raises KeyError,
+    TypeError or ValueError where it is malformed.
     """
     shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
-    size = _DTYPES[dtype].itemsize
-    if not all(map(is_count, shape)):
-        raise ValueError("not a shape")
+    itemsize = _DTYPES[dtype].itemsize
     for offset, sizes, file, start, length, value in stored["boxes"]:
-        if not all(map(is_count, (*offset, *sizes, start, length))) or not len(shape) == len(
-            offset
-        ) == len(sizes):
-            raise ValueError("a shard is not a box of its tensor")
-        if not is_file_name(file) or not isinstance(value, str):
-            raise ValueError("a shard is in no file")
-        if (
-            math.prod(sizes) > math.prod(shape)
-            or not 0 <= length - math.prod(sizes) * size <= _OVERHEAD_BYTES
-        ):
-            raise ValueError("a shard's bytes do not match its elements")
+        elements = math.prod(sizes)
+        sound = (
+            all(map(is_count, (*shape, *offset, *sizes, start, length)))
+            and len(shape) == len(offset) == len(sizes)
+            and is_file_name(file)
+            and elements <= math.prod(shape)
+            and 0 <= length - elements * itemsize <= _OVERHEAD_BYTES
+        )
+        if not sound:
+            raise ValueError(f"{file}: not a shard of a tensor of shape {shape}")
         boxes.append(Shard(tuple(offset), tuple(sizes), file, start, length, value))
     return {"shape": shape, "dtype": dtype, "boxes": boxes}
 

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint has, which shards of them a rank holds, and a copy of these in host
+"""The tensors of a checkpoint, the shards of them that a rank holds, and a copy of these in host
 memory.
 
 master.NAME       fp32 weights
@@ -50,16 +50,13 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
     Padding is left out, and so are copies that another model-parallel rank writes. Where all
     data-parallel ranks hold the same (ZeRO stage 0), each writes a part.
     """
-    copies, mine = engine.data_parallel_copies, topology.data.rank
+    copies = engine.data_parallel_copies
+    mine = topology.data.rank if copies > 1 else 0
     out: dict[str, Shards] = {}
     for f in engine.fragments():
         if is_copy(f.parameter, topology):
             continue
-        start, stop = (
-            (f.numel * mine // copies, f.numel * (mine + 1) // copies)
-            if copies > 1
-            else (0, f.numel)
-        )
+        start, stop = f.numel * mine // copies, f.numel * (mine + 1) // copies
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind in engine_kinds(engine, optimizer):
             flat = _flat(f, kind).narrow(0, start, stop - start)
@@ -106,12 +103,12 @@ class Snapshot:
     """Host memory for a copy of what a rank writes, reused by later saves.
 
     It is as large as this rank's part of the state; torch's allocator of pinned memory would round
-    it up to a power of two. Where the state is on a GPU the memory is pinned by the driver, CUDA's
-    or HIP's, once, in `reserve`: copies run at the speed of the bus while the GPU computes.
+    it up to a power of two. Where the state is on a GPU the driver, CUDA's or HIP's, pins the
+    memory once, in `reserve`: copies run at the speed of the bus while the GPU computes.
 
     cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a
              GPU
-    note     why the memory could not be pinned; "" where it was, or need not be
+    note     why the memory could not be pinned; "" where it was or need not be
     """
 
     def __init__(self, cudart: Any = None) -> None:
@@ -131,43 +128,34 @@ class Snapshot:
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
             return
-        self.release()  # before the new memory is allocated
-        mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            # or after a fork writes would go to other pages than the device's
-            mapping.madvise(mmap.MADV_DONTFORK)
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer to pin
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        device = next((view.device for view in _views(tensors) if view.device.type == "cuda"), None)
-        cudart = (
-            torch.cuda.cudart() if device is not None and self._cudart is None else self._cudart
-        )
-        if cudart is not None:
-            self._register(cudart, device)
-
-    def release(self) -> None:
-        """Free the memory, which invalidates what `take` returned."""
         if self._unregister is not None:
             self._unregister()
         self._unregister, self._memory = None, torch.empty(0, dtype=torch.uint8)
-
-    def _register(self, cudart: Any, device: torch.device | None) -> None:
+        mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
+            # Otherwise writes after a fork could go to other pages than the device's.
+            mapping.madvise(mmap.MADV_DONTFORK)
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        device = next((view.device for view in _views(tensors) if view.device.type == "cuda"), None)
+        cudart = torch.cuda.cudart() if device and self._cudart is None else self._cudart
+        if cudart is None:
+            return
         address = self._memory.data_ptr()
-        code = int(cudart.cudaHostRegister(address, self.bytes, 0))
+        code = int(cudart.cudaHostRegister(address, needed, 0))
         if code == 0:
             self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
-            self._unregister.atexit = False  # it ends with the process, when the device may be gone
+            self._unregister.atexit = False  # the process ends, and the device may be gone
             self.note = ""
             return
         self.note = (
-            f"{self.bytes / 2**30:.1f} GiB of host memory for --async-save could not be "
-            f"pinned (cudaHostRegister: error {code}; see ulimit -l): training pauses longer while "
-            "the copy is made"
+            f"{needed / 2**30:.1f} GiB of host memory for --async-save could not be pinned "
+            f"(cudaHostRegister: error {code}; see ulimit -l): training pauses longer while the "
+            "copy is made"
         )
-        if device is not None:
-            # The runtime would report the error again at the check after the next kernel launch.
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=device)
+        # The runtime would report the error again at the check after the next kernel launch.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
 
     def take(self, tensors: Mapping[str, Shards]) -> dict[str, Shards]:
         """Return a copy of `tensors`, valid until the next one is taken. The originals may change

@@ -171,7 +171,7 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
     (tmp_path / TRACKER).unlink()
     (tmp_path / "iter_0000100").mkdir()
     found = find(tmp_path)
-    assert found.folder is None and "state.json" in found.rejected[0].reason
+    assert found.folder is None and "manifest.json" in found.rejected[0].reason
     with pytest.raises(CheckpointError, match="iter_0000100"):
         required(tmp_path, found)
 
