@@ -142,7 +142,7 @@ def bandwidth(training: Training, folder: Path, repeat: int) -> Iterator[Row]:
     import torch
 
     from megatron.checkpoint.load import load
-    from megatron.checkpoint.save import save
+    from megatron.checkpoint.save import Saver
 
     state, file = training.state(), folder / "plain.pt"
     size = sum(tensor.nbytes for tensor in state.values())
@@ -150,7 +150,7 @@ def bandwidth(training: Training, folder: Path, repeat: int) -> Iterator[Row]:
     sides: dict[str, Callable[[], object]] = {
         "torch.save": lambda: torch_save(state, file, sync=False),
         "torch.save, fsync": lambda: torch_save(state, file, sync=True),
-        "save": lambda: save(folder / "ours", 1, engine, topology, config, {}),
+        "save": lambda: Saver(folder / "ours", topology, config).start(1, engine, {}),
         "torch.load": lambda: torch.load(file, map_location=topology.device, weights_only=True),
         "load": lambda: load(folder / "ours", engine, topology, config),
     }

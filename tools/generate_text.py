@@ -182,9 +182,9 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
 
 def model_config(args: argparse.Namespace, world_size: int) -> Config:
     """The checkpoint's model and tokenizer, in fp32, on the layout that is asked for here."""
-    from megatron.checkpoint.load import read_config
+    from megatron.checkpoint.find import find_folder, open_checkpoint
 
-    stored = read_config(args.load, args.load_tag)
+    stored = open_checkpoint(find_folder(args.load, args.load_tag)).config
     wanted = {
         **stored.get("model", {}),
         **stored.get("tokenizer", {}),

@@ -50,7 +50,7 @@ from megatron.checkpoint.find import (
     required,
 )
 from megatron.checkpoint.folder import folder_name
-from megatron.checkpoint.load import read_shards, read_whole
+from megatron.checkpoint.load import read_shards
 from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
 from megatron.config.option import Parser
@@ -201,6 +201,19 @@ def matching(found: Contents, pattern: str | None) -> list[str]:
         if pattern is None
         or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
     ]
+
+
+def read_whole(found: Contents, name: str) -> torch.Tensor:
+    """Return a whole tensor. Raises CheckpointError where a part of it is damaged."""
+    entry = found.stored[name]
+    whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    wanted = [(name, shard) for shard in entry["boxes"]]
+    for _, shard, values in read_shards(found.folder, wanted, found.stored):
+        part = whole
+        for dim, (start, size) in enumerate(zip(shard.offset, shard.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        part.copy_(values)
+    return whole
 
 
 # --- norms
@@ -378,10 +391,7 @@ def compare(
                 (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
             )
             continue
-        a, b = (
-            read_whole(first.folder, name, first.stored),
-            read_whole(second.folder, name, second.stored),
-        )
+        a, b = read_whole(first, name), read_whole(second, name)
         count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
         difference = tensor_difference(a, b)
         if difference is None:

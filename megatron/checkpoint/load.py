@@ -27,7 +27,6 @@ from megatron.checkpoint.find import (
     Found,
     Rejected,
     find,
-    find_folder,
     iteration_of,
     open_checkpoint,
     required,
@@ -60,8 +59,6 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from megatron.untrusted import open_regular
-
-__all__ = ["LoadedState", "load", "load_weights", "read_config"]
 
 
 @dataclass(frozen=True)
@@ -167,13 +164,6 @@ def load_weights(
     return _newest_that_loads(directory, topology, tag, None, attempt)
 
 
-def read_config(directory: str | os.PathLike[str], tag: str | int | None = None) -> dict[str, Any]:
-    """Return the configuration, section by section, with which a checkpoint was written. Raises
-    CheckpointError.
-    """
-    return open_checkpoint(find_folder(directory, tag)).config
-
-
 def _newest_that_loads(
     directory: str | os.PathLike[str],
     topology: Topology,
@@ -235,13 +225,9 @@ def _read(
     with together(topology, f"loading {folder}"):
         _check_fit(tensors, stored, str(folder))
         if topology.world.is_first:
-            parameters = {name for part in listed for name in part}
-            more = [
-                n
-                for n in sorted(names)
-                if n.partition(".")[0] in kinds and n.partition(".")[2] not in parameters
-            ]
-            if more:
+            known = {f"{kind}.{name}" for kind in kinds for part in listed for name in part}
+            stored_kinds = {name for name in names if name.partition(".")[0] in kinds}
+            if more := sorted(stored_kinds - known):
                 raise CheckpointError(
                     f"{folder} does not fit this model: it also has {named(more)}. A checkpoint of "
                     "another architecture is not loaded in parts: see --use-checkpoint-args"
@@ -269,13 +255,13 @@ def _fill(
     tensors: Mapping[str, Shards],
     folder: Path,
     stored: Mapping[str, Stored],
-    alive: Alive = nothing,
+    alive: Alive,
 ) -> None:
     """Fill the pieces of `tensors` in place from the shards that overlap with them, converting to
     their dtypes.
 
-    Nothing is communicated. Raises CheckpointError naming the file that is damaged; what was filled
-    before stays.
+    There is no communication. Raises CheckpointError naming the file that is damaged; what was
+    filled before stays.
     """
     wanted = [
         (name, shard)
@@ -292,16 +278,6 @@ def _fill(
             if places is not None:
                 view.detach()[places[1]].copy_(values[places[0]])
         alive()
-
-
-def read_whole(folder: Path, name: str, stored: Mapping[str, Stored]) -> torch.Tensor:
-    """Return a whole tensor, in the dtype it was written in. Raises CheckpointError where a part of
-    it is damaged.
-    """
-    shape = tuple(stored[name]["shape"])
-    whole = torch.zeros(shape, dtype=getattr(torch, stored[name]["dtype"]))
-    _fill({name: Shards(shape, {(0,) * len(shape): whole})}, folder, stored)
-    return whole
 
 
 def read_shards(

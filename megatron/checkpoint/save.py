@@ -50,7 +50,6 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shards import (
-    Index,
     Stored,
     Totals,
     check_complete,
@@ -66,6 +65,7 @@ from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
 from megatron.config import Config
 from megatron.engine.engine import Engine
+from megatron.engine.fragments import Index
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
@@ -183,7 +183,6 @@ class Saver:
         self._pending: _Pending | None = None
         self._cleaner = ThreadPoolExecutor(1, "remove-checkpoints")
         self._removal: Future[None] | None = None  # the last one
-        self._generation: int | None = None  # of the last save, on rank 0
 
     @property
     def pending(self) -> bool:
@@ -251,11 +250,10 @@ class Saver:
             self._remove(pending)
             raise
         self._pending = pending
-        if not background:
-            return self.commit()
-        pending.start()
+        if background:
+            pending.start()
         pending.stall_s = time.perf_counter() - pending.begun
-        return None
+        return None if background else self.commit()
 
     def commit(self) -> Saved:
         """Complete the pending save; waits where a rank is still writing."""
@@ -270,8 +268,8 @@ class Saver:
             self._remove(pending)
             raise
         now = time.perf_counter()
-        stall_s = pending.stall_s + now - at if pending.stall_s else now - pending.begun
-        return Saved(pending.folder, pending.iteration, size, now - pending.begun, stall_s)
+        elapsed_s, stall_s = now - pending.begun, pending.stall_s + now - at
+        return Saved(pending.folder, pending.iteration, size, elapsed_s, stall_s)
 
     def finish(self) -> Saved | None:
         """Commit a pending save, if there is one, and wait until old checkpoints are deleted."""
@@ -295,26 +293,18 @@ class Saver:
         parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
 
         def complete() -> int:
+            load = self._config.checkpoint.load
+            others = [load] if load else []
             try:
-                generation = self._next_generation()
+                generation = next_generation(self._directory, *others)
                 size = _write_lists(pending.temporary, parts, pending.small, whole, generation)
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
-            self._generation = generation
             self._retire(pending.iteration)
             return size
 
         return decided_by_first(topology, complete)
-
-    def _next_generation(self) -> int:
-        """Count up from the last save; at the first one from all in the directory and in that of
-        --load.
-        """
-        if self._generation is not None:
-            return self._generation + 1
-        load = self._config.checkpoint.load
-        return next_generation(self._directory, *([load] if load else []))
 
     def _retire(self, iteration: int) -> None:
         """On rank 0, after the commit of `iteration`: remove older checkpoints."""
@@ -342,25 +332,6 @@ class Saver:
         """Remove what a failed save has written, as it may be what fills the disk."""
         if self._topology.world.is_first and pending.temporary != Path():
             shutil.rmtree(pending.temporary, ignore_errors=True)
-
-
-def save(
-    directory: str | os.PathLike[str],
-    iteration: int,
-    engine: Engine,
-    topology: Topology,
-    config: Config,
-    state: dict[str, Any],
-    provenance: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN, make it the last checkpoint, and return its path. All ranks
-    call it, with arguments and errors as of `Saver`.
-    """
-    saver = Saver(directory, topology, config)
-    saved = saver.start(iteration, engine, state, provenance)
-    saver.finish()
-    assert saved is not None, "it was not written in the background"
-    return saved.folder
 
 
 _Part = tuple[tuple[str, Written], Totals, int, Mapping[str, Stored]]

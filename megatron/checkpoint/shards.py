@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.files import SHARD_INDEX, Manifest, Written, write_text
+from megatron.engine.fragments import Index
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name
 
@@ -47,7 +48,6 @@ _DTYPES = {
 _OVERHEAD_BYTES = 1 << 16  # upper bound of what torch.save adds to a tensor's numbers
 _NAMED = 8
 
-Index = tuple[int, ...]
 Stored = dict[str, Any]
 """A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values,
 ready for JSON.
@@ -231,11 +231,13 @@ def _checked(stored: Any) -> Stored:
     TypeError or ValueError where it is malformed.
     """
     shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
+    if not all(map(is_count, shape)):
+        raise ValueError("not a shape")
     itemsize = _DTYPES[dtype].itemsize
     for offset, sizes, file, start, length, value in stored["boxes"]:
         elements = math.prod(sizes)
         sound = (
-            all(map(is_count, (*shape, *offset, *sizes, start, length)))
+            all(map(is_count, (*offset, *sizes, start, length)))
             and len(shape) == len(offset) == len(sizes)
             and is_file_name(file)
             and elements <= math.prod(shape)

@@ -10,12 +10,11 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
-from megatron.checkpoint.save import save
 from megatron.engine import deepspeed_internals
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
-from tests.checkpoint.saver_cases import message
+from tests.checkpoint.saver_cases import message, save
 from tests.engine import toy
 from tests.helpers.groups import join
 

@@ -17,7 +17,7 @@ from megatron.checkpoint import save as save_module
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.load import load
-from megatron.checkpoint.save import Saver, save
+from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.writer import write_tensors
 from megatron.engine.engine import Engine
@@ -25,6 +25,22 @@ from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.groups import join
+
+
+def save(
+    directory: str | os.PathLike[str],
+    iteration: int,
+    engine: Engine,
+    topology: Topology,
+    config: Any,
+    state: dict[str, Any],
+) -> Path:
+    """Save while training waits; the checkpoint's folder."""
+    saver = Saver(directory, topology, config)
+    saved = saver.start(iteration, engine, state)
+    saver.finish()
+    assert saved is not None
+    return saved.folder
 
 
 class Gate:

@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint.load import load, load_weights
-from megatron.checkpoint.save import save
 from megatron.engine.engine import Engine
 from megatron.parallel.topology import Topology
-from tests.checkpoint.saver_cases import message
+from tests.checkpoint.saver_cases import message, save
 from tests.engine import toy
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import write_manifest
-from megatron.checkpoint.load import read_whole
 from megatron.errors import CheckpointError
 from tests.checkpoint.made import PROVENANCE, make, tensors
 from tools.inspect_checkpoint import (
@@ -26,6 +25,7 @@ from tools.inspect_checkpoint import (
     locate,
     matching,
     norms,
+    read_whole,
     tensor_difference,
     verify,
     verify_tracker,
@@ -43,7 +43,7 @@ def test_contents(tmp_path: Path) -> None:
     assert found.parameters["embedding.weight"] == ("master", "exp_avg", "exp_avg_sq")
     assert found.provenance == PROVENANCE and found.layout["data"] == 2
     for name, value in VALUES.items():
-        assert torch.equal(read_whole(found.folder, name, found.stored), value)
+        assert torch.equal(read_whole(found, name), value)
     assert verify(found.folder) == []
 
 

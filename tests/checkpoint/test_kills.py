@@ -17,13 +17,12 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.load import read_whole
 from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for
-from tools.inspect_checkpoint import contents, verify, verify_tracker
+from tools.inspect_checkpoint import contents, read_whole, verify, verify_tracker
 
 TRACKER = "latest_checkpointed_iteration.txt"
 KEPT = {"keep_last": 2}
@@ -52,7 +51,7 @@ def loaded(root: Path) -> tuple[int, float]:
     """
     folder = find_folder(root)
     assert verify(folder) == []
-    value = float(read_whole(folder, "master.w", contents(folder).stored)[0])
+    value = float(read_whole(contents(folder), "master.w")[0])
     assert open_checkpoint(folder).state["engine"] == {"value": value}
     return open_checkpoint(folder).iteration, value
 

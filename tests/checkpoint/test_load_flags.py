@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.load import read_whole
 from megatron.training.report.metrics import read_metrics
 from tests.helpers.processes import run_processes
-from tools.inspect_checkpoint import contents
+from tools.inspect_checkpoint import contents, read_whole
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +136,7 @@ def ended(root: Path) -> dict[str, Ended]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = contents(folder)
-    return {n: read_whole(folder, n, found.stored) for n in found.stored if n.startswith("master.")}
+    return {n: read_whole(found, n) for n in found.stored if n.startswith("master.")}
 
 
 def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:

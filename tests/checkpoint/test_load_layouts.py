@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.load import load
-from megatron.checkpoint.save import save
 from megatron.config import Config
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
+from tests.checkpoint.saver_cases import save
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, batches

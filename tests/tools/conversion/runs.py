@@ -240,7 +240,8 @@ def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
 
 def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     """Load a converted checkpoint: logits for some tokens, and the weights after one step."""
-    from megatron.checkpoint.load import load, read_config
+    from megatron.checkpoint.find import find_folder, open_checkpoint
+    from megatron.checkpoint.load import load
     from megatron.config import Config
     from megatron.data.sampler import MicroBatch
     from megatron.engine.engine import Engine
@@ -254,7 +255,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     from megatron.pipeline.executor import Executor
     from tests.helpers.training import pieces
 
-    stored = read_config(directory)["model"]
+    stored = open_checkpoint(find_folder(directory)).config["model"]
     names = (
         "num_layers",
         "hidden_size",
