@@ -24,11 +24,11 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config import PRESETS
 from megatron.config.command_line import add_preset, split_at_dashes
-from megatron.config.layout import narrowed, parse_layout, write_value
 from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.layout import narrowed, parse_layout, write_value
 from megatron.planner.search import tables
 from megatron.planner.search.find import Found, Search, check_device_orders, search
 from megatron.planner.search.space import GIB, Space, headroom_bytes, make_config

@@ -19,7 +19,6 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import parse_args, read_settings, scan
 from megatron.config.config import resolve
-from megatron.config.layout import layout_of, write_value
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.space import (
@@ -34,6 +33,7 @@ from megatron.jobs.space import (
     settings_of_flags,
 )
 from megatron.planner.cluster import CLUSTERS, Cluster
+from megatron.planner.layout import layout_of, write_value
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.tables import first_problem

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.layout import layout_of
 from megatron.errors import DataError
 from megatron.jobs.scaling import Figures, figures, read_run
 from megatron.metrics_file import read_records
+from megatron.planner.layout import layout_of
 from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (

@@ -7,7 +7,7 @@
     [constraints]  "reason that is shown" = "expression that must hold"
     [trial]        iterations, warm_up
 
-beside title, source, flags and cluster. A name is a short one (config/layout.py), processes,
+beside title, source, flags and cluster. A name is a short one (planner/layout.py), processes,
 preset, or a setting.
 """
 
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.command_line import OWN_FLAGS, flag_table, read_settings, scan
-from megatron.config.layout import DIMENSIONS, parse_layout, recompute_settings, write_value
 from megatron.config.option import Option
 from megatron.config.settings import all_options, did_you_mean, raise_problems
 from megatron.errors import ConfigError
+from megatron.planner.layout import DIMENSIONS, parse_layout, recompute_settings, write_value
 from megatron.untrusted import read_toml
 
 _KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}

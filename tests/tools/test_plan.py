@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_plan
-from megatron.config.layout import Layout
 from megatron.planner.cluster import load_cluster
+from megatron.planner.layout import Layout
 from megatron.planner.search.space import Space, make_config
 from megatron.planner.search.tables import flags_of
 from tests.helpers.fault_points import on

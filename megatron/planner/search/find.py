@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.config.layout import (
+from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
+from megatron.engine.optimizer_state import optimizer_state
+from megatron.errors import ConfigError
+from megatron.planner.channels import Channels
+from megatron.planner.cluster import Cluster
+from megatron.planner.layout import (
     DIMENSIONS,
     Layout,
     Wanted,
@@ -24,11 +29,6 @@ from megatron.config.layout import (
     recompute_settings,
     write_value,
 )
-from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
-from megatron.engine.optimizer_state import optimizer_state
-from megatron.errors import ConfigError
-from megatron.planner.channels import Channels
-from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
 from megatron.planner.placement import Placement, check_device_order, place_with
 from megatron.planner.processes import process_pool

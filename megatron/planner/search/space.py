@@ -13,11 +13,11 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import read_settings, with_preset
 from megatron.config.config import finish
-from megatron.config.layout import Layout, Wanted, allowed
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import Cluster
+from megatron.planner.layout import Layout, Wanted, allowed
 
 GIB = 2**30
 

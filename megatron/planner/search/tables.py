@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import Config, command_line_of
-from megatron.config.layout import DIMENSIONS, Layout, write_value
 from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.pipeline.clock import timeline
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
+from megatron.planner.layout import DIMENSIONS, Layout, write_value
 from megatron.planner.memory import sized_model
 from megatron.planner.placement import place_with
 from megatron.planner.processes import process_pool

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from megatron.config.layout import Layout
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError, MegatronError
 from megatron.planner.cluster import load_cluster
+from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find

@@ -10,9 +10,9 @@ import itertools
 import pytest
 
 from megatron.config import PRESETS
-from megatron.config.layout import Layout
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
+from megatron.planner.layout import Layout
 from megatron.planner.search.space import Rejections, Space, make_config
 
 FRONTIER = load_cluster("frontier")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.config.config import Config
+from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, SCHEDULES
 from megatron.config.settings import did_you_mean
 from megatron.errors import ConfigError

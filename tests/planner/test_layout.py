@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Config
-from megatron.config.layout import Layout, layout_of, matches, narrowed, parse_layout
 from megatron.errors import ConfigError
+from megatron.planner.layout import Layout, layout_of, matches, narrowed, parse_layout
 
 
 def test_what_is_written_is_read():
