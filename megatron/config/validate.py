@@ -5,25 +5,55 @@ a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config.duration import duration_s
 from megatron.config.parallel import layout_counts
 from megatron.config.settings import Settings, all_options
 
 Values = dict[str, Any]
+Problems = Callable[[Values], Iterator[str]]
+
+# Settings of which one at most may be chosen.
+EXCLUSIVE = (
+    ("swiglu", "squared_relu", "openai_gelu"),
+    ("fp16", "bf16"),
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
+    ("data_path", "data_file_list", "mock_data", "train_data_path"),
+    ("data_path", "data_file_list", "mock_data", "valid_data_path"),
+    ("data_path", "data_file_list", "mock_data", "test_data_path"),
+    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+)
+# Settings of which the first must not be greater.
+ASCENDING = (
+    ("min_lr", "lr"),
+    ("min_loss_scale", "initial_loss_scale"),
+    ("start_weight_decay", "end_weight_decay"),
+)
+# A setting that must be given (None) or have this value, for those that need it where they have
+# another value than their default.
+NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("save", None, ("save_interval_minutes", "async_save", "keep_last", "requeue")),
+    ("load", None, ("finetune", "reset_iteration", "load_tag")),
+    ("load", None, ("use_checkpoint_args", "exit_on_missing_checkpoint")),
+    ("keep_last", None, ("keep_every",)),
+    ("bf16", True, ("main_grads_dtype",)),
+    ("recompute_granularity", "full", ("recompute_method",)),
+    ("optimizer", "adam", ("optimizer_implementation",)),
+)
+CHECKS: list[tuple[tuple[str, ...], Problems]] = []
 
 
-class Check(NamedTuple):
-    """A check of some settings: `problems` yields what is wrong with their values."""
+def check(*needs: str) -> Callable[[Problems], Problems]:
+    """Add a check that runs when all of these settings have valid values, and yields problems."""
 
-    needs: tuple[str, ...]
-    problems: Callable[[Values], Iterator[str]]
+    def add(problems: Problems) -> Problems:
+        CHECKS.append((needs, problems))
+        return problems
 
-
-def check(*needs: str) -> Callable[[Callable[[Values], Iterator[str]]], Check]:
-    """Make a check that runs when all of these settings have valid values, and yields problems."""
-    return lambda problems: Check(needs, problems)
+    return add
 
 
 def validate(settings: Settings) -> None:
@@ -33,9 +63,38 @@ def validate(settings: Settings) -> None:
             settings.problems.append(
                 f"{all_options()[name].flag} is missing: give it, or a --preset"
             )
-    for one in CHECKS:
-        if settings.usable(*one.needs):
-            settings.problems.extend(one.problems(settings.values))
+    for needs, problems in CHECKS:
+        if settings.usable(*needs):
+            settings.problems.extend(problems(settings.values))
+    settings.problems.extend(_problems_of_tables(settings))
+
+
+def _problems_of_tables(settings: Settings) -> Iterator[str]:
+    values, options, bad = settings.values, all_options(), settings.bad
+
+    def written(name: str) -> str:
+        option = options[name]
+        return option.flag if option.many else option.written(values[name])
+
+    for group in EXCLUSIVE:
+        chosen = [name for name in group if values[name]]
+        if len(chosen) > 1 and bad.isdisjoint(chosen):
+            yield f"{' and '.join(map(written, chosen))} contradict each other: choose one"
+    for low, high in ASCENDING:
+        if settings.usable(low, high) and values[low] > values[high]:
+            yield f"{written(low)} is greater than {written(high)}"
+    for needed, value, names in NEEDED:
+        option, found = options[needed], values[needed]
+        if value is None:
+            is_met, remedy = found is not None, f"{option.flag} {option.metavar or 'N'}"
+        else:
+            is_met, remedy = found == value, option.written(value)
+            remedy += f", not {found}" if found else ""
+        if is_met or needed in bad:
+            continue
+        for name in names:
+            if name not in bad and values[name] not in (None, options[name].default):
+                yield f"{written(name)} needs {remedy}"
 
 
 def run_requirements(settings: Settings) -> None:
@@ -68,21 +127,26 @@ def nearest_multiples(value: int, step: int) -> str:
 # ---- model
 
 
+def _multiple(v: Values, name: str, of: str, remedy: str = "") -> Iterator[str]:
+    size, divisor = v[name], v[of]
+    if size % divisor:
+        flags = all_options()
+        yield (
+            f"{flags[name].flag} {size} is not a multiple of {flags[of].flag} {divisor}: use "
+            f"{nearest_multiples(size, divisor)}{remedy}"
+        )
+
+
 @check("hidden_size", "num_attention_heads")
 def _head_width(v: Values) -> Iterator[str]:
     if v["kv_channels"] is None:
-        hidden, heads = v["hidden_size"], v["num_attention_heads"]
-        yield (
-            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: use "
-            f"{nearest_multiples(hidden, heads)}, or give the width of a head with --kv-channels"
-        )
+        remedy = ", or give the width of a head with --kv-channels"
+        yield from _multiple(v, "hidden_size", "num_attention_heads", remedy)
 
 
 @check("num_attention_heads", "num_key_value_heads")
 def _grouped_queries(v: Values) -> Iterator[str]:
-    heads, kv = v["num_attention_heads"], v["num_key_value_heads"]
-    if heads % kv:
-        yield f"--num-attention-heads {heads} is not a multiple of --num-key-value-heads {kv}"
+    yield from _multiple(v, "num_attention_heads", "num_key_value_heads")
 
 
 @check("seq_length", "max_position_embeddings", "position_embedding_type")
@@ -109,38 +173,22 @@ def _rotary_width(v: Values) -> Iterator[str]:
             )
 
 
-@check()
-def _activations(v: Values) -> Iterator[str]:
-    chosen = [n for n in ("swiglu", "squared_relu", "openai_gelu") if v[n]]
-    if len(chosen) > 1:
-        yield (
-            f"{' and '.join(all_options()[n].flag for n in chosen)} contradict each other: choose "
-            "one activation"
-        )
-
-
 # ---- parallelism
 
 
 @check("tensor_model_parallel_size")
 def _tensor_parallel(v: Values) -> Iterator[str]:
-    tp = v["tensor_model_parallel_size"]
-    names = ["num_attention_heads", "num_key_value_heads", "ffn_hidden_size"]
+    names = ["num_attention_heads", "ffn_hidden_size"]
+    if v["num_key_value_heads"] != v["num_attention_heads"]:
+        names.append("num_key_value_heads")
     if v["sequence_parallel"]:
         names.append("seq_length")
     for name in names:
-        size = v[name]
-        if (
-            size is not None
-            and size % tp
-            and not (name == "num_key_value_heads" and size == v["num_attention_heads"])
-        ):
-            why = " with --sequence-parallel" if name == "seq_length" else ""
-            yield (
-                f"{all_options()[name].flag} {size} is not a multiple of "
-                f"--tensor-model-parallel-size {tp}{why}: use {nearest_multiples(size, tp)}, or "
-                "another tensor-parallel size"
-            )
+        if v[name] is not None:
+            remedy = ", or another tensor-parallel size"
+            if name == "seq_length":
+                remedy = ", another tensor-parallel size, or no --sequence-parallel"
+            yield from _multiple(v, name, "tensor_model_parallel_size", remedy)
 
 
 @check("num_layers", "pipeline_model_parallel_size")
@@ -286,47 +334,21 @@ def _rampup(v: Values) -> Iterator[str]:
             )
 
 
-@check()
-def _lengths(v: Values) -> Iterator[str]:
-    if v["train_iters"] is not None and v["train_samples"] is not None:
-        yield (
-            f"--train-iters {v['train_iters']} and --train-samples {v['train_samples']} both give "
-            "the length of the run: choose one"
-        )
-
-
 # ---- optimizer and learning rate
 
 
-def _units(v: dict[str, Any], prefix: str) -> list[str]:
-    return [unit for unit in ("iters", "samples", "tokens") if v[f"{prefix}_{unit}"]]
+def _units(v: Values, prefix: str) -> list[str]:
+    return [unit for unit in ("iters", "samples") if v[f"{prefix}_{unit}"]]
 
 
 @check()
 def _rate_units(v: Values) -> Iterator[str]:
-    decay, warmup = _units(v, "lr_decay"), _units(v, "lr_warmup")
-    for what, units in (("lr-decay", decay), ("lr-warmup", warmup)):
-        if len(units) > 1:
-            yield (
-                f"{' and '.join(f'--{what}-{u}' for u in units)} contradict each other: choose one "
-                "unit"
-            )
-    if v["lr_warmup_fraction"] and warmup:
-        yield f"--lr-warmup-fraction and --lr-warmup-{warmup[0]} contradict each other: choose one"
-    run = "iters" if v["train_iters"] else "samples" if v["train_samples"] else None
-    other = {"iters": "samples", "samples": "iters"}
-    if run is not None and not (v["train_iters"] and v["train_samples"]):
-        for what, units in (
-            ("lr-decay", decay),
-            ("lr-warmup", warmup),
-            ("lr-wsd-decay", _wsd_units(v)),
-        ):
-            if other[run] in units:
-                yield f"--{what}-{other[run]} does not go with --train-{run}: use --{what}-{run}"
-
-
-def _wsd_units(v: dict[str, Any]) -> list[str]:
-    return [unit for unit in ("iters", "samples") if v[f"lr_wsd_decay_{unit}"]]
+    if len(run := _units(v, "train")) == 1:
+        for what in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            for unit in _units(v, what):
+                if unit != run[0]:
+                    flag = f"--{what.replace('_', '-')}"
+                    yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
 
 
 @check("lr_decay_style")
@@ -342,9 +364,9 @@ def _rate_lengths(v: Values) -> Iterator[str]:
             )
     if v["lr_decay_style"] != "WSD":
         return
-    decay_units, wsd = _units(v, "lr_decay"), _wsd_units(v)
+    wsd = _units(v, "lr_wsd_decay")
     if not wsd:
-        unit = decay_units[0] if decay_units else "iters"
+        unit = [*_units(v, "lr_decay"), "iters"][0]
         yield f"--lr-decay-style WSD needs the length of its last phase: give --lr-wsd-decay-{unit}"
     for unit in wsd:
         length, decay = v[f"lr_wsd_decay_{unit}"], v[f"lr_decay_{unit}"]
@@ -355,12 +377,6 @@ def _rate_lengths(v: Values) -> Iterator[str]:
             )
 
 
-@check("lr", "min_lr")
-def _lowest_rate(v: Values) -> Iterator[str]:
-    if v["min_lr"] > v["lr"]:
-        yield f"--min-lr {v['min_lr']:g} is greater than --lr {v['lr']:g}"
-
-
 @check("weight_decay", "start_weight_decay", "end_weight_decay")
 def _weight_decay(v: Values) -> Iterator[str]:
     start, end, style = v["start_weight_decay"], v["end_weight_decay"], v["weight_decay_incr_style"]
@@ -369,59 +385,28 @@ def _weight_decay(v: Values) -> Iterator[str]:
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
             "--weight-decay-incr-style linear or cosine; with constant only --weight-decay counts"
         )
-    if start > end:
-        yield (
-            f"--start-weight-decay {start:g} is greater than --end-weight-decay {end:g}: weight "
-            "decay only grows"
-        )
 
 
-# ---- precision, recomputation, data, checkpoints, tokenizer
+# ---- recomputation, data, checkpoints, tokenizer
 
 
-@check("fp16", "bf16", "main_grads_dtype")
-def _precision(v: Values) -> Iterator[str]:
-    if v["fp16"] and v["bf16"]:
-        yield "--fp16 and --bf16 contradict each other: choose one"
-    if v["main_grads_dtype"] == "bf16" and not v["bf16"]:
-        yield "--main-grads-dtype bf16 needs --bf16: gradients of other formats are summed in fp32"
+@check("recompute_modules")
+def _recompute_modules(v: Values) -> Iterator[str]:
+    modules = v["recompute_modules"]
+    if v["recompute_granularity"] != "selective" and modules != ("core_attn",):
+        yield f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective"
 
 
-@check("initial_loss_scale", "min_loss_scale")
-def _loss_scale(v: Values) -> Iterator[str]:
-    if v["min_loss_scale"] > v["initial_loss_scale"]:
-        low, first = v["min_loss_scale"], v["initial_loss_scale"]
-        yield f"--min-loss-scale {low:g} is greater than --initial-loss-scale {first:g}"
-
-
-@check("recompute_num_layers")
-def _recompute(v: Values) -> Iterator[str]:
-    granularity, method, number = (
-        v["recompute_granularity"],
-        v["recompute_method"],
-        v["recompute_num_layers"],
-    )
-    if granularity != "full" and method is not None:
-        given = f"is {granularity}" if granularity else "is absent"
-        yield f"--recompute-method {method} needs --recompute-granularity full, which {given}"
-    if granularity != "selective" and v["recompute_modules"] not in (None, ("core_attn",)):
-        listed = " ".join(v["recompute_modules"])
-        yield f"--recompute-modules {listed} needs --recompute-granularity selective"
-    layers, pp, chunks = (
-        v["num_layers"],
-        v["pipeline_model_parallel_size"],
-        v["virtual_pipeline_model_parallel_size"],
-    )
-    if granularity == "full" and layers is not None and pp is not None and number > layers:
+@check("recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
+def _recompute_layers(v: Values) -> Iterator[str]:
+    number, layers = v["recompute_num_layers"], v["num_layers"]
+    if v["recompute_granularity"] != "full":
+        return
+    if number > layers:
         yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
-    elif (
-        granularity == "full"
-        and method == "block"
-        and layers
-        and pp
-        and v["pipeline_layout"] is None
-    ):
-        most = -(-layers // (pp * chunks))
+    elif v["recompute_method"] == "block" and v["pipeline_layout"] is None:
+        stages = v["pipeline_model_parallel_size"] * v["virtual_pipeline_model_parallel_size"]
+        most = -(-layers // stages)
         if number > most:
             yield (
                 f"--recompute-num-layers {number} is more than the {most} layers of a stage: use "
@@ -445,20 +430,20 @@ def _split(v: Values) -> Iterator[str]:
 
 @check()
 def _data(v: Values) -> Iterator[str]:
-    separate = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if v[n]]
-    whole = [n for n in ("data_path", "data_file_list") if v[n]]
-    flags = [all_options()[n].flag for n in (*whole, *separate)]
-    if len(whole) > 1 or (whole and separate):
-        yield (
-            f"{', '.join(flags)} contradict each other: use one of --data-path, --data-file-list, "
-            "--train-data-path"
-        )
-    if v["mock_data"] and flags:
-        yield f"--mock-data and {flags[0]} contradict each other: choose one"
-    for name in (*separate, "data_path"):
-        paths = v[name]
-        if paths and len(paths) > 1:
-            yield from _blend(all_options()[name].flag, paths)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if v[name] and len(v[name]) > 1:
+            yield from _blend(all_options()[name].written(v[name]), v[name])
+
+
+def _blend(written: str, words: tuple[str, ...]) -> Iterator[str]:
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        weights = []
+    if len(words) % 2 or not weights:
+        yield f"{written}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
+    elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        yield f"{written}: weights must be at least 0 and not all 0"
 
 
 @check("data_packing")
@@ -479,43 +464,13 @@ def _packing(v: Values) -> Iterator[str]:
         )
 
 
-def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
-    def number(word: str) -> float | None:
-        try:
-            return float(word)
-        except ValueError:
-            return None
-
-    weights = [number(w) for w in words[::2]]
-    if len(words) == 1:
-        return  # one prefix
-    if len(words) % 2 or any(w is None for w in weights):
-        yield f"{flag} {' '.join(words)}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
-    elif any(w is not None and not 0 <= w < float("inf") for w in weights) or not any(weights):
-        yield f"{flag} {' '.join(words)}: weights must be at least 0 and not all 0"
-
-
 @check()
 def _checkpoints(v: Values) -> Iterator[str]:
-    for name in ("save_interval_minutes", "async_save", "keep_last", "requeue"):
-        if v[name] and v["save"] is None:
-            yield f"{all_options()[name].flag} needs --save FOLDER"
-    if v["keep_every"] is not None and v["keep_last"] is None:
-        yield f"--keep-every {v['keep_every']} removes nothing without --keep-last N: give both"
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
         yield (
             "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the "
             "same FOLDER"
         )
-    for name in (
-        "finetune",
-        "reset_iteration",
-        "use_checkpoint_args",
-        "exit_on_missing_checkpoint",
-        "load_tag",
-    ):
-        if v[name] and v["load"] is None:
-            yield f"{all_options()[name].flag} needs --load FOLDER"
     for name in ("finetune", "reset_iteration"):
         if v[name] and v["load"] is not None and v["load"] == v["save"]:
             yield (
@@ -523,11 +478,6 @@ def _checkpoints(v: Values) -> Iterator[str]:
                 f"its own checkpoints: give --save another FOLDER than --load {v['load']}, and "
                 "resume from that one without the flag"
             )
-    if v["override_opt_param_scheduler"] and v["use_checkpoint_opt_param_scheduler"]:
-        yield (
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict "
-            "each other"
-        )
 
 
 @check("walltime")
@@ -543,11 +493,6 @@ def _kernels(v: Values) -> Iterator[str]:
         yield (
             "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
             "one"
-        )
-    if v["optimizer_implementation"] != "auto" and v["optimizer"] != "adam":
-        yield (
-            f"--optimizer-implementation {v['optimizer_implementation']} is for --optimizer adam, "
-            f"but --optimizer is {v['optimizer']}: remove it"
         )
 
 
@@ -577,34 +522,3 @@ def _tokenizer(v: Values) -> Iterator[str]:
     for name in _TOKENIZER_NEEDS.get(kind, ()):
         if v[name] is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
-
-
-CHECKS = (
-    _head_width,
-    _grouped_queries,
-    _positions,
-    _rotary_width,
-    _activations,
-    _tensor_parallel,
-    _pipeline,
-    _world,
-    _device_order,
-    _batch,
-    _rampup,
-    _lengths,
-    _rate_units,
-    _rate_lengths,
-    _lowest_rate,
-    _weight_decay,
-    _precision,
-    _loss_scale,
-    _recompute,
-    _split,
-    _data,
-    _packing,
-    _checkpoints,
-    _walltime,
-    _kernels,
-    _profile,
-    _tokenizer,
-)

@@ -76,8 +76,8 @@ def test_all_problems_are_numbered_together():
         "--batch-size 3",
         "--num-attention-heads 5",
         "--global-batch-size 16",
-        "--bf16",
         "no",
+        "--bf16",
     ]
     assert "7 problems" in first and len(lines) == 7
     for number, (line, word) in enumerate(zip(lines, words, strict=True), 1):

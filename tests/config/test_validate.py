@@ -227,7 +227,7 @@ CASES = [
     ),
     (
         dict(recompute_method="uniform", recompute_granularity="selective"),
-        ["selective"],
+        ["--recompute-granularity full"],
         dict(recompute_granularity="full"),
     ),
     (
