@@ -9,11 +9,10 @@ dictionary.
 from megatron.config.command_line import command_line_of, parse_args, parse_command_line
 from megatron.config.config import Config
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
-from megatron.config.help_text import render_help
+from megatron.config.help_text import render_config, render_help
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
 from megatron.config.presets import PRESETS
-from megatron.config.show import render_config
 from megatron.config.training import (
     BatchConfig,
     KernelConfig,

@@ -16,12 +16,11 @@ from typing import Any
 from megatron.config import flags_of_others
 from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
-from megatron.config.help_text import render_help
+from megatron.config.help_text import render_config, render_help
 from megatron.config.option import Option
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
-from megatron.config.show import render_config
 from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_late
 from megatron.errors import ConfigError
 

@@ -9,57 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
-from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
-from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
-from megatron.config.parallel import (
-    EngineConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    layout_counts,
-)
+from megatron.config.parallel import layout_counts
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.settings import (
     SECTIONS,
+    Sections,
     Settings,
     all_options,
     did_you_mean,
     raise_problems,
     section_of,
 )
-from megatron.config.training import (
-    BatchConfig,
-    KernelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
 from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sections):
     """All settings of a run, resolved and checked. Use Config.create(...) or parse_args(...).
 
     `pieces` are the user's own pieces (with_pieces). replace(...) keeps them; to_dict leaves them
     out.
     """
 
-    model: ModelConfig
-    tokenizer: TokenizerConfig
-    parallel: ParallelConfig
-    recompute: RecomputeConfig
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    precision: PrecisionConfig
-    engine: EngineConfig
-    kernels: KernelConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    training: TrainingConfig
-    logging: LoggingConfig
     given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
@@ -189,13 +163,8 @@ class Config:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        list(value)
-        if isinstance(value, tuple)
-        else dict(value)
-        if isinstance(value, dict)
-        else value
-    )
+    """Return a value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _note_inert(settings: Settings) -> None:
@@ -251,7 +220,7 @@ def resolve(settings: Settings) -> None:
     # Megatron-LM's examples quote it twice
     settings.values["split"] = settings.values["split"].strip("'\"")
     for name, value in _STAND_INS.items():
-        if settings.values[name] is None and name not in settings.bad:
+        if settings.is_unset(name):
             settings.derive(name, value, _STAND_IN_ORIGIN)
     _tokenizer(settings)
     _model(settings)
@@ -264,8 +233,7 @@ def resolve(settings: Settings) -> None:
 def _tokenizer(s: Settings) -> None:
     v = s.values
     chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset")
-    open_kind = v["tokenizer_type"] is None and "tokenizer_type" not in s.bad
-    if open_kind and v["vocab_file"] and v["merge_file"] and not chosen:
+    if s.is_unset("tokenizer_type") and v["vocab_file"] and v["merge_file"] and not chosen:
         s.derive("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
     # A preset names the vocabulary of the model's own tokenizer; another tokenizer brings its own.
     kind = v["tokenizer_type"]
@@ -302,7 +270,7 @@ def _parallel(s: Settings) -> None:
     v["virtual_pipeline_model_parallel_size"] = 1
     if s.usable("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         replica = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"]
-        if v["world_size"] is None and "world_size" not in s.bad:
+        if s.is_unset("world_size"):
             s.derive("world_size", replica, "derived: one replica")
         if s.usable("world_size") and v["world_size"] % replica == 0:
             s.derive(
@@ -311,31 +279,18 @@ def _parallel(s: Settings) -> None:
                 "derived from world size, tensor and pipeline size",
             )
     _chunks(s)
-    if (
-        v["sequence_parallel"]
-        and v["tensor_model_parallel_size"] == 1
-        and s.usable("tensor_model_parallel_size")
+    tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    for name, size in (
+        ("sequence_parallel", tensor),
+        ("tp_comm_overlap", tensor),
+        ("enable_zbh1_pipeline", pipeline),
     ):
-        s.derive("sequence_parallel", False, "derived from tensor-model-parallel-size 1")
-        s.notices.append(
-            "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1"
-        )
-    if (
-        v["tp_comm_overlap"]
-        and v["tensor_model_parallel_size"] == 1
-        and s.usable("tensor_model_parallel_size")
-    ):
-        s.derive("tp_comm_overlap", False, "derived from tensor-model-parallel-size 1")
-        s.notices.append(
-            "--tp-comm-overlap is off: it has no effect with --tensor-model-parallel-size 1"
-        )
-    elif "tp_comm_overlap_chunks" in s.given and not v["tp_comm_overlap"]:
+        if v[name] and v[size] == 1 and s.usable(size):
+            alone = f"{all_options()[size].flag} 1"
+            s.derive(name, False, f"derived from {alone[2:]}")
+            s.notices.append(f"{all_options()[name].flag} is off: it has no effect with {alone}")
+    if "tp_comm_overlap_chunks" in s.given and not v["tp_comm_overlap"]:
         s.notices.append("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off")
-    if v["enable_zbh1_pipeline"] and v["pipeline_model_parallel_size"] == 1:
-        s.derive("enable_zbh1_pipeline", False, "derived from pipeline-model-parallel-size 1")
-        s.notices.append(
-            "--enable-zbh1-pipeline is off: it has no effect with --pipeline-model-parallel-size 1"
-        )
 
 
 def _chunks(s: Settings) -> None:
@@ -361,12 +316,10 @@ def _chunks(s: Settings) -> None:
 
 def _batch(s: Settings) -> None:
     v = s.values
-    open_size = v["global_batch_size"] is None and "global_batch_size" not in s.bad
-    if open_size and s.usable("micro_batch_size", "data_parallel_size"):
+    if s.is_unset("global_batch_size") and s.usable("micro_batch_size", "data_parallel_size"):
         size = v["micro_batch_size"] * v["data_parallel_size"]
         s.derive("global_batch_size", size, "derived from micro-batch-size and data-parallel size")
-    lengths = ("train_iters", "train_samples", "train_tokens")
-    if all(v[n] is None and n not in s.bad for n in lengths):
+    if s.is_unset("train_iters", "train_samples", "train_tokens"):
         # Long enough for a warm-up and a final decay that were given, in their unit.
         unit = (
             "samples"
@@ -379,8 +332,7 @@ def _batch(s: Settings) -> None:
 
 def _learning_rate(s: Settings) -> None:
     v = s.values
-    decays = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-    if all(v[n] is None and n not in s.bad for n in decays):
+    if s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         for unit in ("iters", "samples", "tokens"):
             if s.usable(f"train_{unit}"):
                 s.derive(f"lr_decay_{unit}", v[f"train_{unit}"], f"derived from train-{unit}")
@@ -392,21 +344,17 @@ def _learning_rate(s: Settings) -> None:
 
 def _rest(s: Settings) -> None:
     v = s.values
-    if (
-        v["recompute_granularity"] == "full"
-        and v["recompute_method"] is None
-        and "recompute_method" not in s.bad
-    ):
+    if v["recompute_granularity"] == "full" and s.is_unset("recompute_method"):
         s.derive("recompute_method", "uniform", "derived from recompute-granularity full")
-    if v["recompute_modules"] is None and "recompute_modules" not in s.bad:
+    if s.is_unset("recompute_modules"):
         s.derive("recompute_modules", ("core_attn",), "default")
     if v["loss_scale"] == 0:
         s.derive("loss_scale", None, s.origins["loss_scale"])
     if v["zero_allgather_bucket_size"] == 0:
         s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
-    if v["exit_signal_handler"] is None and "exit_signal_handler" not in s.bad:
+    if s.is_unset("exit_signal_handler"):
         s.derive("exit_signal_handler", v["save"] is not None, "derived from save")
-    if v["max_consecutive_skips"] is None and "max_consecutive_skips" not in s.bad:
+    if s.is_unset("max_consecutive_skips"):
         s.derive("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
     if v["save_interval"] is not None and v["save"] is None:
         s.notices.append(
@@ -414,7 +362,7 @@ def _rest(s: Settings) -> None:
             "FOLDER"
         )
         s.derive("save_interval", None, "derived: there is no --save FOLDER")
-    if v["dataloader_type"] is None and "dataloader_type" not in s.bad:
+    if s.is_unset("dataloader_type"):
         s.derive("dataloader_type", "single", "default")
     if v["data_packing"] == "best-fit" and v["mock_data"]:
         s.notices.append(

@@ -1,8 +1,11 @@
-"""Text of --help: settings by section with their defaults, at most 100 columns wide."""
+"""Texts of --help (settings by section with their defaults, at most 100 columns wide) and of
+--print-config.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags_of_others import FILE, families
 from megatron.config.option import Option, options_of
@@ -10,9 +13,14 @@ from megatron.config.presets import PRESETS
 from megatron.config.settings import SECTIONS
 from megatron.config.translate import DIRECT, LATE
 
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
 WIDTH = 100
 _INDENT = 44
 _LARGE = 8  # flags of a family that is named
+_NAME_WIDTH = 48
+_VALUE_WIDTH = 28
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -146,3 +154,27 @@ def _default(option: Option) -> str:
     if isinstance(option.default, float):
         return f"(default: {option.default:g})"
     return f"(default: {option.default})"
+
+
+# --- print-config
+
+
+def render_config(config: Config) -> str:
+    """Return all settings by section, with their values and origins."""
+    lines = ["------------------------ arguments ------------------------"]
+    for attribute, section in SECTIONS.items():
+        lines.append(f"{section.title}:")  # type: ignore[attr-defined]
+        for option in options_of(section):
+            value = _text(getattr(getattr(config, attribute), option.name))
+            dots = "." * max(3, _NAME_WIDTH - len(option.name))
+            lines.append(
+                f"  {option.name} {dots} {value:<{_VALUE_WIDTH}} ({config.origin(option.name)})"
+            )
+    lines.append("-------------------- end of arguments ---------------------")
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(item) for item in value)
+    return str(value) if value != "" else "''"

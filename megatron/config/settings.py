@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.model import ModelConfig, TokenizerConfig
@@ -22,32 +23,33 @@ from megatron.config.training import (
 )
 from megatron.errors import ConfigError
 
-SECTIONS: Mapping[str, type] = {
-    "model": ModelConfig,
-    "tokenizer": TokenizerConfig,
-    "parallel": ParallelConfig,
-    "recompute": RecomputeConfig,
-    "batch": BatchConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "engine": EngineConfig,
-    "kernels": KernelConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "training": TrainingConfig,
-    "logging": LoggingConfig,
-}
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections of a configuration, in the order of --help."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    parallel: ParallelConfig
+    recompute: RecomputeConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    engine: EngineConfig
+    kernels: KernelConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    training: TrainingConfig
+    logging: LoggingConfig
+
+
+SECTIONS: Mapping[str, type] = get_type_hints(Sections)
 
 
 @functools.cache
 def all_options() -> Mapping[str, Option]:
     """Return every setting by name, in section order."""
     return {o.name: o for section in SECTIONS.values() for o in options_of(section)}
-
-
-@functools.cache
-def _defaults() -> Mapping[str, Any]:
-    return {name: option.default for name, option in all_options().items()}
 
 
 @functools.cache
@@ -128,7 +130,7 @@ class Settings:
 
     def fill_defaults(self) -> None:
         """Initialize `values` from the defaults and the chosen values."""
-        defaults = {name: dict(v) if isinstance(v, dict) else v for name, v in _defaults().items()}
+        defaults = {name: copy.copy(option.default) for name, option in all_options().items()}
         self.values.update(defaults | self.given)
         self.origins = dict.fromkeys(defaults, "default") | self.origins
 
@@ -136,6 +138,10 @@ class Settings:
         """Set a derived value; `origin` says how it was derived."""
         self.values[name] = value
         self.origins[name] = origin
+
+    def is_unset(self, *names: str) -> bool:
+        """Return whether none of these settings has a value, valid or not."""
+        return all(self.values[n] is None and n not in self.bad for n in names)
 
     def usable(self, *names: str) -> bool:
         """Return whether all of these settings have valid values."""
