@@ -6,7 +6,7 @@ dictionary.
 (256, 'derived from hidden-size')
 """
 
-from megatron.config.command_line import command_line_of, parse_args, parse_command_line
+from megatron.config.command_line import command_line_of, parse_args
 from megatron.config.config import Config
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.help_text import render_config, render_help
@@ -39,7 +39,6 @@ __all__ = [
     "TrainingConfig",
     "command_line_of",
     "parse_args",
-    "parse_command_line",
     "render_config",
     "render_help",
 ]

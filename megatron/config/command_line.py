@@ -9,13 +9,12 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config import flags_of_others
 from megatron.config.config import Config, finish
-from megatron.config.flags_of_others import Foreign
+from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
 from megatron.config.option import Option
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
@@ -39,20 +38,16 @@ OWN_FLAGS: Mapping[str, str] = {
 class Flag:
     """Meaning of one spelling.
 
-    kind: 'value', 'set' (to `value`), 'weak' (set unless another flag sets it), 'translated',
-    'foreign' or 'own'.
+    kind: 'value', 'set' (to `value`), 'weak' (set unless another flag sets it), 'translated' (by
+    `read`, or late), 'foreign' or 'own'. settings: the names of the settings that it may set.
     """
 
     kind: str
+    settings: tuple[str, ...] = ()
     option: Option | None = None
     value: Any = None
     foreign: Foreign | None = None
-    translated: tuple[str, ...] = ()  # the settings that a translated one may give
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """Return the names of the settings that it may set."""
-        return self.translated if self.option is None else (self.option.name,)
+    read: Callable[[list[str]], dict[str, Any]] | None = None
 
 
 @functools.cache
@@ -65,49 +60,37 @@ def settings_flags() -> Mapping[str, Flag]:
         table[spelling] = flag
 
     for option in all_options().values():
+        named = (option.name,)
         for spelling in option.flags:
-            add(
-                spelling,
-                Flag("set", option, True) if option.kind is bool else Flag("value", option),
-            )
+            kind = "set" if option.kind is bool else "value"
+            add(spelling, Flag(kind, named, option, True))
         for spelling in option.off_flags:
-            add(spelling, Flag("set", option, False))
+            add(spelling, Flag("set", named, option, False))
         for spelling, value in option.shortcuts.items():
-            add(spelling, Flag("set", option, value))
+            add(spelling, Flag("set", named, option, value))
         for spelling, value in option.weak_shortcuts.items():
-            add(spelling, Flag("weak", option, value))
+            add(spelling, Flag("weak", named, option, value))
     for spelling, direct in DIRECT.items():
-        add(spelling, Flag("translated", translated=direct.settings))
+        add(spelling, Flag("translated", direct.settings, read=direct.read))
     for spelling, settings in LATE.items():
-        add(spelling, Flag("translated", translated=settings))
+        add(spelling, Flag("translated", settings))
     for spelling in OWN_FLAGS:
         add(spelling, Flag("own"))
     return table
 
 
-class _AllFlags(Mapping[str, Flag]):
-    """Mapping of every accepted spelling. Foreign flags are looked up in their file on demand."""
-
-    def __getitem__(self, spelling: str) -> Flag:
-        flag = settings_flags().get(spelling)
-        if flag is None:
-            foreign = flags_of_others.find(spelling)
-            if foreign is None:
-                raise KeyError(spelling)
-            flag = Flag("foreign", foreign=foreign)
-        return flag
-
-    def __iter__(self) -> Iterator[str]:
-        yield from settings_flags()
-        yield from flags_of_others.spellings()
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
+@functools.cache
 def flag_table() -> Mapping[str, Flag]:
-    """Return every spelling that a command line may contain."""
-    return _AllFlags()
+    """Return every spelling that a command line may contain, with its meaning. Flags of other
+    frameworks may have dashes in place of underscores, and underscores in place of dashes.
+    """
+    table = dict(settings_flags())
+    for spelling, foreign in foreign_flags().items():
+        assert spelling not in table, f"two meanings of {spelling}"
+        flag = table[spelling] = Flag("foreign", foreign=foreign)
+        table.setdefault(spelling.replace("_", "-"), flag)
+        table.setdefault("--" + spelling[2:].replace("-", "_"), flag)
+    return table
 
 
 @dataclass
@@ -149,7 +132,7 @@ def scan(argv: Sequence[str]) -> Scanned:
     words: list[str] | None = None  # where the next word belongs; None: to no flag
     for place, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
-        # as forks write them, and Megatron-LM's attributes
+        # Forks, Primus and Megatron-LM's attributes have underscores.
         if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
@@ -183,10 +166,10 @@ def _is_flag(word: str) -> bool:
     )
 
 
-def parse_command_line(
+def parse_args(
     argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
-) -> tuple[Config, list[str]]:
-    """Return the configuration of a training command line, and its notices.
+) -> Config:
+    """Return the configuration of a training command line.
 
     world_size: number of processes that the launcher started; None without a launcher. --help and
     --print-config print and raise SystemExit(0). Raises ConfigError with all problems as a numbered
@@ -208,7 +191,7 @@ def parse_command_line(
             print(f"notice: {notice}", file=sys.stderr)
         print(render_config(config))
         raise SystemExit(0)
-    return config, list(config.notices)
+    return config
 
 
 def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
@@ -228,13 +211,6 @@ def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
     settings = Settings(problems=scanned.problems, pieces=pieces)
     _give_flags(settings, scanned.flags)
     return settings
-
-
-def parse_args(
-    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
-) -> Config:
-    """Return the configuration of a training command line; see parse_command_line."""
-    return parse_command_line(argv, world_size, pieces)[0]
 
 
 def _give_launch(
@@ -272,7 +248,7 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
     translate_late(settings, flags)
     for spelling, words in flags.items():
         if (foreign := flag_table()[spelling].foreign) is not None:
-            _foreign(settings, spelling, foreign, words)
+            foreign.judge(settings, spelling, words)
 
 
 def _give_pieces(settings: Settings, words: list[str]) -> None:
@@ -315,66 +291,36 @@ def _chosen_values(
 
 def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> dict[str, Any]:
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
-    direct = DIRECT.get(spelling)
-    names = (
-        direct.settings
-        if direct is not None
-        else (flag.option.name,)
-        if flag.option is not None
-        else ()
-    )
-    written = " ".join([spelling, *words])
+    option, written = flag.option, " ".join([spelling, *words])
+    found: dict[str, Any] = {}
     try:
-        if direct is not None and not is_off(words):
-            found = {
-                name: all_options()[name].accept(value)
-                for name, value in direct.read(words).items()
-            }
+        if flag.read is not None and not is_off(words):
+            for name, value in flag.read(words).items():
+                found[name] = all_options()[name].accept(value)
             settings.notices.append(meaning(written, found))
-            return found
-        if flag.option is None:
-            return {}
-        value = _value(flag, words)
-    except ValueError as error:
-        for name in names:
+        elif option is not None:
+            value = found[option.name] = _value(flag, option, words)
+            if option.choices is None and len(words) == 1 and words[0] in option.value_names:
+                settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
+    except (ValueError, ConfigError) as error:
+        for name in flag.settings:
             settings.mark_bad(name, f"{spelling} {error}", "command line")
         return {}
-    if flag.option.choices is None and len(words) == 1 and words[0] in flag.option.value_names:
-        settings.notices.append(f"{written} means {flag.option.written(value)}: {flag.option.hint}")
-    return {flag.option.name: value}
+    return found
 
 
-def _value(flag: Flag, words: list[str]) -> Any:
-    assert flag.option is not None
+def _value(flag: Flag, option: Option, words: list[str]) -> Any:
     if flag.kind in ("set", "weak"):
         if not words:
             return flag.value
-        if flag.option.kind is bool and flag.value is True and len(words) == 1:
-            return flag.option.parse(words)  # --flag true, --flag=false
+        if option.kind is bool and flag.value is True and len(words) == 1:
+            return option.parse(words)  # --flag true, --flag=false
         raise ValueError(f"takes no value, got {' '.join(words)}")
-    if not words and flag.option.implied is not None:
-        return flag.option.implied
-    if not words and flag.option.many:
+    if not words and option.implied is not None:
+        return option.implied
+    if not words and option.many:
         raise ValueError("takes at least one value, got none")
-    return flag.option.parse(words)
-
-
-def _foreign(settings: Settings, spelling: str, foreign: Foreign, words: list[str]) -> None:
-    """Record a notice or a problem for a flag that is not a setting."""
-
-    def value_of(name: str) -> Any:
-        return settings.given.get(name, all_options()[name].default)
-
-    written = " ".join([spelling, *words])
-    if foreign.family.refused:
-        if foreign.is_harmless(words, value_of):
-            settings.notices.append(f"{written} has no effect: that is always so here")
-        else:
-            settings.problems.append(f"{written} is not supported: {foreign.family.reason}")
-    elif problem := foreign.miscounted(words):
-        settings.problems.append(f"{spelling} {problem}")
-    else:
-        settings.notices.append(f"{written} has no effect: {foreign.family.reason}")
+    return option.parse(words)
 
 
 def command_line_of(config: Config) -> list[str]:

@@ -1,17 +1,17 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that are not settings here.
 
-flags_of_others.toml lists them by family. It is read only for --help and for a command line with a
-flag that is not a setting.
+flags_of_others.toml lists them by family.
 """
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from megatron.config.settings import Settings, all_options
 
 FILE = Path(__file__).with_suffix(".toml")
 _OFF = ("none", "null")  # of a flag that takes values: leaves every feature off
@@ -20,12 +20,11 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Family:
-    """Flags that are handled alike for one reason; `flags` as written in the file."""
+    """Flags that are handled alike for one reason."""
 
     name: str
     refused: bool
     reason: str
-    flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,24 @@ class Foreign:
     values: how many it takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
     """
 
-    name: str
     family: Family
-    values: str = "0"
-    harmless: tuple[str, ...] = ()
+    values: str
+    harmless: tuple[str, ...]
 
-    def miscounted(self, words: list[str]) -> str:
+    def judge(self, settings: Settings, spelling: str, words: list[str]) -> None:
+        """Add a notice to `settings` where these words change nothing, else a problem."""
+        written, reason = " ".join([spelling, *words]), self.family.reason
+        miscounted = self._miscounted(words)
+        if not self.family.refused and miscounted:
+            settings.problems.append(f"{spelling} {miscounted}")
+        elif not self.family.refused:
+            settings.notices.append(f"{written} has no effect: {reason}")
+        elif not miscounted and self._is_harmless(settings, words):
+            settings.notices.append(f"{written} has no effect: that is always so here")
+        else:
+            settings.problems.append(f"{written} is not supported: {reason}")
+
+    def _miscounted(self, words: list[str]) -> str:
         """Return the expected number of values if there are others, else an empty string."""
         switched = self.values == "0" and len(words) == 1 and words[0].lower() in ("true", "false")
         fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[
@@ -48,19 +59,18 @@ class Foreign:
         ]
         return "" if fits else f"takes {_HOW_MANY[self.values]}, got {len(words)}"
 
-    def is_harmless(self, words: list[str], value_of: Callable[[str], Any]) -> bool:
-        """Return whether these words leave the feature off. Numbers are compared as numbers;
-        `value_of` returns the setting for @setting in the file.
-        """
-        if self.miscounted(words):
-            return False
+    def _is_harmless(self, settings: Settings, words: list[str]) -> bool:
+        """Return whether these words leave the feature off. Numbers are compared as numbers."""
         if self.values == "0":
             return [word.lower() for word in words] == ["false"]
-        allowed = [
-            str(value_of(value[1:])) if value.startswith("@") else value for value in self.harmless
-        ]
+        allowed = list(_OFF)
+        for value in self.harmless:
+            if value.startswith("@"):  # the value of this setting
+                name = value[1:]
+                value = str(settings.given.get(name, all_options()[name].default))
+            allowed.append(value)
         given = words or (["true"] if self.values == "?" else [])
-        return all(any(_equal(word, value) for value in (*allowed, *_OFF)) for word in given)
+        return all(any(_equal(word, value) for value in allowed) for word in given)
 
 
 def _equal(a: str, b: str) -> bool:
@@ -71,49 +81,18 @@ def _equal(a: str, b: str) -> bool:
 
 
 @functools.cache
-def families() -> tuple[Family, ...]:
-    """Return all families in the order of the file."""
-    is_refused = {"no-op": False, "refused": True}
-    return tuple(
-        Family(name, is_refused[table["verdict"]], table["reason"], tuple(table["flags"].split()))
-        for name, table in tomllib.loads(FILE.read_text(encoding="utf-8")).items()
-    )
-
-
-@functools.cache
-def _entries() -> Mapping[str, tuple[str, Family]]:
-    """Return each flag's entry and family, by its name with dashes."""
-    entries: dict[str, tuple[str, Family]] = {}
-    for family in families():
-        for entry in family.flags:
-            name = _plain(entry.partition("=")[0].partition(":")[0])
-            assert name not in entries, f"{name} stands twice in {FILE.name}"
-            entries[name] = entry, family
-    return entries
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def find(spelling: str) -> Foreign | None:
-    """Return the flag of this spelling, or None. Dashes and underscores are equivalent, since
-    Primus writes underscores.
-    """
-    found = _entries().get(_plain(spelling[2:])) if spelling.startswith("--") else None
-    if found is None:
-        return None
-    entry, family = found
-    head, equals, harmless = entry.partition("=")
-    name, _, values = head.partition(":")
-    return Foreign(
-        name,
-        family,
-        values or ("1" if equals else "0"),
-        tuple(harmless.split("|")) if equals else (),
-    )
-
-
-def spellings() -> Iterator[str]:
-    """Yield every such flag as its framework spells it."""
-    return ("--" + entry.partition("=")[0].partition(":")[0] for entry, _ in _entries().values())
+def foreign_flags() -> Mapping[str, Foreign]:
+    """Return every such flag by its spelling, in the order of the file."""
+    found: dict[str, Foreign] = {}
+    for title, table in tomllib.loads(FILE.read_text(encoding="utf-8")).items():
+        family = Family(title, table["verdict"] == "refused", table["reason"])
+        for entry in table["flags"].split():
+            head, equals, harmless = entry.partition("=")
+            name, _, values = head.partition(":")
+            assert f"--{name}" not in found, f"{name} stands twice in {FILE.name}"
+            found[f"--{name}"] = Foreign(
+                family,
+                values or ("1" if equals else "0"),
+                tuple(harmless.split("|")) if equals else (),
+            )
+    return found

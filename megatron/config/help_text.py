@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.flags_of_others import FILE, families
+from megatron.config.flags_of_others import FILE, foreign_flags
 from megatron.config.option import Option, options_of
 from megatron.config.presets import PRESETS
 from megatron.config.settings import SECTIONS
@@ -73,14 +74,11 @@ def _others() -> list[str]:
         ("Accepted without effect", False),
         ("Refused with the alternative, unless the value leaves the feature off", True),
     ):
-        found = [family for family in families() if family.refused == refused]
-        total = sum(len(family.flags) for family in found)
-        large = [
-            f"{family.name} ({len(family.flags)})"
-            for family in found
-            if len(family.flags) >= _LARGE
-        ]
-        parts.append(f"{title}, {total} flags: {'; '.join(large)}; and others")
+        found = Counter(
+            flag.family.name for flag in foreign_flags().values() if flag.family.refused == refused
+        )
+        large = [f"{name} ({count})" for name, count in found.items() if count >= _LARGE]
+        parts.append(f"{title}, {found.total()} flags: {'; '.join(large)}; and others")
     for part in parts:
         lines += textwrap.wrap(
             f"{part}.", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False

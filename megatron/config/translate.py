@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.option import MOST, Option
 from megatron.config.parallel import even_counts
 from megatron.config.settings import Settings, all_options
 from megatron.errors import ConfigError
-from megatron.untrusted import parse_json, read_text
+from megatron.untrusted import read_json, read_text
 
 Flags = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 24  # of a file that lists data sets
@@ -43,7 +44,7 @@ LATE: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Direct:
     """A flag that maps to settings by itself. `read` returns values of some of them, or raises
-    ValueError.
+    ValueError or ConfigError.
     """
 
     settings: tuple[str, ...]
@@ -67,28 +68,17 @@ def meaning(written: str, values: Mapping[str, Any]) -> str:
     )
 
 
-def _one(words: list[str]) -> str:
-    if len(words) != 1:
-        raise ValueError(f"takes one value, got {len(words)}")
-    return words[0]
-
-
-def _whole(word: str, least: int = 0) -> int:
-    if not word.isdecimal() or len(word) > 9 or int(word) < least:
-        raise ValueError(f"expected a whole number of at least {least}, got '{word[:40]}'")
-    return int(word)
+_TEXT = Option()
+_COUNT = Option(kind=int, at_least=1, at_most=MOST)
 
 
 def _head_type(words: list[str]) -> dict[str, Any]:
-    kinds: dict[str, dict[str, Any]] = {"multihead": {}, "multiquery": {"num_key_value_heads": 1}}
-    if (kind := _one(words).lower()) not in kinds:
-        raise ValueError(f"'{kind}' is not one of {', '.join(kinds)}: use --num-query-groups")
-    return kinds[kind]
+    kinds = Option(choices=("multihead", "multiquery"), hint="use --num-query-groups")
+    return {"num_key_value_heads": 1} if kinds.parse(words) == "multiquery" else {}
 
 
 def _gated_activation(words: list[str]) -> dict[str, Any]:
-    if (kind := _one(words).lower()) != "swiglu":
-        raise ValueError(f"{kind} is not supported: use swiglu, the only gated activation here")
+    Option(choices=("swiglu",), hint="it is the only gated activation").parse(words)
     return {"swiglu": True}
 
 
@@ -96,19 +86,18 @@ def _profiled_steps(words: list[str]) -> dict[str, Any]:
     """Return the profiled steps of FIRST,LAST, counted from 1; --profile-step-end is the iteration
     at which profiling stops.
     """
-    first, comma, last = _one(words).partition(",")
+    first, comma, last = _TEXT.parse(words).partition(",")
     if not comma:
         raise ValueError(f"expected FIRST,LAST, got '{first}'")
-    return {"profile_step_start": _whole(first, 1) - 1, "profile_step_end": _whole(last, 1)}
+    return {
+        "profile_step_start": _COUNT.parse([first]) - 1,
+        "profile_step_end": _COUNT.parse([last]),
+    }
 
 
 def _timeout(words: list[str]) -> dict[str, Any]:
-    return {
-        "distributed_timeout_minutes": all_options()["distributed_timeout_minutes"].parse(
-            [_one(words)]
-        )
-        / 60
-    }
+    minutes = "distributed_timeout_minutes"
+    return {minutes: all_options()[minutes].parse(words) / 60}
 
 
 # ---- data
@@ -142,28 +131,22 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
 
 
 def _blend_of_file(setting: str, words: list[str]) -> dict[str, Any]:
-    groups = re.findall(r'"([^"]*)"', _text(_one(words)))
+    groups = re.findall(r'"([^"]*)"', _text(words))
     if not groups:
         raise ValueError(f'{words[0]} does not hold "{_WEIGHTED[1:-1]}" in double quotes')
     return _blend(setting, groups)
 
 
-def _text(path: str) -> str:
-    try:
-        return read_text(path, _MOST_BYTES, error=ConfigError)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+def _text(words: list[str]) -> str:
+    return read_text(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
 
 
 def _words_of_file(words: list[str]) -> dict[str, Any]:
-    return {"data_path": _text(_one(words)).split()}
+    return {"data_path": _text(words).split()}
 
 
 def _splits_of_file(words: list[str]) -> dict[str, Any]:
-    try:
-        content = parse_json(_text(_one(words)), words[0], error=ConfigError)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
     found: dict[str, Any] = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
@@ -297,7 +280,7 @@ class _Stages:
         """Return counts by Megatron-DeepSpeed's partition method; none for the method that is used
         anyway.
         """
-        method = _one(self.flags[PARTITION]).lower()
+        method = _TEXT.parse(self.flags[PARTITION]).lower()
         if method == "type:transformer":
             self.settings.notices.append(
                 f"{PARTITION} {method} has no effect: that is always so here"
@@ -339,7 +322,7 @@ class _Stages:
         """Return counts from Megatron's notation: E, t and L for embedding, layer and loss, |
         between stages, *n to repeat the preceding letter or bracket.
         """
-        layout = _one(self.flags[LAYOUT])
+        layout = _TEXT.parse(self.flags[LAYOUT])
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
         stages = _unroll(r"([EtL|])\*([0-9]{1,6})", text)
         counts = [stage.count("t") for stage in stages.split("|")]
@@ -380,7 +363,7 @@ class _Stages:
 
     def _number(self, flag: str) -> int | None:
         try:
-            return _whole(_one(self.flags[flag]), 1) if flag in self.flags else None
+            return _COUNT.parse(self.flags[flag]) if flag in self.flags else None
         except ValueError as error:
             raise ValueError(f"{flag} {error}") from None
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config, command_line_of, parse_args, parse_command_line, render_help
+from megatron.config import Config, command_line_of, parse_args, render_help
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 
@@ -132,7 +132,7 @@ def test_switches_can_be_turned_off_again():
 
 
 def test_no_pipeline_parallel():
-    (notice,) = parse_command_line([*BASE, "--no-pipeline-parallel"])[1]
+    (notice,) = parse_args([*BASE, "--no-pipeline-parallel"]).notices
     assert notice.startswith("--no-pipeline-parallel ")
     assert "--pipeline-model-parallel-size 2" in problems(
         "--no-pipeline-parallel --pipeline-model-parallel-size 2", 2
@@ -155,7 +155,7 @@ def test_settings_without_effect_say_so():
         "--wandb-project",
         "p",
     ]
-    (notice,) = parse_command_line(given)[1]
+    (notice,) = parse_args(given).notices
     assert notice.startswith("--wandb-project p ")
 
 

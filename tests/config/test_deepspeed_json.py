@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import parse_command_line
+from megatron.config import parse_args
 from megatron.config.deepspeed_json import key_lines
 from megatron.errors import ConfigError
 
@@ -26,7 +26,8 @@ def merge(tmp_path):
         file = tmp_path / "ds.json"
         file.write_text(content if isinstance(content, str) else json.dumps(content))
         argv = [*base, *arguments, "--deepspeed", "--deepspeed_config", str(file)]
-        config, notices = parse_command_line(argv, world_size)
+        config = parse_args(argv, world_size)
+        notices = list(config.notices)
         return config, [n for n in notices if "ds.json" in n]
 
     return run
@@ -322,7 +323,7 @@ def test_files_that_cannot_be_read(tmp_path):
         "/dev/zero",
     ):
         with pytest.raises(ConfigError, match=str(path)):
-            parse_command_line([*RUN, "--deepspeed_config", str(path)], 1)
+            parse_args([*RUN, "--deepspeed_config", str(path)], 1)
 
 
 # -- which line to change --------------------------------------------------------------------------
@@ -361,9 +362,7 @@ def test_a_contradiction_says_which_line_to_change(tmp_path):
         ),
     ):
         with pytest.raises(ConfigError) as raised:
-            parse_command_line(
-                [*BASE, "--lr", "1", *arguments.split(), "--deepspeed_config", str(file)], 2
-            )
+            parse_args([*BASE, "--lr", "1", *arguments.split(), "--deepspeed_config", str(file)], 2)
         text = str(raised.value)
         assert (
             "1 problem:" in text
@@ -378,7 +377,7 @@ def test_a_contradiction_within_the_file(tmp_path):
         '{"fp16": {"enabled": true},\n"bf16": {"enabled": true}, "train_batch_size": 4}'
     )
     with pytest.raises(ConfigError) as raised:
-        parse_command_line([*RUN, "--deepspeed_config", str(file)], 2)
+        parse_args([*RUN, "--deepspeed_config", str(file)], 2)
     assert all(
         word in str(raised.value) for word in ("fp16.enabled", "line 1", "bf16.enabled", "line 2")
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import parse_command_line
+from megatron.config import parse_args
 from megatron.errors import ConfigError
 
 BASE = {
@@ -584,7 +584,8 @@ def command(flag: str, words: list[str]) -> list[str]:
 
 def test_settings():
     for flag, words, meaning in rows(SETTINGS):
-        config, notices = parse_command_line(command(flag, words), WORLD_SIZE)
+        config = parse_args(command(flag, words), WORLD_SIZE)
+        notices = list(config.notices)
         name, _, text = meaning.partition(" ")
         name = name or flag.removeprefix("--").replace("-", "_")
         expected = (text or " ".join(words) or "True").replace("'", "").replace(" ", "")
@@ -600,9 +601,10 @@ def test_settings():
 
 
 def test_accepted_with_one_line_that_says_why():
-    plain = parse_command_line(command("--save", ["out"]), WORLD_SIZE)[0]
+    plain = parse_args(command("--save", ["out"]), WORLD_SIZE)
     for flag, words, _ in rows(ACCEPTED):
-        config, notices = parse_command_line(command(flag, words), WORLD_SIZE)
+        config = parse_args(command(flag, words), WORLD_SIZE)
+        notices = list(config.notices)
         (notice,) = [n for n in notices if n.startswith(flag)]
         assert "\n" not in notice and len(notice.partition(":")[2]) > 10
         assert config.replace(deepspeed=None) == plain, (flag, words)
@@ -611,7 +613,7 @@ def test_accepted_with_one_line_that_says_why():
 def test_refused_with_what_to_use_instead():
     for flag, words, instead in rows(REFUSED):
         with pytest.raises(ConfigError) as raised:
-            parse_command_line(command(flag, words), WORLD_SIZE)
+            parse_args(command(flag, words), WORLD_SIZE)
         text = str(raised.value)
         assert "1 problem:" in text and instead in text.partition(flag)[2], text
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import parse_command_line
+from megatron.config import parse_args
 from megatron.config.command_line import flag_table, settings_flags
-from megatron.config.flags_of_others import families, find, spellings
+from megatron.config.flags_of_others import foreign_flags
 from megatron.errors import ConfigError
 
 PARSERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
@@ -21,7 +21,8 @@ RUN = (
     "--vocab-size 100 --global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 "
     "--init-method-std 0.02 --mock-data"
 ).split()
-FOREIGN = {spelling: flag for spelling in spellings() if (flag := find(spelling)) is not None}
+FOREIGN = foreign_flags()
+FAMILIES = {flag.family for flag in FOREIGN.values()}
 
 
 def test_every_flag_of_every_parser_is_known():
@@ -40,11 +41,11 @@ def test_every_flag_of_every_parser_is_known():
 
 
 def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
-    reasons = [family.reason for family in families()]
+    reasons = [family.reason for family in FAMILIES]
     assert len(set(reasons)) == len(reasons) and all(
         reason and "\n" not in reason for reason in reasons
     )
-    for family in families():
+    for family in FAMILIES:
         assert not family.refused or re.search(r"\b(use|remove)\b", family.reason), family.name
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", family.reason)) <= set(
             settings_flags()
@@ -52,14 +53,15 @@ def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
 
 
 def notices_of(words: list[str]) -> list[str]:
-    config, notices = parse_command_line([*RUN, *words], 1)
-    assert config == parse_command_line(RUN, 1)[0], words
+    config = parse_args([*RUN, *words], 1)
+    notices = list(config.notices)
+    assert config == parse_args(RUN, 1), words
     return notices
 
 
 def problem_of(words: list[str]) -> str:
     with pytest.raises(ConfigError) as raised:
-        parse_command_line([*RUN, *words], 1)
+        parse_args([*RUN, *words], 1)
     assert "has 1 problem:" in str(raised.value), raised.value
     return str(raised.value).partition("1 problem: ")[2]
 
@@ -108,7 +110,7 @@ def test_underscores_and_dashes_are_the_same_in_them():
     """As Primus writes its keys, and some forks all flags."""
     assert notices_of(["--use_turbo_gemm", "true"])[0].startswith("--use_turbo_gemm true ")
     assert "--bf16" in problem_of(["--fp8_hybrid"])
-    assert parse_command_line([*RUN, "--log_interval", "7"], 1)[0].logging.log_interval == 7
+    assert parse_args([*RUN, "--log_interval", "7"], 1).logging.log_interval == 7
 
 
 def test_no_flag_is_offered_that_is_refused():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import Config, parse_command_line
+from megatron.config import Config, parse_args
 from megatron.errors import ConfigError
 
 
@@ -37,7 +37,8 @@ def folder(tmp_path, monkeypatch):
 def resolve(script: dict[str, Any]) -> tuple[Config, list[str]]:
     if "json" in script:
         Path("ds.json").write_text(script["json"])
-    return parse_command_line(script["line"].split(), script["processes"])
+    config = parse_args(script["line"].split(), script["processes"])
+    return config, list(config.notices)
 
 
 def problems_of(script: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import Config, parse_command_line
+from megatron.config import Config, parse_args
 from megatron.config.command_line import parse_plan
 from megatron.config.translate import DIRECT, LATE
 from megatron.errors import ConfigError
@@ -21,7 +21,8 @@ BASE = (
 
 def resolve(line: str | list[str], *more: str, world_size: int = 1) -> tuple[Config, list[str]]:
     words = line.split() if isinstance(line, str) else line
-    return parse_command_line([*BASE, *words, *more], world_size)
+    config = parse_args([*BASE, *words, *more], world_size)
+    return config, list(config.notices)
 
 
 def problem(line: str | list[str], *more: str, world_size: int = 1) -> str:
