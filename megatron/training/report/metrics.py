@@ -54,7 +54,7 @@ class StepRecord:
     global_batch_size: int
     learning_rate: float
     loss: torch.Tensor | None
-    skipped: bool
+    skipped: bool = False
     loss_scale: float | None = None
     grad_norm: float | None = None
     num_zeros: float | None = None

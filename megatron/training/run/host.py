@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import socket
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from megatron.errors import ConfigError
 from megatron.kernels import choose, library
 from megatron.model.formulas import peak_tflops
 from megatron.parallel.processes import release_free_memory
-from megatron.parallel.topology import Topology, compress_ranks
+from megatron.parallel.topology import Topology
 
 # The parameters of mallopt(3) as malloc.h numbers them.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -50,7 +50,6 @@ _SET_UP_BLOCK_BYTES = 1 << 20
 _DEFAULT_TOP_PAD = 128 << 10  # malloc.c, DEFAULT_TOP_PAD
 # with "1", torch asks for huge pages for tensors of 2 MiB and more
 _TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-_SHOWN = 4  # groups of ranks with different kernels in an error
 
 
 # -- the device ------------------------------------------------------------------------------------
@@ -81,16 +80,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # VmHWM; ru_maxrss, which begins with the pages of the process that started this one, only where
-    # there is none.
-    with (
-        contextlib.suppress(OSError, ValueError, IndexError),
-        open("/proc/self/status", errors="replace") as file,
-    ):
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # ru_maxrss begins with the pages of the process that started this one: only for want of VmHWM
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
@@ -107,7 +99,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     """Give each process of a CPU node its share of the cores; return a line for the log.
 
     Otherwise every process starts a thread per core and they compete. All processes call this after
-    they are connected. OMP_NUM_THREADS takes precedence, unless torchrun set it, to 1 on any node.
+    they are connected. OMP_NUM_THREADS takes precedence, except for torchrun's 1.
     No process is bound to cores: srun and mpirun do that, and two runs on one node that both bind
     to its first cores would leave the others idle.
     """
@@ -120,11 +112,16 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     # Whatever this process does with them: others may have another environment, and this is a
     # collective call.
     masks = (
-        masks_on_this_node(mine) if dist.is_initialized() and dist.get_world_size() > 1 else [mine]
+        masks_on_this_node(mine)
+        if dist.is_initialized() and dist.get_world_size() > 1
+        else [mine] * local_world_size
     )
-    if os.environ.get("OMP_NUM_THREADS") and not torchrun_chose_threads():
+    # torchrun sets the variable to 1 where the user has not.
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if os.environ.get("OMP_NUM_THREADS") and not by_torchrun:
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
-    threads = part_of_cores(mine, masks, local_world_size)
+    # A process bound to cores of its own uses all of them, those with the same cores share them.
+    threads = max(1, len(mine) // masks.count(mine))
     torch.set_num_threads(threads)
     return (
         f"threads: {threads} per process ({len(mine)} core(s) allowed, {local_world_size} "
@@ -137,38 +134,6 @@ def masks_on_this_node(mine: set[int]) -> list[set[int]]:
     everywhere: list[tuple[str, set[int]]] = [("", set())] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), mine))
     return [mask for host, mask in everywhere if host == socket.gethostname()]
-
-
-def part_of_cores(
-    mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int
-) -> int:
-    """Return the threads of a process: each core that it may use, divided by the number of
-    processes that may use it.
-
-    Processes that srun bound to cores of their own use all of these; those that are not bound share
-    the node. `masks` are those of the processes that were asked, this one's among them; a single
-    mask stands for all of them.
-    """
-    if len(masks) == 1:
-        return max(1, len(mine) // local_world_size)
-    users = Counter(core for mask in masks for core in mask)
-    return max(1, int(sum((Fraction(1, users[core]) for core in mine), Fraction())))
-
-
-def torchrun_chose_threads() -> bool:
-    """Return whether OMP_NUM_THREADS comes from torchrun, which sets it to 1 where it is not set.
-
-    torchrun's own environment at its start is in /proc.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
-        return False
-    try:
-        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
-            return not any(
-                entry.startswith(b"OMP_NUM_THREADS=") for entry in file.read().split(b"\0")
-            )
-    except OSError:
-        return False
 
 
 # -- malloc ----------------------------------------------------------------------------------------
@@ -258,24 +223,13 @@ def check_kernels(config: Config, topology: Topology) -> None:
     highest = bounds.tolist()
     if highest[:2] == [~value for value in highest[2:]]:
         return
-    chosen = ", ".join(name for name in choose.OPERATORS if getattr(fusions, name)) or "nothing"
-    apex = "; normalisation through apex" if fusions.apex_norm else ""
     found: list[Any] = [None] * world.size
-    text = (
-        f"{library.find(device.type).line} [{mine[0] & 0xFFFFFFFF:08x}]; through them: "
-        f"{chosen}{apex}"
-    )
-    dist.all_gather_object(found, text, group=world.handle)
-    ranks: dict[str, list[int]] = {}
-    for rank, line in enumerate(found):
-        ranks.setdefault(line, []).append(rank)
-    listed = [
-        f"rank{'s' if len(of) > 1 else ''} {compress_ranks(of)}: {line}"
-        for line, of in ranks.items()
-    ]
-    more = [f"and {len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else []
+    text = f"{'; '.join(choose.report(config, device))} [{mine[0] & 0xFFFFFFFF:08x}]"
+    dist.all_gather_object(found, (*mine, text), group=world.handle)
+    other = next(rank for rank, theirs in enumerate(found) if theirs[:2] != found[0][:2])
     raise ConfigError(
-        "the ranks have different fused kernels, and with them different dropout masks: "
-        f"{'; '.join(listed[:_SHOWN] + more)}. Build the library once, on a file system that all "
-        f"nodes share (python setup.py build_kernels), or set {library.OVERRIDE}=none for all ranks"
+        "the ranks have different fused kernels, and with them different dropout masks: rank 0: "
+        f"{found[0][2]}; rank {other}: {found[other][2]}. Build the library once, on a file system "
+        "that all nodes share (python setup.py build_kernels), or set "
+        f"{library.OVERRIDE}=none for all ranks"
     )

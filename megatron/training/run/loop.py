@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import time
@@ -189,17 +190,15 @@ def train_step(run: Run) -> Spike | None:
     samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, run.config.model.seq_length)
     run.count_data()
-    run.under_way = StepUnderWay(
+    taken = StepRecord(
         progress.iteration,
         progress.consumed_samples,
         progress.consumed_tokens,
         samples,
         lr,
         loss,
-        micro_batches,
-        losses,
-        weights,
     )
+    run.under_way = StepUnderWay(taken, micro_batches, losses, weights)
     run.reporter.console.update(progress.iteration)
     if not run.spikes.on:
         return None
@@ -216,24 +215,12 @@ def finish_step(run: Run) -> StepRecord | None:
     if under_way is None:
         return None
     result = run.engine.finish_step()
-    if result.skipped:
+    step = dataclasses.replace(under_way.step, **vars(result))
+    if step.skipped:
         count_skip(run, under_way, result)
     else:
         run.skips.reset()
-    run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
-    step = StepRecord(
-        under_way.iteration,
-        under_way.consumed_samples,
-        under_way.consumed_tokens,
-        under_way.samples,
-        under_way.learning_rate,
-        under_way.loss,
-        result.skipped,
-        result.loss_scale,
-        result.grad_norm,
-        result.num_zeros,
-        result.params_norm,
-    )
+    run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
     run.interval.add(step)
     run.call("on_step", step)
     return step
@@ -241,7 +228,7 @@ def finish_step(run: Run) -> StepRecord | None:
 
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and report them, if there are any."""
-    unfinished = [] if run.under_way is None else [run.under_way.loss]
+    unfinished = [] if run.under_way is None else [run.under_way.step.loss]
     if not unfinished and not len(run.interval):
         return
     device = run.topology.device

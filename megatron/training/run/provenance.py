@@ -10,7 +10,6 @@ something else.
 from __future__ import annotations
 
 import datetime
-import getpass
 import importlib.metadata
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.files import digest, file_digest
+from megatron.checkpoint.files import digest
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
@@ -69,8 +68,6 @@ _KEPT = (
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _NAME = "megatron-frontier"
 _PACKAGE = Path(__file__).parents[2]
-_WHOLE = 256 << 20  # bytes: of longer index files only the ends are read
-_END = 1 << 20
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
@@ -89,9 +86,9 @@ MAY_DIFFER = {
 }
 """Names of the settings that may differ between ranks. Those without an effect may differ, too."""
 
-# bytes: offsets add up, so that a longer document anywhere shows at the end of an .idx file
-_INDEX_END = 64 << 10
-_FILE_END = 16 << 20
+# Bytes read at each end of a file: for the record of a run, and by every node for the comparison.
+# Offsets add up, so that a longer document anywhere shows at the end of an .idx file.
+_INDEX_END, _COMPARED_END, _FILE_END = 16 << 20, 64 << 10, 16 << 20
 
 
 class Provenance:
@@ -110,25 +107,15 @@ class Provenance:
         self._wait_s = _WAIT_S
         if not topology.world.is_first:
             return
-        layout = topology.layout
         self._here = {
             "program": {"name": _NAME, "version": _version(), "command": sys.argv},
             "versions": versions(),
-            "layout": {
-                "world": layout.world_size,
-                "tensor": layout.tensor,
-                "pipeline": layout.pipeline,
-                "data": layout.data,
-                "chunks": config.parallel.num_chunks,
-                "sequence_parallel": config.parallel.sequence_parallel,
-                "zero_stage": config.engine.zero_stage,
-                "rank_order": layout.order,
-            },
+            "layout": layout_record(config, topology),
             "device": device_name(topology.device),
             "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places))
             or [platform.node()],
             "environment": environment(os.environ),
-            "user": _user(),
+            "user": os.environ.get("USER"),
             "started": _now(),
         }
         self._thread = threading.Thread(
@@ -157,6 +144,21 @@ class Provenance:
         self._found["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
 
 
+def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
+    """Return the layout of a run for its checkpoints and metrics."""
+    layout = topology.layout
+    return {
+        "world": layout.world_size,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+        "chunks": config.parallel.num_chunks,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "zero_stage": config.engine.zero_stage,
+        "rank_order": layout.order,
+    }
+
+
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the libraries that compute."""
     import deepspeed
@@ -181,52 +183,35 @@ def git_revision(folder: Path) -> dict[str, Any]:
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(
-            command,
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,
             timeout=_GIT_S,
             check=True,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        )
-        return done.stdout.strip()
+        ).stdout.strip()
 
     try:
-        revision = git("rev-parse", "HEAD")
         # an installed copy may be inside another work tree
         git("ls-files", "--error-unmatch", "__init__.py")
-    except subprocess.CalledProcessError as error:
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError) as error:
         given = os.environ.get("MEGATRON_REVISION", "").split()
         if given:
             return {"revision": given[0], "dirty": "dirty" in given[1:]}
-        lines = str(error.stderr).strip().splitlines()
-        return {"revision": None, "dirty": None, "reason": lines[0] if lines else str(error)}
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"revision": None, "dirty": None, "reason": str(error)}
-    try:
-        return {
-            "revision": revision,
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"revision": revision, "dirty": None, "reason": str(error)}
+        reason = getattr(error, "stderr", None) or str(error)
+        return {"revision": None, "dirty": None, "reason": str(reason).strip().partition("\n")[0]}
 
 
 def data_identity(prefix: str) -> dict[str, Any]:
     """Return what distinguishes a pair of data files from another of the same name: sizes in bytes,
-    and a digest of the .idx file, which holds the length of every document; above 256 MiB, of its
-    first and last MiB."""
+    and a digest of the .idx file, which holds the length of every document."""
     try:
+        index_size, found = ends_digest(Path(prefix + ".idx"), _INDEX_END)
         size = os.path.getsize(prefix + ".bin")
-        index_size = os.path.getsize(prefix + ".idx")
-        whole = index_size <= _WHOLE
-        found = (
-            file_digest(prefix + ".idx")[1]
-            if whole
-            else ends_digest(prefix + ".idx", index_size, _END)
-        )
     except OSError as error:
         return {"prefix": prefix, "reason": str(error)}
     return {
@@ -234,9 +219,7 @@ def data_identity(prefix: str) -> dict[str, Any]:
         "bin_bytes": size,
         "idx_bytes": index_size,
         "idx_digest": found,
-        "digest_of": "xxh3-128 of the .idx file"
-        if whole
-        else "xxh3-128 of the first and last MiB of the .idx file",
+        "digest_of": f"xxh3-128 of the .idx file, its first and last {_INDEX_END >> 20} MiB",
     }
 
 
@@ -249,14 +232,15 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ends_digest(path: str | os.PathLike[str], size: int, end: int) -> str:
-    """Return the digest of the first and last `end` bytes of a file of `size` bytes. Raises
-    OSError.
+def ends_digest(path: Path, end: int) -> tuple[int, str]:
+    """Return the size of a file, and the digest of its first and last `end` bytes, of all where it
+    is not longer than both. Raises OSError.
     """
+    size = path.stat().st_size
     with open(path, "rb") as f:
         first = f.read(end)
         f.seek(max(size - end, len(first)))
-        return digest(first + f.read(end))
+        return size, digest(first + f.read(end))
 
 
 def _version() -> str | None:
@@ -264,13 +248,6 @@ def _version() -> str | None:
     try:
         return importlib.metadata.version(_NAME)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without an entry for this user
         return None
 
 
@@ -321,7 +298,7 @@ def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]
         return
     for prefix in prefixes:
         yield f"{prefix}.bin", _file(Path(f"{prefix}.bin"), 0)
-        yield f"{prefix}.idx", _file(Path(f"{prefix}.idx"), _INDEX_END)
+        yield f"{prefix}.idx", _file(Path(f"{prefix}.idx"), _COMPARED_END)
 
 
 def _file(path: Path, end: int) -> str:
@@ -331,7 +308,7 @@ def _file(path: Path, end: int) -> str:
     try:
         if not path.is_file():
             return "no file"
-        size = path.stat().st_size
-        return f"{size} bytes" + (f" [{ends_digest(path, size, end)[:12]}]" if end else "")
+        size, found = ends_digest(path, end)
+        return f"{size} bytes [{found[:12]}]"
     except OSError as error:
         return str(error.strerror)

@@ -58,9 +58,9 @@ from megatron.training.run.host import (
 )
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
-from megatron.training.run.provenance import Provenance, identity, versions
+from megatron.training.run.provenance import Provenance, identity, layout_record, versions
 from megatron.training.run.state import Run, SkipRules, SpikeRule
-from megatron.training.run.stopping import Agreement, JobEnd, SlurmEnd, StopRules, WallTime, requeue
+from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
@@ -281,18 +281,13 @@ def assemble(
     )
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
-    layout, all_versions = topology.layout, versions()
+    all_versions = versions()
     reporter.metrics.write(
         "start",
         iteration=progress.iteration,
         config=config.to_dict(),
-        layout={
-            "world": layout.world_size,
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-        },
-        rank_order=layout.order,
+        layout=layout_record(config, topology),
+        rank_order=topology.layout.order,
         places=list(places),
         device=device_name(device),
         parameters=parameters,
@@ -408,17 +403,30 @@ def build_wall_time(
     slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
     if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
         return None
-    end = JobEnd()
+    slurm_end: SlurmEnd | None = None
+    end_s: float | None = None
     if given is not None:
         seconds = duration_s(given)
         assert seconds is not None, "the command line was checked"
-        end = JobEnd((time.monotonic() if started is None else started) + seconds)
+        end_s = (time.monotonic() if started is None else started) + seconds
     elif topology.world.is_first:
-        end = SlurmEnd(os.environ, reporter.say)
+        slurm_end = SlurmEnd(os.environ, reporter.say)
+
+    def left_s() -> float | None:
+        if slurm_end is not None:
+            return slurm_end.left_s()
+        return None if end_s is None else end_s - time.monotonic()
+
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
     # the agreement of several ranks takes one more step
     steps_ahead = 1 if topology.world.size == 1 else 2
-    wall_time = WallTime(end, state_bytes, config.training.eval_iters, steps_ahead)
+    wall_time = WallTime(
+        left_s,
+        state_bytes,
+        config.training.eval_iters,
+        steps_ahead,
+        close=slurm_end.close if slurm_end is not None else lambda: None,
+    )
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
     reporter.say(

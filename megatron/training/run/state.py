@@ -155,17 +155,11 @@ class StepUnderWay:
     """A step that may still be running on the device: what is needed to count it when its figures
     arrive.
 
-    iteration, consumed_..., samples    as of the end of the step; `samples` are its own
-    loss                                this rank's part of the mean loss, see local_loss
-    micro_batches, losses, weights      of this rank, to find out why it was skipped
+    step                            what is known of it without its figures
+    micro_batches, losses, weights  of this rank, to find out why it was skipped
     """
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    samples: int
-    learning_rate: float
-    loss: torch.Tensor | None
+    step: StepRecord
     micro_batches: Sequence[MicroBatch]
     losses: Sequence[torch.Tensor]
     weights: TokenWeights | None

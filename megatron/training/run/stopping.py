@@ -186,23 +186,7 @@ class StopRules:
         return bool(agreed.get("signal"))
 
 
-class JobEnd:
-    """The end of the job: `end_s` on `clock`, None where it is unknown or there is none."""
-
-    def __init__(
-        self, end_s: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._end, self._clock = end_s, clock
-
-    def left_s(self) -> float | None:
-        """Return the seconds until the job ends; None where that is unknown or never."""
-        return None if self._end is None else self._end - self._clock()
-
-    def close(self) -> None:
-        """Stop updating the end."""
-
-
-class SlurmEnd(JobEnd):
+class SlurmEnd:
     """The end of this Slurm job according to squeue, queried in a thread so that no step waits for
     Slurm's controller.
 
@@ -219,31 +203,31 @@ class SlurmEnd(JobEnd):
         clock: Callable[[], float] = time.monotonic,
         every_s: float = _ASK_EVERY_S,
     ) -> None:
-        super().__init__(None, clock)
-        self._job, self._say, self._every_s, self._warned = (
+        self._job, self._say, self._clock, self._every_s = (
             job_name(environ) or "",
             say,
+            clock,
             every_s,
-            False,
         )
-        self._closed = threading.Event()
+        self._end: float | None = None
+        self._warned, self._closed = False, threading.Event()
         promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
         self._promised = None if promised is None else clock() + promised - time.time()
         self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
         self.thread.start()
 
+    def left_s(self) -> float | None:
+        """Return the seconds until the job ends; None where that is unknown or never."""
+        return None if self._end is None else self._end - self._clock()
+
     def close(self) -> None:
+        """Stop querying Slurm."""
         self._closed.set()
 
     def _keep_asking(self) -> None:
         while True:
             try:
                 self.ask()
-            except FileNotFoundError:
-                self._failed("squeue is not installed")
-                return
-            except subprocess.TimeoutExpired:
-                self._failed(f"squeue gave no answer within {_ANSWER_S:g} s")
             except (OSError, subprocess.SubprocessError) as error:
                 self._failed(f"squeue failed: {error}")
             if self._closed.wait(self._every_s):
@@ -286,21 +270,32 @@ class SlurmEnd(JobEnd):
 
 
 class WallTime:
-    """Return whether the time left is enough for another step and what follows it.
+    """Decides whether the time left is enough for another step and what follows it.
 
-    end                the end of the job
+    left_s             returns the seconds until the job ends; None where that is unknown or never
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
                        save
     eval_iters         iterations of an evaluation, each assumed to take as long as a step until one
                        is measured
     steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it
                        meanwhile
+    close              called at the end of the run
     """
 
     def __init__(
-        self, end: JobEnd, checkpoint_bytes: float, eval_iters: int = 0, steps_ahead: int = 1
+        self,
+        left_s: Callable[[], float | None],
+        checkpoint_bytes: float,
+        eval_iters: int = 0,
+        steps_ahead: int = 1,
+        close: Callable[[], object] = lambda: None,
     ) -> None:
-        self._end, self._eval_iters, self.steps_ahead = end, eval_iters, steps_ahead
+        self._left_s, self._eval_iters, self.steps_ahead, self.close = (
+            left_s,
+            eval_iters,
+            steps_ahead,
+            close,
+        )
         self._steps_s: deque[float] = deque([0.0], maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
         self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
@@ -339,15 +334,11 @@ class WallTime:
 
     def is_ending(self) -> bool:
         """Return whether to end now."""
-        left = self._end.left_s()
+        left = self._left_s()
         return left is not None and left < self.needed_s
 
-    def close(self) -> None:
-        """Stop querying Slurm."""
-        self._end.close()
-
     def __str__(self) -> str:
-        left = self._end.left_s()
+        left = self._left_s()
         return (
             f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step "
             f"takes up to {max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
@@ -380,8 +371,6 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
         # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
         taken = answer.returncode in (0, -signal.SIGTERM)
         reason = None if taken else answer.stderr.strip() or f"exit code {answer.returncode}"
-    except FileNotFoundError:
-        reason = "scontrol is not installed"
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
     if reason is not None:

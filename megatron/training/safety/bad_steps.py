@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -210,23 +210,20 @@ class _Tracer:
 
     @contextlib.contextmanager
     def installed(self, run: Run) -> Iterator[None]:
-        """Install hooks on the modules and wrap the chunks of the executor; remove both at the
-        end.
-        """
-        executor, handles, plain = run.executor, list[Any](), run.executor.chunks
+        """Hook every module of the chunks inside the context."""
+        executor, handles = run.executor, list[Any]()
         # no gradient leaves this rank
         begin, executor.before_training = executor.before_training, None
-        for chunk in run.chunks.values():
+        for stage, chunk in run.chunks.items():
+            handles.append(chunk.register_forward_pre_hook(partial(self._enter, int(stage))))
+            handles.append(chunk.register_forward_hook(self._leave))
             for name, module in named_modules(chunk):
                 handles.append(module.register_forward_pre_hook(partial(self._before, name)))
                 handles.append(module.register_forward_hook(partial(self._after, name)))
-        executor.chunks = {
-            stage: partial(self._run, stage, chunk) for stage, chunk in plain.items()
-        }
         try:
             yield
         finally:
-            executor.chunks, executor.before_training = plain, begin
+            executor.before_training = begin
             for handle in handles:
                 handle.remove()
 
@@ -234,28 +231,19 @@ class _Tracer:
         """Return the sample numbers of a micro-batch as text."""
         return f"samples {batch.first_sample} to {batch.first_sample + self._size - 1}"
 
-    def _run(
-        self,
-        stage: int,
-        chunk: Callable[..., torch.Tensor],
-        batch: MicroBatch,
-        hidden: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _enter(self, stage: int, _: Any, inputs: tuple[Any, ...]) -> None:
+        batch, hidden = inputs
         index = next(i for i, one in enumerate(self._micro_batches) if one is batch)
         self._now = (index, stage, self.samples(batch))
-        try:
-            if hidden is not None:
-                self._watch(
-                    hidden, f"the message from stage {stage - 1}", f"the input of stage {stage}"
-                )
-            out = chunk(batch, hidden)
-            if stage != self._last_stage:
-                self._watch(
-                    out, f"the output of stage {stage}", f"the message from stage {stage + 1}"
-                )
-            return out
-        finally:
-            self._now = None
+        self._watch(hidden, f"the message from stage {stage - 1}", f"the input of stage {stage}")
+
+    def _leave(self, _: Any, __: Any, output: torch.Tensor) -> None:
+        assert self._now is not None, "the chunk was entered"
+        stage = self._now[1]
+        if stage != self._last_stage:
+            message = f"the message from stage {stage + 1}"
+            self._watch(output, f"the output of stage {stage}", message)
+        self._now = None
 
     def _before(self, name: str, _: Any, inputs: tuple[Any, ...]) -> None:
         for x in inputs:
@@ -342,7 +330,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
 
     After too many in a row, raises TrainingError on every rank, which names the first bad value.
     """
-    skips, step = run.skips, under_way.iteration
+    skips, step = run.skips, under_way.step.iteration
     over = skips.are_too_many(under_way, result)
     if not skips.scale_falls:
         run.reporter.say(
@@ -353,18 +341,18 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
         return
     again = skips.first
     run.reporter.say(
-        f"iteration {again.iteration} is run again, to find the first non-finite value"
+        f"iteration {again.step.iteration} is run again, to find the first non-finite value"
     )
     run.engine.clear_gradients()  # of the next step, which may have begun
     found = diagnose(run, again.micro_batches, skips.scale, again.weights)
     first = step - skips.consecutive + 1
     of_scale = f", the first at the loss scale {skips.scale:g}" if skips.scale_falls else ""
     run.reporter.metrics.write(
-        "not_finite", iteration=again.iteration, skipped_since=first, first=found
+        "not_finite", iteration=again.step.iteration, skipped_since=first, first=found
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
         f"{step} (--max-consecutive-skips {skips.limit}); no weight moved since. The first bad "
-        f"value of step {again.iteration}{of_scale}: {found}. Go back to an earlier checkpoint "
+        f"value of step {again.step.iteration}{of_scale}: {found}. Go back to an earlier checkpoint "
         "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
     )

@@ -9,28 +9,36 @@ from collections.abc import Collection, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.training.run import host
 from tests.helpers.launching import ROOT, TINY
 
-NODE = range(64)
-
 
 @pytest.mark.parametrize(
-    ("mine", "masks", "local_world_size", "threads"),
+    ("mine", "masks", "threads"),
     [
-        (NODE, [NODE], 8, 8),  # nobody else was asked
-        (NODE, [NODE] * 3, 3, 21),
-        (range(7), [range(7 * i, 7 * i + 7) for i in range(8)], 8, 7),  # srun -c 7
-        (range(16), [range(16)] * 4 + [range(16, 32)] * 4, 8, 4),  # mpirun --bind-to numa
-        (range(4), [range(4), range(2)], 2, 3),
-        (range(2), [range(4), range(2)], 2, 1),
+        (range(64), [range(64)] * 3, 21),
+        (range(7), [range(7 * i, 7 * i + 7) for i in range(8)], 7),  # srun -c 7
+        (range(16), [range(16)] * 4 + [range(16, 32)] * 4, 4),  # mpirun --bind-to numa
+        (range(2), [range(2)] * 4, 1),
     ],
 )
 def test_cores_are_shared_by_those_that_may_use_them(
-    mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int, threads: int
+    monkeypatch: pytest.MonkeyPatch,
+    mine: Collection[int],
+    masks: Sequence[Collection[int]],
+    threads: int,
 ) -> None:
-    assert host.part_of_cores(mine, masks, local_world_size) == threads
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(mine))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(masks))
+    monkeypatch.setattr(host, "masks_on_this_node", lambda _: [set(mask) for mask in masks])
+    host.share_cores(torch.device("cpu"), len(masks))
+    assert chosen == [threads]
 
 
 def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

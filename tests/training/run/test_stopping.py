@@ -14,7 +14,7 @@ import torch
 
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.run.process import Signals
-from megatron.training.run.stopping import Agreement, JobEnd, StopRules, WallTime
+from megatron.training.run.stopping import Agreement, StopRules, WallTime
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -114,7 +114,7 @@ def test_only_the_first_signal_counts() -> None:
     [(1000.0, False), (100.0, True)],
 )
 def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
-    wall_time = WallTime(JobEnd(left_s, lambda: 0.0), 0.0)
+    wall_time = WallTime(lambda: left_s, 0.0)
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
     rules = Rules(wall_time=wall_time)
@@ -130,7 +130,7 @@ def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
     """It would come and go for ever. A signal before the first step is another matter: the node is
     wanted elsewhere.
     """
-    wall_time = WallTime(JobEnd(20.0, lambda: 0.0), checkpoint_bytes=0.0)
+    wall_time = WallTime(lambda: 20.0, checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)
     stop = rules.rules.check_at_start(7, rules.agreement.now())
     assert stop is not None and not stop.requeue

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.run.stopping import JobEnd, SlurmEnd, WallTime, requeue
+from megatron.training.run.stopping import SlurmEnd, WallTime, requeue
 
 Command = Callable[[str, str], Path]
 
@@ -109,7 +109,7 @@ def test_without_squeue_slurms_promise_is_believed(
 
 def test_what_must_be_left() -> None:
     now = [0.0]
-    wall_time = WallTime(JobEnd(1100.0, lambda: now[0]), checkpoint_bytes=2e9, eval_iters=10)
+    wall_time = WallTime(lambda: 1100.0 - now[0], checkpoint_bytes=2e9, eval_iters=10)
     # Nothing is known but the size: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
     assert wall_time.needed_s == 60.0
     wall_time.after_step(4.0)

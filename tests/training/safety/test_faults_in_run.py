@@ -89,7 +89,7 @@ def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
     finish_step = loop.finish_step
 
     def third_fails(run: Any) -> Any:
-        if run.under_way is not None and run.under_way.iteration == 3:
+        if run.under_way is not None and run.under_way.step.iteration == 3:
             raise TrainingError("NaN")
         return finish_step(run)
 

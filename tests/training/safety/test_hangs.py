@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.parallel.flight import KINDS, Call, FlightState
 from megatron.parallel.processes import GONE, STOPPED
 from megatron.parallel.topology import Layout
-from megatron.training.safety.hangs import group_members, judge, report
+from megatron.training.safety.watchdog import judge, report
 
 LIMIT = 30.0
 
@@ -41,20 +41,6 @@ def receive(peer: int) -> Call:
 
 def collective(kind: str, number: int, name: str = "all_reduce", size: int = 8) -> Call:
     return Call(name, kind, -1, size, number)
-
-
-def test_groups_are_those_of_the_topology() -> None:
-    layout = Layout(tensor=2, pipeline=2, data=2)
-    expected = {
-        "tensor": [4, 5],
-        "data": [5, 7],
-        "pipeline": [1, 5],
-        "embedding": [1, 5],
-        "model": [0, 1, 4, 5],
-        "world": list(range(8)),
-        "other": [],
-    }
-    assert {kind: list(group_members(kind, 5, layout)) for kind in expected} == expected
 
 
 def test_the_end_of_a_chain_of_waits_is_at_fault() -> None:

@@ -21,7 +21,7 @@ from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training.report.metrics import read_metrics
+from megatron.training.report.metrics import StepRecord, read_metrics
 from megatron.training.run.state import SkipRules, StepUnderWay
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
@@ -275,7 +275,8 @@ def steps_until_error(
     run = Quiet(SkipRules(Config.create(**{**options, **fields}), SINGLE))
     for number, (skipped, scale) in enumerate(results, 1):
         try:
-            taken = StepUnderWay(number, 0, 0, 1, 0.1, None, [], [torch.tensor(1.0)], None)
+            step = StepRecord(number, 0, 0, 1, 0.1, None)
+            taken = StepUnderWay(step, [], [torch.tensor(1.0)], None)
             if skipped:
                 bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
             else:
