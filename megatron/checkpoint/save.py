@@ -65,7 +65,7 @@ from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
 from megatron.config import Config
 from megatron.engine.engine import Engine
-from megatron.engine.fragments import Index
+from megatron.engine.optimizer import Index
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology

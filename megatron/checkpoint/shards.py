@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.files import SHARD_INDEX, Manifest, Written, write_text
-from megatron.engine.fragments import Index
+from megatron.engine.optimizer import Index
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name
 

@@ -64,7 +64,7 @@ _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
 _RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
 _SHOWN = 10
-_KINDS = {is_text: ("key", "by", "status", "kind", "reason")}
+_KINDS: Kinds = {is_text: ("key", "by", "status", "kind", "reason")}
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
