@@ -43,8 +43,8 @@ Check a job before it is submitted. Runs on a login node, without GPUs. Write `p
   tools/preflight.py check -- srun -N 2 -n 16 python pretrain_gpt.py --preset gpt-22b ...
 
 Job options come from the command line, the environment and #SBATCH lines, and sbatch --test-only checks them where it
-is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1 and prints its training command instead
-of starting it, but its other commands do run. Any other script is only read: give its training command after --. The
+is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training command and
+does not start it, but its other commands do run. Any other script is only read: give its training command after --. The
 training command is resolved as in the job, and checked against memory, limits and the files on disk. The last lines are
 the cost of the run and what was not checked.
 

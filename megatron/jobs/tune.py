@@ -51,7 +51,7 @@ from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
-from megatron.metrics_file import is_text, read_beside
+from megatron.metrics_file import Kinds, is_text, read_beside
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
