@@ -66,7 +66,10 @@ def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM)
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Sum (or `op`) `x` over the group in place and return it."""
-    all_reduce_async(x, group, op).wait()
+    if group.size > 1:
+        group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
+        dist.all_reduce(x, op=op, group=group.handle)
+        group.flight.leave()
     return x
 
 
