@@ -310,15 +310,10 @@ def report(config: Config, device: torch.device) -> list[str]:
     )
     lines = [found.line]
     if found.handle is not None:
-        groups: dict[str, list[str]] = {"": [], _APEX: []}
-        for name in OPERATORS:
-            groups.setdefault(_reason(name, config, device.type, attention), []).append(name)
-        used, by_apex = (", ".join(groups.pop(reason)) for reason in ("", _APEX))
-        others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in groups.items())
-        line = f"through fused kernels: {used or 'none'}" + (
-            f"; through apex: {by_apex}" if by_apex else ""
-        )
-        lines.append(line + (f"; through torch: {others}" if others else ""))
+        reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
+        used = ", ".join(name for name, reason in reasons.items() if not reason)
+        others = "; ".join(f"{name} ({reason})" for name, reason in reasons.items() if reason)
+        lines.append(f"through fused kernels: {used or 'none'}; others: {others or 'none'}")
     return lines + packages(config.kernels, device.type, dtype_name, attention)
 
 

@@ -9,8 +9,8 @@ have no effect.
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 
 class Product(NamedTuple):
@@ -42,14 +42,8 @@ class Attention(NamedTuple):
     @property
     def flops(self) -> float:
         """Count as model/formulas.py does: all pairs, the backward pass twice the forward's."""
-        return (
-            (2 if self.backward else 1)
-            * 4.0
-            * self.batch
-            * self.heads
-            * self.seq**2
-            * self.head_dim
-        )
+        pairs = 4.0 * self.batch * self.heads * self.seq**2
+        return (2 if self.backward else 1) * pairs * self.head_dim
 
 
 class Memory(NamedTuple):
@@ -92,12 +86,7 @@ class Scope:
         for follower in _followers:
             follower.enter(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for follower in _followers:
             follower.leave(self)
 
@@ -119,14 +108,11 @@ def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     return contextlib.nullcontext(), recomputed()
 
 
-class followed:
-    """A context in which `follower` records."""
-
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-
-    def __enter__(self) -> None:
-        _followers.append(self._follower)
-
-    def __exit__(self, *_: Any) -> None:
-        _followers.remove(self._follower)
+@contextlib.contextmanager
+def followed(follower: Follower) -> Iterator[None]:
+    """Return a context in which `follower` records."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)

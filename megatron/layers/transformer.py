@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.ops import dropout as dropout_kernel
-from megatron.kernels.ops import norm as norm_kernel
 from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.norm import norm
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import (
     CallContext,
@@ -66,11 +66,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused and x.dtype == self.weight.dtype:
-            if self.bias is None:
-                return norm_kernel.rms_norm(x, wide(self.weight), self.epsilon, self.one_plus)
-            return norm_kernel.layer_norm(
-                x, wide(self.weight), wide(self.bias), self.epsilon, self.one_plus
-            )
+            return self._by_kernel(x, None)[0]
         if self.apex is not None and x.dtype == self.weight.dtype:
             return self._by_apex(x)
         return self._by_torch(x)
@@ -78,14 +74,13 @@ class Norm(torch.nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual); one pass with the kernel."""
         if self.fused and x.dtype == residual.dtype == self.weight.dtype:
-            if self.bias is None:
-                return norm_kernel.add_rms_norm(
-                    x, residual, wide(self.weight), self.epsilon, self.one_plus
-                )
-            weights = wide(self.weight), wide(self.bias)
-            return norm_kernel.add_layer_norm(x, residual, *weights, self.epsilon, self.one_plus)
+            return self._by_kernel(x, residual)
         total = residual + x
         return self(total), total
+
+    def _by_kernel(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+        return norm(x, residual, weight, bias, self.epsilon, self.one_plus, self.rms)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         dtype, gain = self.weight.dtype, wide(self.weight)
@@ -241,7 +236,7 @@ class TransformerLayer(torch.nn.Module):
         name = f"layers.{index}"
         fill, output_fill = weight_fills(config)
 
-        def norm(part: str) -> Norm:
+        def make_norm(part: str) -> Norm:
             return Norm(
                 context,
                 f"{name}.{part}",
@@ -256,7 +251,7 @@ class TransformerLayer(torch.nn.Module):
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         # The residual stream would keep the norm's output anyway.
         self.norms_again = "layernorm" in recompute and not self.residual_after_norm
-        self.input_layernorm = norm("input_layernorm")
+        self.input_layernorm = make_norm("input_layernorm")
         self.self_attention = SelfAttention(
             context,
             f"{name}.self_attention",
@@ -268,7 +263,7 @@ class TransformerLayer(torch.nn.Module):
             "core_attn" in recompute,
             attention,
         )
-        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.post_attention_layernorm = make_norm("post_attention_layernorm")
         self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill, "mlp_act" in recompute)
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:

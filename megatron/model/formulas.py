@@ -51,16 +51,14 @@ def layer_matrices(model: ModelConfig) -> int:
     return model.hidden_size * (heads * model.kv_channels + inner)
 
 
-def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Return all parameters of the model, a tied embedding counted once. `vocab_size` None: the
-    model's true one.
-    """
+def total_parameters(model: ModelConfig) -> int:
+    """Return all parameters of the model, a tied embedding counted once."""
     h, bias = model.hidden_size, int(model.add_bias_linear)
     norm = h * (2 if model.normalization == "layernorm" else 1)
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
     inner = (2 if model.swiglu else 1) * model.ffn_hidden_size
     layer = layer_matrices(model) + bias * (qkv + inner + 2 * h) + 2 * norm
-    words = _vocab(model, vocab_size) * h * (2 if model.untie_embeddings_and_output_weights else 1)
+    words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
     return (
         words
@@ -89,37 +87,33 @@ def flops_per_token_of(config: Config) -> float:
     return model_flops_per_token(config.model) + 6.0 * more
 
 
-def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
-    size = vocab_size if vocab_size is not None else model.vocab_size
-    assert size is not None, "the vocabulary size is not known yet: read the tokenizer first"
-    return size
+def _vocab(model: ModelConfig) -> int:
+    assert model.vocab_size is not None, (
+        "the vocabulary size is not known yet: read the tokenizer first"
+    )
+    return model.vocab_size
 
 
 # -- operations ------------------------------------------------------------------------------------
 
 
-def attention_score_flops(model: ModelConfig, *, causal: bool = False) -> float:
-    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d.
-
-    `causal` counts only the pairs that a causal mask keeps, (s + 1) / 2 for each token, instead of
-    all s.
+def attention_score_flops(model: ModelConfig) -> float:
+    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d. All
+    pairs are counted, also those that a causal mask hides.
     """
-    pairs = (model.seq_length + 1) / 2 if causal else float(model.seq_length)
-    return 4.0 * pairs * model.num_attention_heads * model.kv_channels
+    return 4.0 * model.seq_length * model.num_attention_heads * model.kv_channels
 
 
-def layer_flops(model: ModelConfig, *, causal: bool = False) -> float:
+def layer_flops(model: ModelConfig) -> float:
     """Return the forward FLOPs per token of one layer."""
-    return 2.0 * layer_matrices(model) + attention_score_flops(model, causal=causal)
+    return 2.0 * layer_matrices(model) + attention_score_flops(model)
 
 
-def model_flops_per_token(
-    model: ModelConfig, vocab_size: int | None = None, *, causal: bool = False
-) -> float:
+def model_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, which takes twice the forward's,
     without those of recomputation. The logits take 2 h V."""
-    head = 2.0 * model.hidden_size * _vocab(model, vocab_size)
-    return 3.0 * (model.num_layers * layer_flops(model, causal=causal) + head)
+    head = 2.0 * model.hidden_size * _vocab(model)
+    return 3.0 * (model.num_layers * layer_flops(model) + head)
 
 
 def recompute_flops_per_token(
@@ -127,7 +121,6 @@ def recompute_flops_per_token(
     granularity: str | None,
     recomputed_layers: int | None = None,
     *,
-    causal: bool = False,
     modules: Collection[str] = ("core_attn",),
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
@@ -140,14 +133,14 @@ def recompute_flops_per_token(
     if granularity is None or (granularity == "selective" and "core_attn" not in modules):
         return 0.0
     if granularity == "selective":
-        return model.num_layers * attention_score_flops(model, causal=causal)
+        return model.num_layers * attention_score_flops(model)
     assert granularity == "full", (
         f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
     )
     layers = (
         model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
     )
-    return layers * layer_flops(model, causal=causal)
+    return layers * layer_flops(model)
 
 
 def paper_flops(
@@ -223,6 +216,5 @@ def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce")
     `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter"
     ((n-1)/n).
     """
-    factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-    assert collective in factors, f"collective {collective!r} is none of {', '.join(factors)}"
-    return factors[collective] * message_bytes * (ranks - 1) / ranks
+    factor = 2.0 if collective == "all_reduce" else 1.0
+    return factor * message_bytes * (ranks - 1) / ranks

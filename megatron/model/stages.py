@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron.config.parallel import even_counts
 from megatron.errors import ConfigError
 
 
-def assign_layers(
-    num_layers: int, num_stages: int, layout: str | Sequence[int] | None = None
-) -> tuple[range, ...]:
+def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -> tuple[range, ...]:
     """Return the layers of every global stage, in model order; global stage g is on pipeline rank g
     % pipeline size.
 
@@ -19,7 +15,7 @@ def assign_layers(
     projection and the loss, never gets one, and the first, which also holds the embedding and the
     most activations under 1F1B, gets one only if all stages between do.
 
-    `layout` is the number of layers of each stage, as "3,4,4,3" or a sequence of numbers.
+    `layout` is the number of layers of each stage, as "3,4,4,3".
 
     Raises ConfigError when a stage would be empty, or when the layout does not have one positive
     number per stage that together make num_layers.
@@ -45,17 +41,14 @@ def assign_layers(
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def _parse(layout: str | Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
     where = f"pipeline layout {layout!r}"
-    if isinstance(layout, str):
-        try:
-            counts = [int(part) for part in layout.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f'{where} must be whole numbers separated by commas, such as "3,4,4,3"'
-            ) from None
-    else:
-        counts = list(layout)
+    try:
+        counts = [int(part) for part in layout.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f'{where} must be whole numbers separated by commas, such as "3,4,4,3"'
+        ) from None
     if len(counts) != num_stages:
         raise ConfigError(
             f"{where} names {len(counts)} stages, but there are {num_stages} (pipeline size x "

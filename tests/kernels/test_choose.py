@@ -123,7 +123,7 @@ def test_bits_tell_choices_apart() -> None:
 def report(device: torch.device, **values: object) -> tuple[str, dict[str, str]]:
     """(what the log says goes through kernels, {operator: why it does not}) of a model."""
     line = choose.report(Config.create(**MODEL, **values), device)[1]
-    used, _, left = line.partition("; through torch: ")
+    used, _, left = line.partition("; others: ")
     reasons = {}
     for group in left.split("; "):
         names, _, reason = group.partition(" (")

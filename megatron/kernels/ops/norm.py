@@ -237,6 +237,23 @@ _norm = operator(
 )
 
 
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    one_plus: bool,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (norm of the sum, sum), the sum empty without a residual: what the functions below
+    have in common.
+    """
+    residual = None if residual is None else residual.contiguous()
+    y, total, _, _ = _norm(x.contiguous(), residual, weight, bias, eps, one_plus, rms)
+    return y, total
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool = False
 ) -> Tensor:
@@ -247,8 +264,7 @@ def layer_norm(
     rounded if these are in fp32 beside x in 16 bits. With `one_plus` the gain is weight + 1. Raises
     KernelError for types other than fp32, fp16 and bf16, or other shapes.
     """
-    result: Tensor = _norm(x.contiguous(), None, weight, bias, eps, one_plus, False)[0]
-    return result
+    return norm(x, None, weight, bias, eps, one_plus, False)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
@@ -257,8 +273,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 
     Arguments and errors as for `layer_norm`.
     """
-    result: Tensor = _norm(x.contiguous(), None, weight, None, eps, one_plus, True)[0]
-    return result
+    return norm(x, None, weight, None, eps, one_plus, True)[0]
 
 
 def add_layer_norm(
@@ -274,19 +289,11 @@ def add_layer_norm(
 
     The gradients of x and residual are one tensor.
     """
-    y, total, _, _ = _norm(
-        x.contiguous(), residual.contiguous(), weight, bias, eps, one_plus, False
-    )
-    return y, total
+    return norm(x, residual, weight, bias, eps, one_plus, False)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (`rms_norm` of sum, sum), where sum = x + residual, rounded to the type. x, residual
-    [.., h].
-
-    The gradients of x and residual are one tensor.
-    """
-    y, total, _, _ = _norm(x.contiguous(), residual.contiguous(), weight, None, eps, one_plus, True)
-    return y, total
+    """Return (`rms_norm` of sum, sum) as `add_layer_norm` does."""
+    return norm(x, residual, weight, None, eps, one_plus, True)
