@@ -144,25 +144,16 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
             )
 
 
-def check_columns(operator: str, **tensors: Tensor | None) -> None:
-    """Check that each tensor has a dimension and fewer than 2^28 columns: GPUs count threads of a
-    grid in 32 bits.
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check(operator, tensor.dim() >= 1, f"{name} has no dimension; [.., n] is needed")
-            wide = tensor.shape[-1]
-            check(operator, wide < 2**28, f"{name} has {wide} columns; fewer than 2^28 are needed")
-
-
 def check_all(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors have one floating type, are on one device, contiguous, and not too
-    wide.
+    """Check that the tensors have one floating type, are on one device, contiguous, and not a
+    single number.
     """
     check_type(operator, TYPES, **tensors)
     check_device(operator, **tensors)
     check_contiguous(operator, **tensors)
-    check_columns(operator, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dim() == 0:
+            raise KernelError(f"{operator}: {name} has no dimension; [.., n] is needed")
 
 
 # -- sums over rows --------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels.choose import choose_attention
 from megatron.kernels.ops import dropout as dropout_kernel
 from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.norm import norm
@@ -25,12 +25,11 @@ from megatron.layers.context import (
     xavier_uniform,
 )
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.random import WHOLE, Place, Site
 from megatron.parallel.sharding import wide
 
 if TYPE_CHECKING:
-    from megatron.config import ModelConfig
+    from megatron.config import Config, ModelConfig
 
 
 class Norm(torch.nn.Module):
@@ -218,53 +217,57 @@ class TransformerLayer(torch.nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole
     model.
 
-    recompute  which of core_attn, mlp_act and layernorm are recomputed in the backward pass instead
-               of being kept
+    With selective recomputation those of core_attn, mlp_act and layernorm that the configuration
+    names are recomputed in the backward pass instead of being kept.
     """
 
-    def __init__(
-        self,
-        context: LayerContext,
-        config: ModelConfig,
-        index: int,
-        rotary: RotaryEmbedding | None = None,
-        *,
-        recompute: Collection[str] = (),
-        attention: str = "torch",
-    ) -> None:
+    def __init__(self, context: LayerContext, config: Config, index: int) -> None:
         super().__init__()
-        name = f"layers.{index}"
-        fill, output_fill = weight_fills(config)
+        model, name = config.model, f"layers.{index}"
+        selective = config.recompute.recompute_granularity == "selective"
+        again = config.recompute.recompute_modules if selective else ()
+        fill, output_fill = weight_fills(model)
 
         def make_norm(part: str) -> Norm:
             return Norm(
                 context,
                 f"{name}.{part}",
-                config.hidden_size,
-                config.normalization,
-                config.layernorm_epsilon,
-                config.apply_layernorm_1p,
+                model.hidden_size,
+                model.normalization,
+                model.layernorm_epsilon,
+                model.apply_layernorm_1p,
             )
 
-        self.index, self.dropout = index, config.hidden_dropout
+        self.index, self.dropout = index, model.hidden_dropout
         self.fused_dropout, self.context = context.fusions.bias_dropout, context
-        self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        self.residual_after_norm = model.apply_residual_connection_post_layernorm
         # The residual stream would keep the norm's output anyway.
-        self.norms_again = "layernorm" in recompute and not self.residual_after_norm
+        self.norms_again = "layernorm" in again and not self.residual_after_norm
         self.input_layernorm = make_norm("input_layernorm")
+        rotary = None
+        if model.position_embedding_type == "rope":
+            turned = 2 * int(model.kv_channels * model.rotary_percent / 2)
+            rotary = context.rotary(turned, model.rotary_base)
+        attention = choose_attention(
+            config.kernels,
+            context.parameters.device,
+            config.precision.dtype_name,
+            model.seq_length,
+            drops=model.attention_dropout > 0.0,
+        )
         self.self_attention = SelfAttention(
             context,
             f"{name}.self_attention",
-            config,
+            model,
             index,
             fill,
             output_fill,
             rotary,
-            "core_attn" in recompute,
+            "core_attn" in again,
             attention,
         )
         self.post_attention_layernorm = make_norm("post_attention_layernorm")
-        self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill, "mlp_act" in recompute)
+        self.mlp = MLP(context, f"{name}.mlp", model, fill, output_fill, "mlp_act" in again)
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
         normed = self.input_layernorm(x)

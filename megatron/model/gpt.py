@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
-from megatron.kernels.choose import choose_attention, choose_fusions
+from megatron.kernels.choose import choose_fusions
 from megatron.kernels.ops.dropout import keyed_dropout
 from megatron.kernels.work import once_and_again
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
@@ -34,27 +34,6 @@ from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
-
-
-def transformer_layer(context: LayerContext, config: Config, index: int) -> TransformerLayer:
-    """Make layer `index` of the model, from 0, unless the user defines the layer."""
-    model, recompute = config.model, config.recompute
-    attention = choose_attention(
-        config.kernels,
-        context.parameters.device,
-        config.precision.dtype_name,
-        model.seq_length,
-        drops=model.attention_dropout > 0.0,
-    )
-    rotary = None
-    if model.position_embedding_type == "rope":
-        rotary = context.rotary(
-            2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base
-        )
-    again = frozenset(
-        recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    )
-    return TransformerLayer(context, model, index, rotary, recompute=again, attention=attention)
 
 
 class GPTChunk(torch.nn.Module):
@@ -100,7 +79,7 @@ class GPTChunk(torch.nn.Module):
                 self.position_embeddings = PositionEmbedding(
                     context, model.max_position_embeddings, model.hidden_size, fill
                 )
-        make: Layer = config.pieces.layer or transformer_layer
+        make: Layer = config.pieces.layer or TransformerLayer
         self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
             self.final_layernorm = Norm(

@@ -257,6 +257,7 @@ LAYER = dict(
     micro_batch_size=2,
     global_batch_size=2,
     position_embedding_type="rope",
+    attention_backend="unfused",
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
@@ -267,8 +268,7 @@ def layer_results(fusions, dtype, key=None, rounded=None, **fields):
     before.
     """
     config = Config.create(**{**LAYER, **fields})
-    rotary = RotaryEmbedding(8, 1e4, fusions.rotary)
-    layer = TransformerLayer(context(fusions), config.model, 0, rotary, attention="unfused")
+    layer = TransformerLayer(context(fusions), config, 0)
     settle(layer, rounded or dtype)
     layer.to(dtype)
     x = randn(12, 2, 32).to(rounded or dtype).to(dtype).requires_grad_()

@@ -31,8 +31,9 @@ def run(context, dropout):
         global_batch_size=B,
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        attention_backend="blocked",
     )
-    layer = TransformerLayer(context, config.model, 0, attention="blocked")
+    layer = TransformerLayer(context, config, 0)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3))
     if context.sequence_parallel:
         x = x.chunk(context.tensor.size)[context.tensor.rank].clone()

@@ -50,7 +50,6 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
     check(name, logits.dim() >= 1, "logits have no dimension; [.., vocabulary] is needed")
     check_contiguous(name, logits=logits)
     columns = logits.shape[-1]
-    check(name, columns < 2**31, f"logits have {columns} columns; 2^31 - 1 is the most")
     check(name, first >= 0, f"first is {first}; it must not be negative")
     check(name, 0 <= real <= columns, f"real is {real}, but the logits have {columns} columns")
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)

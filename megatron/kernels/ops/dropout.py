@@ -69,8 +69,6 @@ def _check(
     check_all(name, x=x, residual=residual, bias=None if wide else bias)
     check_device(name, x=x, bias=bias)
     check_contiguous(name, bias=bias)
-    rows = x.numel() // max(x.shape[-1], 1)
-    check(name, place[1] == 1 or rows < 2**32, f"x has {rows} rows; fewer than 2^32 are needed")
     check_shape(name, x.shape[-1:], bias=bias)
     check_shape(name, x.shape, residual=residual)
 

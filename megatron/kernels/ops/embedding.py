@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.kernels.library import Function, find
 from megatron.kernels.operators import (
     check,
-    check_columns,
     check_contiguous,
     check_device,
     check_shape,
@@ -58,8 +57,6 @@ def _check(name: str, table: Tensor, rows: Tensor, values: Tensor, partial: Tens
     check_device(name, table=table, rows=rows, values=values)
     check_contiguous(name, table=table, values=values)
     check(name, table.dim() == 2, f"table has {table.dim()} dimension(s); [rows, n] is needed")
-    check_columns(name, table=table)
-    check(name, len(table) < 2**31, f"table has {len(table)} rows; fewer than 2^31 are needed")
     check_shape(name, (rows.numel(),), rows=rows)
     check_shape(name, (len(rows), table.shape[1]), values=values)
 
