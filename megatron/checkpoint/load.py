@@ -223,32 +223,23 @@ def _read(
     mine = [sharding_of(p).name for p in unique_parameters(chunks)]
     listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
     with together(topology, f"loading {folder}"):
-        _check_fit(tensors, stored, str(folder))
+        problems = []
+        for name, shards in tensors.items():
+            there = stored[name]["shape"] if name in stored else "missing"
+            if there != shards.shape:
+                problems.append(f"{name} is {there} there and {shards.shape} in this model")
         if topology.world.is_first:
             known = {f"{kind}.{name}" for kind in kinds for part in listed for name in part}
-            stored_kinds = {name for name in names if name.partition(".")[0] in kinds}
-            if more := sorted(stored_kinds - known):
-                raise CheckpointError(
-                    f"{folder} does not fit this model: it also has {named(more)}. A checkpoint of "
-                    "another architecture is not loaded in parts: see --use-checkpoint-args"
-                )
+            of_kinds = {name for name in names if name.partition(".")[0] in kinds}
+            if more := sorted(of_kinds - known):
+                problems.append(f"it also has {named(more)}")
+        if problems:
+            raise CheckpointError(
+                f"{folder} does not fit this model: {named(problems)}. A checkpoint of another "
+                "architecture is not loaded in parts: see --use-checkpoint-args"
+            )
     with together(topology, f"reading {folder}", _Damage):
         _fill(tensors, folder, stored, alive)
-
-
-def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], where: str) -> None:
-    """Raise CheckpointError, naming tensors, unless all that a rank needs are stored in the same
-    shape.
-    """
-    missing = [name for name in tensors if name not in stored]
-    problems = [f"it has no {named(missing)}"] if missing else []
-    for name, shards in tensors.items():
-        if name in stored and tuple(stored[name]["shape"]) != tuple(shards.shape):
-            problems.append(
-                f"{name} is {tuple(stored[name]['shape'])} there and {shards.shape} in this model"
-            )
-    if problems:
-        raise CheckpointError(f"{where} does not fit this model: {named(problems)}")
 
 
 def _fill(
@@ -314,7 +305,7 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
             "that were written"
         )
     try:
-        values: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        values: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged archive can raise anything
@@ -322,13 +313,10 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
         raise CheckpointError(
             f"{path} is damaged where {name} is ({type(error).__name__}: {first})"
         ) from error
-    if not isinstance(values, torch.Tensor):
+    found = getattr(values, "shape", None), getattr(values, "dtype", None)
+    if found != (shard.sizes, getattr(torch, dtype)):
         raise CheckpointError(
-            f"{path} is damaged: it holds a {type(values).__name__} where {name} should be"
-        )
-    if values.shape != shard.sizes or values.dtype != getattr(torch, dtype):
-        raise CheckpointError(
-            f"{path} is damaged: at byte {shard.start} there is {tuple(values.shape)} of "
-            f"{values.dtype} where {shard.sizes} of {dtype} of {name} were written"
+            f"{path} is damaged: at byte {shard.start} there is {found} where {shard.sizes} of "
+            f"{dtype} of {name} were written"
         )
     return values
