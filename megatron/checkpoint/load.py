@@ -254,20 +254,17 @@ def _fill(
     There is no communication. Raises CheckpointError naming the file that is damaged; what was
     filled before stays.
     """
-    wanted = [
-        (name, shard)
-        for name, shards in tensors.items()
-        for shard in stored[name]["boxes"]
-        if any(
-            overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
-            for offset, view in shards.pieces.items()
-        )
-    ]
-    for name, shard, values in read_shards(folder, wanted, stored):
-        for offset, view in tensors[name].pieces.items():
-            places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
-            if places is not None:
-                view.detach()[places[1]].copy_(values[places[0]])
+    copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
+    for name, shards in tensors.items():
+        for shard in stored[name]["boxes"]:
+            for offset, view in shards.pieces.items():
+                places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
+                if places is not None:
+                    target = view.detach()[places[1]]
+                    copies.setdefault((name, shard), []).append((target, places[0]))
+    for name, shard, values in read_shards(folder, copies, stored):
+        for target, place in copies[name, shard]:
+            target.copy_(values[place])
         alive()
 
 

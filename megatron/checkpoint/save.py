@@ -102,9 +102,8 @@ class _Pending:
     """A save between its start and its commit; writes this rank's part, here or in a thread.
 
     tensors     what this rank writes
-    texts       small files to write; only on rank 0
+    texts       small files that rank 0 writes, by name
     temporary   the folder that is written; Path() until rank 0 has created it
-    small       size and digest of each small file that was written
     future      of the thread; None where the calling thread writes
     progress    counts what the thread has written
     """
@@ -115,7 +114,6 @@ class _Pending:
     tensors: Mapping[str, Shards] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     temporary: Path = Path()
-    small: dict[str, Written] = field(default_factory=dict)
     future: Future[dict[str, Stored]] | None = None
     progress: int = 0
     begun: float = field(default_factory=time.perf_counter)
@@ -128,26 +126,21 @@ class _Pending:
     def start(self) -> None:
         """Write in a thread, without communication."""
         executor = ThreadPoolExecutor(1, "write-checkpoint")
-        self.future = executor.submit(self._write, self._count)
+        self.future = executor.submit(
+            write_tensors, self.tensors, self.temporary, self.rank, self._count
+        )
         executor.shutdown(wait=False)
 
     def result(self, alive: Alive) -> dict[str, Stored]:
         """Return the shards when all is written; raises what went wrong."""
         if self.future is None:
-            return self._write(alive)
+            return write_tensors(self.tensors, self.temporary, self.rank, alive)
         seen = self.progress
         while wait([self.future], _POLL_S).not_done:
             if self.progress != seen:
                 seen = self.progress
                 alive()
         return self.future.result()
-
-    def _write(self, alive: Alive) -> dict[str, Stored]:
-        stored = write_tensors(self.tensors, self.temporary, self.rank, alive)
-        for name, text in self.texts.items():
-            self.small[name] = write_text(self.temporary / name, text)
-            alive()
-        return stored
 
     def _count(self) -> None:
         self.progress += 1
@@ -236,13 +229,12 @@ class Saver:
         pending = _Pending(folder, iteration, self._topology.rank)
         try:
             with together(self._topology, pending.what):
-                texts = _texts(
+                pending.texts = _texts(
                     iteration, self._config, state, engine.scalars(), self._optimizer, provenance
                 )
                 tensors = tensors_to_save(engine, self._topology, self._optimizer)
                 pending.tensors = self._snapshot.take(tensors) if background else tensors
                 if self._topology.world.is_first:
-                    pending.texts = texts
                     pending.temporary = start_folder(folder)
                     self._clean(left_over(self._directory, pending.temporary))
             pending.temporary = decided_by_first(self._topology, lambda: pending.temporary)
@@ -297,7 +289,9 @@ class Saver:
             others = [load] if load else []
             try:
                 generation = next_generation(self._directory, *others)
-                size = _write_lists(pending.temporary, parts, pending.small, whole, generation)
+                size = _write_small_files(
+                    pending.temporary, parts, pending.texts, whole, generation
+                )
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
@@ -348,7 +342,7 @@ def _texts(
     optimizer: bool,
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, str]:
-    """Return the small files that are known when a save starts, by name."""
+    """Return the small files that are known when a save starts, by name. Raises CheckpointError."""
     contents = {
         "format": FORMAT,
         "iteration": iteration,
@@ -369,13 +363,12 @@ def _write_part(folder: Path, number: int, stored: dict[str, Stored], whole: boo
     return piece, totals(stored), stored_bytes(stored), stored if whole else {}
 
 
-def _write_lists(
-    folder: Path, parts: list[_Part], small: Mapping[str, Written], whole: bool, generation: int
+def _write_small_files(
+    folder: Path, parts: list[_Part], texts: Mapping[str, str], whole: bool, generation: int
 ) -> int:
-    """Check that all elements are there and write the shard lists and the manifest; return the
-    checkpoint's bytes.
+    """Check that all elements are there and write the small files; return the checkpoint's bytes.
 
-    small   the small files that were written before
+    texts   the files from `_texts`
     whole   whether to write .metadata
     """
     check_complete(part[1] for part in parts)
@@ -383,7 +376,8 @@ def _write_lists(
     if whole:
         write_whole(folder, merged(part[3] for part in parts))
         known[METADATA] = file_digest(folder / METADATA)
-    known.update(small)
+    for name, text in texts.items():
+        known[name] = write_text(folder / name, text)
     known[MANIFEST] = write_manifest(folder, list(known), known, generation)
     return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
 
@@ -427,8 +421,7 @@ def write_offline(
                     writer.add(name, tuple(tensor.shape), offset, view)
                 stored |= writer.finish()
         part = _write_part(temporary, 0, stored, True)
-        small = {name: write_text(temporary / name, text) for name, text in texts.items()}
-        _write_lists(temporary, [part], small, True, generation)
+        _write_small_files(temporary, [part], texts, True, generation)
         commit_folder(temporary, folder, iteration, generation)
     except BaseException as error:
         if temporary is not None:

@@ -204,25 +204,23 @@ def read_index(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
-    """Return the entries of the tensors `names` (None: all) that the checkpoint has. Raises
+    """Return the entries of those of the tensors `names` (None: all) that the checkpoint has. Raises
     CheckpointError.
     """
     listed = read_index(manifest)
     wanted = set(listed if names is None else names)
-    parts = []
+    stored: dict[str, Stored] = {}
     for number in sorted({number for name in wanted for number in listed.get(name, ())}):
         piece = manifest.read_json(piece_name(number))
         try:
-            parts.append({name: _checked(piece[name]) for name in wanted if name in piece})
+            for name in wanted & piece.keys():
+                part = _checked(piece[name])
+                entry = stored.setdefault(name, {**part, "boxes": []})
+                if (part["shape"], part["dtype"]) != (entry["shape"], entry["dtype"]):
+                    raise ValueError("another piece has the tensor with another shape or dtype")
+                entry["boxes"] += part["boxes"]
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(manifest, piece_name(number)) from error
-    stored = merged(parts)
-    if any(
-        (s["shape"], s["dtype"]) != (stored[n]["shape"], stored[n]["dtype"])
-        for p in parts
-        for n, s in p.items()
-    ):
-        raise _damaged(manifest, SHARD_INDEX)
     return stored
 
 

@@ -137,7 +137,7 @@ class Snapshot:
             mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        device = next((view.device for view in _views(tensors) if view.device.type == "cuda"), None)
+        device = next((view.device for view in _views(tensors) if view.is_cuda), None)
         cudart = torch.cuda.cudart() if device and self._cudart is None else self._cudart
         if cudart is None:
             return
@@ -172,8 +172,8 @@ class Snapshot:
                 pieces[offset] = part.copy_(view.detach(), non_blocking=True)
                 at += _aligned(view)
             copies[name] = Shards(shards.shape, pieces)
-        for device in {view.device for view in _views(tensors) if view.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        if any(view.is_cuda for view in _views(tensors)):
+            torch.cuda.current_stream().synchronize()
         return copies
 
 

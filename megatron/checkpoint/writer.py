@@ -26,7 +26,6 @@ from megatron.checkpoint.shards import Shard, Stored
 from megatron.checkpoint.tensors import Shards
 from megatron.engine.optimizer import Index
 
-_BUFFER = 1 << 20  # bytes: smaller writes are collected
 _SYNC = 4 << 30  # bytes between two syncs, each of which shows progress
 
 Alive = Callable[[], None]
@@ -61,7 +60,7 @@ class ShardWriter:
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
         if self._file is None:
-            self._file = open(self._path, "wb", buffering=_BUFFER)  # noqa: SIM115  closed by __exit__
+            self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
         start, self._digest = self._at, xxhash.xxh3_128()
         try:
             with _without_checksums():
