@@ -1,5 +1,5 @@
-"""The command line: flags generated from the settings, every problem found together, readable
-help.
+"""Command line of a training: its flags are generated from the settings, and all problems are
+reported together.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
     presets.
     """
     if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
-        raise ConfigError(f"--preset {name} stands beside another --preset: give one")
+        raise ConfigError(f"--preset {name} and a second --preset are given: give one")
     return list(flags) if name is None else ["--preset", name, *flags]
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split a tool's words at the first --: its own, and the training flags. None: sys.argv."""
+    """Split a tool's words at the first -- into its own and the training flags. None: sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -240,11 +240,11 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
     if "--pieces" in flags:
         _give_pieces(settings, flags["--pieces"])
     if "--rank" in flags:
-        settings.notices.append("--rank has no effect: the launcher tells the rank")
+        settings.notices.append("--rank has no effect: the launcher sets the rank")
     for name, (_, value) in chosen.items():
         settings.give(name, value, "command line")
     if "--deepspeed" in flags or "--no-deepspeed" in flags:
-        settings.notices.append("--deepspeed changes nothing: the engine is always DeepSpeed")
+        settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
     translate_late(settings, flags)
     for spelling, words in flags.items():
         if (foreign := flag_table()[spelling].foreign) is not None:

@@ -37,8 +37,8 @@ class Config(Sections):
     given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
-    # The notices that do not follow from the settings: of flags that are no settings, and of the
-    # DeepSpeed JSON.
+    # Notices that cannot be derived from the settings: about flags that are not settings, and about
+    # the DeepSpeed JSON.
     standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     pieces: Pieces = PLAIN
 
@@ -209,7 +209,7 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
 # --- resolve
 
 
-# What a library user or a test need not say; run_requirements insists on them for a training run.
+# Values for library users and tests. A training run must give its own; see run_requirements.
 _STAND_INS = {"micro_batch_size": 1, "lr": 1e-4}
 _STAND_IN_ORIGIN = "default; a training run must give it"
 
@@ -235,7 +235,7 @@ def _tokenizer(s: Settings) -> None:
     chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset")
     if s.is_unset("tokenizer_type") and v["vocab_file"] and v["merge_file"] and not chosen:
         s.derive("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
-    # A preset names the vocabulary of the model's own tokenizer; another tokenizer brings its own.
+    # A preset has the vocabulary size of the model's own tokenizer; another tokenizer has its own.
     kind = v["tokenizer_type"]
     if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset"):
         s.given.pop("vocab_size", None)

@@ -20,7 +20,7 @@ from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
 
-_MOST_BYTES = 1 << 20  # of such a file, which has a few thousand
+_MOST_BYTES = 1 << 20  # such a file has a few thousand
 _STEPS = "gradient_accumulation_steps"
 _POWER_OF_TWO = "fp16.initial_scale_power"
 
@@ -52,7 +52,7 @@ def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f'{path}: the key "{key}" is there twice in one object')
+            raise ConfigError(f'{path}: duplicate key "{key}" in one object')
         found[key] = value
     return found
 

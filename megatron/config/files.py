@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from megatron.config.option import MOST_PROCESSES, option
 
-_NO_WANDB = "Weights & Biases is not used: figures go to --metrics-file and --tensorboard-dir"
+_NO_WANDB = "metrics go to --metrics-file and --tensorboard-dir"
 _NO_RANDOM_STATES = (
-    "checkpoints hold no random states: data order and masks follow from --seed and the counters"
+    "checkpoints need no generator states: data order and dropout masks follow from --seed and the "
+    "counters"
 )
 
 
@@ -139,8 +140,7 @@ class CheckpointConfig:
     no_save_rng: bool = option(
         False,
         "Do not save random number generator states.",
-        inert="checkpoints need no generator states: data order and dropout masks follow from "
-        "--seed and the counters",
+        inert=_NO_RANDOM_STATES,
     )
     load: str | None = option(None, "Folder to load the latest checkpoint from.", metavar="FOLDER")
     load_tag: str | None = option(
@@ -152,8 +152,7 @@ class CheckpointConfig:
     no_load_rng: bool = option(
         False,
         "Do not load random number generator states.",
-        inert="checkpoints need no generator states: data order and dropout masks follow from "
-        "--seed and the counters",
+        inert=_NO_RANDOM_STATES,
     )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     reset_iteration: bool = option(False, "Load the whole checkpoint, but start at iteration 0.")
@@ -252,16 +251,12 @@ class LoggingConfig:
         "At each log interval, log each rank's own compute time and name slow ranks.",
         flags=("--straggler-report", "--log-straggler"),
     )
-    wandb_project: str = option(
-        "", "Weights & Biases project.", inert="metrics go to --metrics-file and --tensorboard-dir"
-    )
-    wandb_exp_name: str = option(
-        "", "Weights & Biases run name.", inert="metrics go to --metrics-file and --tensorboard-dir"
-    )
+    wandb_project: str = option("", "Weights & Biases project.", inert=_NO_WANDB)
+    wandb_exp_name: str = option("", "Weights & Biases run name.", inert=_NO_WANDB)
     wandb_save_dir: str = option(
         "",
         "Weights & Biases folder.",
-        inert="metrics go to --metrics-file and --tensorboard-dir",
+        inert=_NO_WANDB,
         metavar="FOLDER",
     )
     profile: str | None = option(

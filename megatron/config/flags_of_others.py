@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config.settings import Settings, all_options
 
 FILE = Path(__file__).with_suffix(".toml")
-_OFF = ("none", "null")  # of a flag that takes values: leaves every feature off
+_OFF = ("none", "null")  # values that leave every feature off
 _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 
@@ -47,7 +47,7 @@ class Foreign:
         elif not self.family.refused:
             settings.notices.append(f"{written} has no effect: {reason}")
         elif not miscounted and self._is_harmless(settings, words):
-            settings.notices.append(f"{written} has no effect: that is always so here")
+            settings.notices.append(f"{written} has no effect: this is always the case")
         else:
             settings.problems.append(f"{written} is not supported: {reason}")
 

@@ -6,6 +6,7 @@ The command line, type and range checks, --help and --print-config are generated
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,19 +27,18 @@ _ARTICLE = {
 }
 _SHOWN = 40  # characters of a bad value
 
-# Upper ends of ranges, far above what any run has had. Larger numbers are slips, and would end in a
-# full memory, in minutes of work before the first step, or as infinity in fp32. MOST is that of all
-# settings without one of their own: iterations, minutes, entries of a vocabulary.
+# Upper limits, far above those of any real run. Larger numbers are typing errors, and would exhaust
+# memory, take minutes before the first step, or overflow in fp32. MOST applies to settings without a
+# limit of their own: iterations, minutes, vocabulary entries.
 MOST = 10**9
 MOST_LAYERS = 2**16
 MOST_WIDTH = 2**20  # a matrix of this width squared has 4 TiB in fp32
-# beyond it fp32, in which angles are computed, does not tell positions apart
-MOST_POSITIONS = 2**24
+MOST_POSITIONS = 2**24  # fp32, in which angles are computed, holds whole numbers exactly up to here
 MOST_PROCESSES = 2**20  # ten times the devices of the largest machines
 MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
 MOST_SAMPLES = 10**12
 MOST_TOKENS = 10**16  # counted exactly in float64, in which learning rates are computed
-LEAST_NORMAL = 2.0**-126  # of fp32; what is smaller may be zero
+LEAST_NORMAL = 2.0**-126  # of fp32; smaller values may be flushed to zero
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,10 @@ class Option:
         if self.choices is None and text.lower() in self.value_names:
             return self.value_names[text.lower()]
         if self.kind in (int, float):
-            try:
-                return int(text) if self.kind is int else float(text)
-            except ValueError:
-                try:
-                    return float(text)  # 1e6 is a whole number too; accept() refuses 1.5
-                except ValueError:
-                    raise ValueError(
-                        f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'"
-                    ) from None
+            for number in (int, float):  # 1e6 is a whole number too; accept() refuses 1.5
+                with contextlib.suppress(ValueError):
+                    return number(text)
+            raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'")
         return text
 
     def accept(self, value: Any) -> Any:
@@ -185,15 +180,12 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs = {
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
-            "allow_abbrev": False,
-            **kwargs,
-        }
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the command line cannot be read: {message}; --help lists what there is")
+        raise ConfigError(f"invalid command line: {message}; --help lists the flags")
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:

@@ -78,11 +78,10 @@ class ParallelConfig:
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
     )
     distributed_timeout_minutes: float = option(
-        # a year
         10.0,
         "Time after which a collective fails and the job ends.",
         above=0,
-        at_most=525600,
+        at_most=525600,  # a year
         metavar="MINUTES",
     )
     rank_order: str | None = option(

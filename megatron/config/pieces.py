@@ -30,8 +30,7 @@ class Pieces:
         for name, piece in vars(self).items():
             if name not in ("callbacks", "file") and piece is not None and not callable(piece):
                 raise ConfigError(
-                    f"{name}={piece!r} cannot be called: give a function or a class, not what it "
-                    "makes"
+                    f"{name}={piece!r} is not callable: give a function or a class, not its result"
                 )
 
     def own(self) -> Iterator[tuple[str, Any]]:
@@ -53,7 +52,7 @@ class Pieces:
         }
 
     def files(self) -> list[str]:
-        """Return the files in which they are defined."""
+        """Return the files that define the user's own pieces."""
         found = set()
         for _, piece in self.own():
             try:
@@ -64,7 +63,7 @@ class Pieces:
 
 
 PLAIN = Pieces()
-"""The project's own."""
+"""Pieces of a run that has none of the user's own."""
 
 
 def load_pieces(file: str) -> Pieces:
@@ -72,7 +71,7 @@ def load_pieces(file: str) -> Pieces:
     ConfigError if the file or the dictionary is missing.
     """
     path = Path(file)
-    # under which functions and classes are found again in another process
+    # The name by which pickle finds the functions and classes in another process.
     name = f"pieces_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -83,7 +82,7 @@ def load_pieces(file: str) -> Pieces:
     found = getattr(sys.modules[name], "PIECES", None)
     if not isinstance(found, dict) or not found.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
-            f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, "
+            f"--pieces {file}: PIECES must be a dictionary of layer, model, datasets, optimizer, "
             f"schedule or callbacks, not {found!r}"
         )
     return Pieces(**found, file=str(path))

@@ -1,4 +1,4 @@
-"""Settings by name while a configuration is put together: values, origins and problems."""
+"""Settings by name while a configuration is assembled: values, origins and problems."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from megatron.config.option import LEAST_NORMAL, MOST_BATCH, MOST_SAMPLES, MOST_TOKENS, option
 
-# the square of a gradient, for the norm of all, then stays below fp32's 2**128 up to 16
+# Squares of scaled gradients, summed for the global norm, then stay below fp32's 2**128 for
+# gradients up to 16.
 _MOST_SCALE = 2.0**60
 _IMPLEMENTATIONS = ("auto", "fused", "apex", "torch")
 

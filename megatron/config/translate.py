@@ -21,8 +21,8 @@ from megatron.untrusted import read_json, read_text
 
 Flags = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 24  # of a file that lists data sets
-_NOTICE = 200  # characters of what a flag means, in a notice
-_MOST_LETTERS = 2**18  # of a layout, written out
+_NOTICE = 200  # characters of a meaning in a notice
+_MOST_LETTERS = 2**18  # of an expanded layout
 
 NO_PIPELINE = "--no-pipeline-parallel"
 PARTITION = "--pp-partition-method"
@@ -60,7 +60,7 @@ def meaning(written: str, values: Mapping[str, Any]) -> str:
     """Return the notice of a flag with this meaning."""
     said = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not said:
-        return f"{written} has no effect: that is always so here"
+        return f"{written} has no effect: this is always the case"
     return (
         f"{written} means {said}"
         if len(said) <= _NOTICE
@@ -111,8 +111,8 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
     """
     if len(groups) != 1:
         raise ValueError(
-            f"names {len(groups)} data sets: one is possible, so use {all_options()[setting].flag} "
-            f"with one blend, or quote the text as a whole: {_WEIGHTED}"
+            f"names {len(groups)} data sets, but only one is supported: use "
+            f"{all_options()[setting].flag} with one blend, or quote the whole text: {_WEIGHTED}"
         )
     pairs: list[str] = []
     for part in groups[0].partition(":")[2].split(","):
@@ -122,9 +122,8 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
         weight, (start, end), prefix = fields[0], map(float, fields[1].split(":")), fields[2]
         if (start, end) != (0, 1):
             raise ValueError(
-                f"takes the part {fields[1]} of {prefix}: files are taken whole (0:1) here; use "
-                "--data-path with --split where the parts of all files are the same, else files of "
-                "their own"
+                f"uses the part {fields[1]} of {prefix}, but only whole files (0:1) are supported: "
+                "use --data-path with --split if all files have the same parts, else separate files"
             )
         pairs += [weight, prefix]
     return {setting: pairs if len(pairs) > 2 else pairs[1:]}
@@ -151,7 +150,7 @@ def _splits_of_file(words: list[str]) -> dict[str, Any]:
     for split in ("train", "valid", "test"):
         listed = content.get(split)
         if listed is not None and not isinstance(listed, (list, str)):
-            raise ValueError(f'{words[0]}: "{split}" is no list of WEIGHT PREFIX pairs')
+            raise ValueError(f'{words[0]}: "{split}" is not a list of WEIGHT PREFIX pairs')
         if listed:
             found[f"{split}_data_path"] = (
                 listed.split() if isinstance(listed, str) else list(map(str, listed))
@@ -229,7 +228,7 @@ class _Stages:
             self._by_partition: [PARTITION],
             self._by_ends: [FIRST, LAST],
             self._by_text: [LAYOUT],
-            self._by_what_is_besides: [EMBEDDING, LOSS],
+            self._by_embedding_and_loss: [EMBEDDING, LOSS],
         }
         used = {
             way: flags
@@ -245,7 +244,7 @@ class _Stages:
             self.layers is None
             or {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
         ):
-            return  # which is a problem by itself
+            return  # reported elsewhere
         way, flags = next(
             iter(used.items()), (None, [flag for flag in CHUNKS if flag in self.flags])
         )
@@ -258,7 +257,7 @@ class _Stages:
             each, rest = divmod(self.layers, self.pipeline * chunks)
             if rest or not each:
                 raise ValueError(
-                    f"{said} does not cut {self.layers} layers into equal chunks on "
+                    f"{said} does not divide {self.layers} layers into equal chunks on "
                     f"{self.pipeline} stages: use --pipeline-layout with {self.pipeline * chunks} "
                     "counts"
                 )
@@ -273,7 +272,7 @@ class _Stages:
             if len(counts) > self.pipeline or self.settings.origins.get(per_chunk, "").startswith(
                 "preset"
             ):
-                self.settings.give(per_chunk, None, said)  # the layout says it
+                self.settings.give(per_chunk, None, said)  # implied by the layout
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
@@ -283,17 +282,17 @@ class _Stages:
         method = _TEXT.parse(self.flags[PARTITION]).lower()
         if method == "type:transformer":
             self.settings.notices.append(
-                f"{PARTITION} {method} has no effect: that is always so here"
+                f"{PARTITION} {method} has no effect: this is always the case"
             )
             return []
         if method not in ("type:transformer|embedding", "type:embedding|transformer"):
             raise ValueError(f"{PARTITION} {method} is not supported: use --pipeline-layout")
         tied = not self.settings.given.get("untie_embeddings_and_output_weights", False)
-        # a tied output layer is an embedding, too
+        # A tied output layer counts as an embedding, too.
         counts = even_counts(layers + 1 + tied, self.pipeline)
         return _without(counts, 1, int(tied))
 
-    def _by_what_is_besides(self, layers: int, chunks: int) -> list[int]:
+    def _by_embedding_and_loss(self, layers: int, chunks: int) -> list[int]:
         more = self.embedding + self.loss
         each, rest = divmod(layers + more, self.pipeline * chunks)
         if rest:
@@ -345,7 +344,7 @@ class _Stages:
             numbers[f"--num-layers-per-virtual-pipeline-stage {per_chunk}"] = 0
         if len(set(numbers.values())) > 1:
             raise ValueError(
-                f"{' and '.join(numbers)} both say how many chunks there are: use one of them"
+                f"{' and '.join(numbers)} both set the number of chunks: use one of them"
             )
         if numbers:
             return next(iter(numbers.values()))
@@ -383,18 +382,14 @@ class _Stages:
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:
-    """Return the layers of stages whose first and last ones hold something in place of some
-    layers.
-    """
+    """Return the counts with `first` layers less in the first stage and `last` in the last."""
     return [
         count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)
     ]
 
 
 def _unroll(pattern: str, text: str) -> str:
-    """Return the text with each X*n expanded. Raises ValueError if it becomes longer than any
-    layout.
-    """
+    """Return the text with each X*n expanded. Raises ValueError if it becomes too long."""
     pieces, end, length = list[str](), 0, 0
     for match in re.finditer(pattern, text):
         length += len(match[1]) * int(match[2])

@@ -107,7 +107,7 @@ def run_requirements(settings: Settings) -> None:
             "--train-tokens"
         )
     if "lr" not in known and not skips_training:
-        add("--lr is missing: give the highest learning rate, such as --lr 3e-4")
+        add("--lr is missing: give the maximum learning rate, such as --lr 3e-4")
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
     paths = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_file_list"}
@@ -168,7 +168,7 @@ def _rotary_width(v: Values) -> Iterator[str]:
         width = int(v["kv_channels"] * v["rotary_percent"])
         if width < 2 or width % 2:
             yield (
-                f"RoPE turns pairs, but --rotary-percent {v['rotary_percent']:g} of a head of "
+                f"RoPE rotates pairs, but --rotary-percent {v['rotary_percent']:g} of a head of "
                 f"{v['kv_channels']} is {width}: it must be even and at least 2"
             )
 
@@ -246,7 +246,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
         return
     valid = [n for n in range(1, layers // (2 * pp) + 1) if layers % (pp * n) == 0]
     text = (
-        f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not cut {layers} layers into "
+        f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide {layers} layers into "
         f"two or more equal chunks on each of {pp} pipeline ranks"
     )
     if valid:
@@ -255,7 +255,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
     else:
         multiple = nearest_multiples(layers, 2 * pp)
         yield (
-            f"{text}: no number does; use {multiple} layers, or --pipeline-layout with {2 * pp} "
+            f"{text}: no number of layers per chunk does; use {multiple} layers, or --pipeline-layout with {2 * pp} "
             "counts"
         )
 
@@ -455,12 +455,12 @@ def _packing(v: Values) -> Iterator[str]:
             off = all_options()[name].written(False)
             yield (
                 f"{off} and --data-packing best-fit contradict each other: packed documents are "
-                "kept apart"
+                "separated"
             )
     if v["train_data_exact_num_epochs"] is not None:
         yield (
-            "--train-data-exact-num-epochs repeats samples of --data-packing concat: leave one of "
-            "them out, best-fit takes as many epochs as the run needs"
+            "--train-data-exact-num-epochs needs --data-packing concat: best-fit reads as many "
+            "epochs as the run needs"
         )
 
 
@@ -468,15 +468,15 @@ def _packing(v: Values) -> Iterator[str]:
 def _checkpoints(v: Values) -> Iterator[str]:
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
         yield (
-            "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the "
+            "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "
             "same FOLDER"
         )
     for name in ("finetune", "reset_iteration"):
         if v[name] and v["load"] is not None and v["load"] == v["save"]:
             yield (
-                f"{all_options()[name].flag} would begin at iteration 0 again at each start, from "
-                f"its own checkpoints: give --save another FOLDER than --load {v['load']}, and "
-                "resume from that one without the flag"
+                f"{all_options()[name].flag} would start at iteration 0 after each restart, from "
+                f"the run's own checkpoints: give --save another FOLDER than --load {v['load']}, "
+                "and resume from that one without the flag"
             )
 
 
