@@ -9,11 +9,8 @@ step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -154,59 +151,40 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
     return first, last
 
 
-class Phase(enum.IntEnum):
-    """Where a bad value was found, in the order of causes."""
-
-    WEIGHT = 0
-    FORWARD = 1
-    BACKWARD = 2
-    GRADIENT = 3  # the sum over a rank's micro-batches, of a parameter
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """The first bad value on this rank. The rank with the smallest key has the cause: keys are
-    (phase, micro-batch, place in the direction of the pass, number of the check within the
-    stage)."""
-
-    key: tuple[int, ...]
-    text: str
-    address: int = 0  # several modules check one tensor
-
-
 class _Tracer:
-    """Checks weights, the inputs and outputs of every module of the chunks, and their gradients."""
+    """Checks weights, forward passes (the inputs and outputs of every module), and gradients.
 
-    def __init__(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
-        self.first: _Finding | None = None
+    `first` is the first bad value on this rank, with its key. The rank with the smallest key has
+    the cause: keys are (phase, micro-batch, place in the direction of the pass, number of the check
+    within the stage), with the phases in the order of causes.
+    """
+
+    WEIGHT, FORWARD, GRADIENT = range(3)
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], micro_batch_size: int) -> None:
+        self.first: tuple[tuple[int, ...], str] | None = None
+        self._micro_batches, self._size = list(micro_batches), micro_batch_size
         self._count = 0
-        self._micro_batches = list(micro_batches)
-        self._last_stage = run.executor.last_stage
-        # micro-batch, stage, its samples; None between forward passes
-        self._now: tuple[int, int, str] | None = None
-        self._size = run.config.batch.micro_batch_size
+        self._now: tuple[int, int] | None = None  # micro-batch and stage of the forward pass
 
-    def check(self, x: torch.Tensor, phase: Phase, micro_batch: int, place: int, text: str) -> None:
-        """Record a bad value in `x` if it precedes the one found so far. Of several checks of one
-        gradient the last, behind the module, is the most specific."""
+    def check(self, x: torch.Tensor, phase: int, micro_batch: int, place: int, text: str) -> None:
+        """Record a bad value in `x` if it precedes the one found so far."""
         self._count += 1
         # otherwise the check would be part of the graph, which recomputation does not repeat
         x = x.detach()
         if not x.is_floating_point() or bool(torch.isfinite(x).all()):
             return
-        bad, first, address = x[~torch.isfinite(x)], self.first, x.data_ptr()
-        text = (
-            f"{text}: {bad.numel()} of {x.numel()} values are not finite, the first is "
-            f"{float(bad[0])}"
-        )
-        key = (int(phase), micro_batch, place, self._count)
-        again = (
-            first is not None
-            and phase is Phase.BACKWARD
-            and (first.key[:-1], first.address) == (key[:-1], address)
-        )
-        if first is None or again or key < first.key:
-            self.first = _Finding(first.key if first is not None and again else key, text, address)
+        bad, key = x[~torch.isfinite(x)], (phase, micro_batch, place, self._count)
+        if self.first is None or key < self.first[0]:
+            values = f"{bad.numel()} of {x.numel()} values are not finite, the first is"
+            self.first = key, f"{text}: {values} {float(bad[0])}"
+
+    def check_forward(self, x: Any, micro_batch: int, stage: int, what: str) -> None:
+        """Check a value of a forward pass, if it is a tensor."""
+        if isinstance(x, torch.Tensor):
+            first = self._micro_batches[micro_batch].first_sample
+            text = f"forward pass of samples {first} to {first + self._size - 1}, {what}"
+            self.check(x, self.FORWARD, micro_batch, stage, text)
 
     @contextlib.contextmanager
     def installed(self, run: Run) -> Iterator[None]:
@@ -227,44 +205,24 @@ class _Tracer:
             for handle in handles:
                 handle.remove()
 
-    def samples(self, batch: MicroBatch) -> str:
-        """Return the sample numbers of a micro-batch as text."""
-        return f"samples {batch.first_sample} to {batch.first_sample + self._size - 1}"
-
     def _enter(self, stage: int, _: Any, inputs: tuple[Any, ...]) -> None:
         batch, hidden = inputs
         index = next(i for i, one in enumerate(self._micro_batches) if one is batch)
-        self._now = (index, stage, self.samples(batch))
-        self._watch(hidden, f"the message from stage {stage - 1}", f"the input of stage {stage}")
+        self._now = (index, stage)
+        self.check_forward(hidden, index, stage, f"the input of stage {stage}")
 
-    def _leave(self, _: Any, __: Any, output: torch.Tensor) -> None:
-        assert self._now is not None, "the chunk was entered"
-        stage = self._now[1]
-        if stage != self._last_stage:
-            message = f"the message from stage {stage + 1}"
-            self._watch(output, f"the output of stage {stage}", message)
+    def _leave(self, *_: Any) -> None:
         self._now = None
 
     def _before(self, name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        for x in inputs:
-            self._watch(x, f"the input of {name}", f"{name}, the gradient of its input")
+        if self._now is not None:  # None: a layer is recomputed, within a backward pass
+            for x in inputs:
+                self.check_forward(x, *self._now, f"the input of {name}")
 
     def _after(self, name: str, _: Any, __: Any, outputs: Any) -> None:
-        for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            self._watch(x, f"{name}, its output", f"the gradient of the output of {name}")
-
-    def _watch(self, x: Any, forward: str, backward: str) -> None:
-        # Outside of a forward pass a layer is recomputed, within a backward pass.
-        if self._now is None or not isinstance(x, torch.Tensor):
-            return
-        index, stage, samples = self._now
-        self.check(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
-        # sums of gradients are checked
-        if x.requires_grad and not isinstance(x, torch.nn.Parameter):
-            text = f"backward pass of {samples}, {backward}"
-            x.register_hook(
-                lambda gradient: self.check(gradient, Phase.BACKWARD, index, -stage, text)
-            )
+        if self._now is not None:
+            for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
+                self.check_forward(x, *self._now, f"{name}, its output")
 
 
 def diagnose(
@@ -277,40 +235,38 @@ def diagnose(
     rank.
 
     All ranks call this while no step is under way, and get the same sentence. The order is: weights
-    before activations, forward before backward passes, then by micro-batch, by stage (backward:
-    from the last) and by module. Weights are those of the step when it was skipped.
+    before activations, activations before gradients; activations by micro-batch, stage and module;
+    gradients from the last stage and parameter to the first, as backward passes go. Weights are
+    those of the step when it was skipped.
     """
     run.engine.wait_for_weights()
-    tracer = _Tracer(run, micro_batches)
-    for stage, chunk in run.chunks.items():
-        for p in chunk.parameters():
-            tracer.check(p, Phase.WEIGHT, 0, int(stage), f"weight {sharding_of(p).name}")
+    tracer = _Tracer(micro_batches, run.config.batch.micro_batch_size)
+    parameters = [
+        (int(stage), p) for stage, chunk in run.chunks.items() for p in chunk.parameters()
+    ]
+    for stage, p in parameters:
+        tracer.check(p, tracer.WEIGHT, 0, stage, f"weight {sharding_of(p).name}")
     with tracer.installed(run):
         losses = run.executor.train(micro_batches, loss_scale=loss_scale, loss_weights=loss_weights)
-    for index, (loss, batch) in enumerate(zip(losses, micro_batches, strict=False)):
-        text = f"forward pass of {tracer.samples(batch)}, the loss, behind the output layer"
-        tracer.check(loss, Phase.FORWARD, index, run.executor.last_stage, text)
-    for stage, chunk in run.chunks.items():
-        for p in chunk.parameters():
-            # The norm is infinite as well where a square exceeds the range of fp32.
-            text = (
-                f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared "
-                "in fp32"
-            )
-            tracer.check(
-                run.engine.gradient(p).float().square(), Phase.GRADIENT, 0, -int(stage), text
-            )
+    for index, loss in enumerate(losses):
+        what = "the loss, behind the output layer"
+        tracer.check_forward(loss, index, run.executor.last_stage, what)
+    for stage, p in reversed(parameters):
+        # The norm is infinite as well where a square exceeds the range of fp32.
+        squares = run.engine.gradient(p).float().square()
+        text = (
+            f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared in fp32"
+        )
+        tracer.check(squares, tracer.GRADIENT, 0, -stage, text)
     run.engine.clear_gradients()
     found = tracer.first or _Finding(_ABSENT, "")
     keys = collectives.gather_first(torch.tensor([found.key]), run.topology.world).tolist()
     if min(keys) == list(_ABSENT):
         return _NOTHING
     where = f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device})"
-    return str(
-        collectives.broadcast_object(
-            f"{where}, {found.text}", run.topology.world, keys.index(min(keys))
-        )
-    )
+    own = tracer.first and (tracer.first[0], f"{where}, {tracer.first[1]}")
+    found = [one for one in collectives.gather_objects(own, run.topology.world) if one]
+    return str(min(found, key=lambda one: one[0])[1]) if found else _NOTHING
 
 
 def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
