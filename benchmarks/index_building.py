@@ -87,7 +87,7 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
     tokens = int(sizes.sum(dtype=np.int64))
     num_samples = (epochs * tokens - 1) // SEQ_LENGTH
     request = gpt_dataset.IndexRequest(
-        "p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED
+        "p", "train", "1", 0, documents, tokens, num_samples, SEQ_LENGTH, SEED, sizes
     )
     random, seconds = np.random.RandomState(SEED), {}
     before = reset_peak()
@@ -124,10 +124,12 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
 def pack(documents: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
     tokens = int(sizes.sum(dtype=np.int64))
-    request = gpt_dataset.IndexRequest("p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED)
+    request = gpt_dataset.IndexRequest(
+        "p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED, sizes
+    )
     seconds: dict[str, float] = {}
     before = reset_peak()
-    arrays = timed(seconds, "cut and pack", gpt_dataset.build_packing, request, sizes)
+    arrays = timed(seconds, "cut and pack", gpt_dataset.build_packing, request)
     timed(
         seconds,
         "order of an epoch",

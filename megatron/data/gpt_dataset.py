@@ -28,7 +28,6 @@ sample (of 1,100 tokens each: 46 %), all of one length that does not divide the 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import zlib
 from abc import ABC, abstractmethod
@@ -62,7 +61,6 @@ _UINT32_LIMIT = 2**32 - 2
 _BLOCK = 1 << 20  # sequences or pieces processed at once: keeps temporary memory flat
 _PROBES = 256
 _SPOT_CHECKS = 16
-log = logging.getLogger(__name__)
 
 
 class TokenDataset(Protocol):
@@ -140,6 +138,7 @@ class IndexRequest:
     num_samples: int
     seq_length: int
     seed: int
+    sizes: npt.NDArray[np.int32]
 
     @property
     def sample_tokens(self) -> int:
@@ -152,6 +151,17 @@ class IndexRequest:
         num_samples.
         """
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
+
+    def covers(self, sequences: npt.NDArray[np.int32]) -> bool:
+        """Return whether these sequences, at least one, are all in the split."""
+        return bool(self.start <= sequences.min() and sequences.max() < self.stop)
+
+    def piece_lengths(
+        self, sequences: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the tokens of each piece of a bin: to the end of its sequence, or a whole bin."""
+        left: npt.NDArray[np.int64] = self.sizes[sequences].astype(np.int64) - offsets
+        return np.minimum(left, self.sample_tokens)
 
     def samples_in(self, epochs: int) -> int:
         """Return the whole samples in that many epochs; a sample begins with the last token of the
@@ -189,7 +199,7 @@ class IndexRequest:
         )
 
 
-def build_index(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays:
+def build_index(request: IndexRequest) -> Arrays:
     """Return the three arrays of `PARTS`.
 
     doc_idx int32 [epochs * documents], sequence numbers in drawn order; sample_idx [n + 1, 2], see
@@ -204,7 +214,9 @@ def build_index(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays:
     last_apart = request.separate_last_epoch
     document_index = _document_index(request, last_apart, random)
     num_samples = request.samples_in(request.num_epochs)
-    sample_index = build_sample_index(sizes, document_index, request.seq_length, num_samples)
+    sample_index = build_sample_index(
+        request.sizes, document_index, request.seq_length, num_samples
+    )
     first = request.samples_in(request.num_epochs - 1) if last_apart else num_samples
     return {
         "doc_idx": document_index,
@@ -266,14 +278,18 @@ class FileDataset(ABC):
                 f"{prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them"
             )
         tokens = indexed.tokens_between(*bounds)
-        if tokens == 0:
-            raise DataError(
-                f"{prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no "
-                "tokens"
-            )
+        assert tokens, f"{prefix}: the {name} split {split!r} has no tokens"
         # A split without a whole sample is repeated until it has one.
         self._request = IndexRequest(
-            prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed
+            prefix,
+            name,
+            split,
+            *bounds,
+            tokens,
+            max(num_samples, 1),
+            seq_length,
+            seed,
+            indexed.sizes,
         )
         self.name, self.seq_length, self.tokens_per_epoch = prefix, seq_length, tokens
         self._indexed, self._pad_id, self._verify = indexed, pad_id, verify
@@ -289,17 +305,21 @@ class FileDataset(ABC):
         build: Callable[[], Arrays],
         fits: Callable[[Arrays], bool],
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Return arrays from the cache, or build them."""
+        """Return arrays from the cache, or build them from sizes that are checked."""
+
+        def build_checked() -> Arrays:
+            self._check_sizes()
+            return build()
+
         self.description = description
         arrays = load_or_build(
-            description, parts, self._directories, build, fits=fits, verify=self._verify
+            description, parts, self._directories, build_checked, fits=fits, verify=self._verify
         )
         return tuple(arrays[part] for part in parts)
 
-    def _checked_sizes(self) -> npt.NDArray[np.int32]:
-        """Return the sizes of all sequences. Raises DataError if one in the split is damaged."""
+    def _check_sizes(self) -> None:
+        """Raise DataError if the size of a sequence in the split is damaged."""
         self._indexed.check(self._request.start, self._request.stop)
-        return self._indexed.sizes
 
     @abstractmethod
     def _load(self) -> None:
@@ -333,7 +353,7 @@ class FileDataset(ABC):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
         found = self._find(index)
         if found is None:
-            self._checked_sizes()  # blames the data if they are damaged
+            self._check_sizes()  # blames the data if they are damaged
             raise DataError(
                 f"{self.name}: entry {index} of the cached index does not lead to a sample of "
                 f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
@@ -351,8 +371,8 @@ class GPTDataset(FileDataset, _Unpacked):
         self._documents, self._rows, self._shuffle = self._cached(
             request.description,
             PARTS,
-            build=lambda: build_index(request, self._checked_sizes()),
-            fits=lambda found: index_fits(found, request, self._indexed.sizes),
+            build=lambda: build_index(request),
+            fits=lambda found: index_fits(found, request),
         )
 
     def __len__(self) -> int:
@@ -360,16 +380,11 @@ class GPTDataset(FileDataset, _Unpacked):
 
     def _find(self, index: int) -> Pieces | None:
         row = int(self._shuffle[index])
-        return pieces_of_sample(
-            self._documents, self._rows[row : row + 2], self._request, self._indexed.sizes
-        )
+        return pieces_of_sample(self._documents, self._rows[row : row + 2], self._request)
 
 
 def pieces_of_sample(
-    documents: npt.NDArray[np.int32],
-    rows: npt.NDArray[Any],
-    request: IndexRequest,
-    sizes: npt.NDArray[np.int32],
+    documents: npt.NDArray[np.int32], rows: npt.NDArray[Any], request: IndexRequest
 ) -> Pieces | None:
     """Return the pieces between two rows of sample_idx; None unless they are a sample of seq_length
     + 1 tokens.
@@ -378,24 +393,17 @@ def pieces_of_sample(
         return None
     (first, offset), (last, last_offset) = rows.tolist()
     sequences = documents[first : last + 1]
-    if (
-        not 0 <= first <= last < len(documents)
-        or sequences.min() < request.start
-        or sequences.max() >= request.stop
-    ):
+    if not 0 <= first <= last < len(documents) or not request.covers(sequences):
         return None
-    lengths, offsets = sizes[sequences].astype(np.int64), np.zeros(len(sequences), np.int64)
+    lengths, offsets = request.sizes[sequences].astype(np.int64), np.zeros(len(sequences), np.int64)
     inside = 0 <= offset <= lengths[0] and 0 <= last_offset < lengths[-1]
     offsets[0], lengths[-1] = offset, last_offset + 1
     lengths -= offsets
-    return (
-        (sequences, offsets, lengths)
-        if inside and lengths.sum() == request.seq_length + 1
-        else None
-    )
+    fits = inside and lengths.sum() == request.sample_tokens
+    return (sequences, offsets, lengths) if fits else None
 
 
-def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int32]) -> bool:
+def index_fits(arrays: Arrays, request: IndexRequest) -> bool:
     """Return whether cached arrays belong to this data.
 
     The description does not cover the content of the data files, so a cache may outlive data that
@@ -411,13 +419,18 @@ def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int3
     )
     if (documents.shape, rows.shape, shuffled.shape) != shapes or num_samples == 0:
         return False
-    checked = np.unique(np.linspace(0, num_samples - 1, _SPOT_CHECKS).astype(np.int64)).tolist()
     return all(
-        pieces_of_sample(documents, rows[i : i + 2], request, sizes) is not None for i in checked
+        pieces_of_sample(documents, rows[i : i + 2], request) is not None
+        for i in _spread(num_samples, _SPOT_CHECKS).tolist()
     )
 
 
-def build_packing(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays:
+def _spread(count: int, number: int) -> npt.NDArray[np.int64]:
+    """Return about `number` of 0..count-1 at equal distances."""
+    return np.linspace(0, count - 1, number).astype(np.int64)
+
+
+def build_packing(request: IndexRequest) -> Arrays:
     """Return the three arrays of `BIN_PARTS`.
 
     pieces int32 [pieces, 2], (sequence, first token) of each piece, those of a bin together; its
@@ -428,7 +441,7 @@ def build_packing(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays
     Uses 24 bytes per piece and 8 per bin, of which 8 each are the arrays. Raises DataError if no
     sequence has two tokens.
     """
-    pieces, lengths = _cut(request, sizes)
+    pieces, lengths = _cut(request)
     if not len(pieces):
         raise DataError(
             f"{request.prefix}: none of the sequences {request.start}..{request.stop} has two "
@@ -443,15 +456,7 @@ def build_packing(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays
     rows, grouped = pieces.view(np.int64)[:, 0], np.empty(len(pieces), np.int64)
     for at in range(0, len(order), _BLOCK):
         np.take(rows, order[at : at + _BLOCK], out=grouped[at : at + _BLOCK])
-    counts = np.array([request.tokens_per_epoch, predictions, _probe(request, sizes)], np.int64)
-    waste = waste_of(num_bins, len(pieces), predictions, request.sample_tokens)
-    log.info(
-        "packed %d pieces of %s into %d samples, %.3f%% padding",
-        len(pieces),
-        request.prefix,
-        num_bins,
-        100 * waste,
-    )
+    counts = np.array([request.tokens_per_epoch, predictions, _probe(request)], np.int64)
     return {"pieces": grouped.view(np.int32).reshape(-1, 2), "bin_starts": starts, "counts": counts}
 
 
@@ -475,9 +480,7 @@ def waste_of(num_bins: int, num_pieces: int, predictions: int, capacity: int) ->
     return 1 - (predictions + num_pieces) / (num_bins * capacity)
 
 
-def _cut(
-    request: IndexRequest, sizes: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], the
     tokens of each.
 
@@ -486,7 +489,7 @@ def _cut(
     seq_length = np.int32(request.seq_length)
     pieces, lengths = list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int32]]()
     for first in range(request.start, request.stop, _BLOCK):
-        part = sizes[first : min(first + _BLOCK, request.stop)]
+        part = request.sizes[first : min(first + _BLOCK, request.stop)]
         counts = np.maximum(-((1 - part) // seq_length), 0)
         sequences = np.repeat(np.arange(len(part), dtype=np.int32), counts)
         starts = np.cumsum(counts, dtype=np.int64) - counts
@@ -497,12 +500,12 @@ def _cut(
     return np.concatenate(pieces), np.concatenate(lengths)
 
 
-def _probe(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> int:
+def _probe(request: IndexRequest) -> int:
     """Return a checksum of the sizes of some sequences, which detects other data under the same
     name.
     """
-    where = np.linspace(request.start, request.stop - 1, _PROBES).astype(np.int64)
-    return zlib.crc32(sizes[where].astype("<i4").tobytes())
+    where = request.start + _spread(request.stop - request.start, _PROBES)
+    return zlib.crc32(request.sizes[where].astype("<i4").tobytes())
 
 
 def pieces_of_bin(
@@ -510,7 +513,6 @@ def pieces_of_bin(
     starts: npt.NDArray[np.int64],
     number: int,
     request: IndexRequest,
-    sizes: npt.NDArray[np.int32],
 ) -> Pieces | None:
     """Return the pieces of a bin; None if there are none or they are not within the split and the
     bin.
@@ -521,51 +523,28 @@ def pieces_of_bin(
     if not 0 <= first < stop <= len(pieces):
         return None
     sequences, offsets = pieces[first:stop, 0], pieces[first:stop, 1].astype(np.int64)
-    if sequences.min() < request.start or sequences.max() >= request.stop or offsets.min() < 0:
+    if not request.covers(sequences) or offsets.min() < 0:
         return None
-    lengths = _lengths(sequences, offsets, sizes, request.sample_tokens)
-    return (
-        (sequences, offsets, lengths)
-        if lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
-        else None
-    )
+    lengths = request.piece_lengths(sequences, offsets)
+    fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
+    return (sequences, offsets, lengths) if fits else None
 
 
-def _lengths(
-    sequences: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int32],
-    capacity: int,
-) -> npt.NDArray[np.int64]:
-    """Return the tokens of each piece: to the end of its sequence, or a whole bin."""
-    result: npt.NDArray[np.int64] = np.minimum(
-        sizes[sequences].astype(np.int64) - offsets, capacity
-    )
-    return result
-
-
-def packing_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int32]) -> bool:
+def packing_fits(arrays: Arrays, request: IndexRequest) -> bool:
     """Return whether cached arrays belong to this data, by their shapes, a checksum of sizes and a
     few bins.
     """
     pieces, starts, counts = (arrays[part] for part in BIN_PARTS)
-    if (
-        counts.shape != (3,)
-        or pieces.ndim != 2
-        or pieces.shape[1] != 2
-        or starts.ndim != 1
-        or len(starts) < 2
-    ):
+    if counts.shape != (3,) or pieces.shape[1:] != (2,) or starts.ndim != 1 or len(starts) < 2:
         return False
-    if (
-        counts[0] != request.tokens_per_epoch
-        or counts[2] != _probe(request, sizes)
-        or starts[-1] != len(pieces)
-    ):
-        return False
-    checked = np.unique(np.linspace(0, len(starts) - 2, _SPOT_CHECKS).astype(np.int64)).tolist()
-    return all(
-        pieces_of_bin(pieces, starts, number, request, sizes) is not None for number in checked
+    return bool(
+        counts[0] == request.tokens_per_epoch
+        and counts[2] == _probe(request)
+        and starts[-1] == len(pieces)
+        and all(
+            pieces_of_bin(pieces, starts, number, request) is not None
+            for number in _spread(len(starts) - 1, _SPOT_CHECKS).tolist()
+        )
     )
 
 
@@ -582,8 +561,8 @@ class PackedDataset(FileDataset):
         self._table, self._starts, counts = self._cached(
             request.bins_description,
             BIN_PARTS,
-            build=lambda: build_packing(request, self._checked_sizes()),
-            fits=lambda found: packing_fits(found, request, self._indexed.sizes),
+            build=lambda: build_packing(request),
+            fits=lambda found: packing_fits(found, request),
         )
         self.num_bins, self.tokens_per_epoch = len(self._starts) - 1, int(counts[1])
         epochs = -(-request.num_samples // self.num_bins)
@@ -609,15 +588,11 @@ class PackedDataset(FileDataset):
         first, count = self._starts[bins], self._starts[bins + 1] - self._starts[bins]
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         sequences, offsets = self._table[np.repeat(first, count) + within].T
-        lengths = _lengths(
-            sequences, offsets.astype(np.int64), self._indexed.sizes, self._request.sample_tokens
-        )
+        lengths = self._request.piece_lengths(sequences, offsets.astype(np.int64))
         return int((lengths - 1).sum())
 
     def _find(self, index: int) -> Pieces | None:
-        return pieces_of_bin(
-            self._table, self._starts, int(self._order[index]), self._request, self._indexed.sizes
-        )
+        return pieces_of_bin(self._table, self._starts, int(self._order[index]), self._request)
 
 
 class BlendedDataset:

@@ -7,6 +7,7 @@ test_index_helpers.py.
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ def build(
         patch.setattr(indexed_dataset, "compiled", module)
         patch.setattr(indexed_dataset, "_FEW", 0)  # the compiled shuffle for short arrays too
         patch.setattr(gpt_dataset, "_UINT32_LIMIT", uint32_limit)
-        return build_index(request, unaligned)
+        return build_index(dataclasses.replace(request, sizes=unaligned))
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
@@ -37,7 +38,7 @@ def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
     """Numbers that need 64 bits from a limit on, which is 2^32 - 2 in Megatron, and the same
     order.
     """
-    request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3)
+    request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3, np.empty(0, np.int32))
     narrow = build(module, [4000, 5000, 1], request, uint32_limit=9001)
     wide = build(module, [4000, 5000, 1], request, uint32_limit=9000)
     assert len(narrow["shuffle_idx"]) == 9000

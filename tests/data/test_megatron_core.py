@@ -99,9 +99,9 @@ def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
     sizes = np.array(case["sizes"], np.int32)
     split = case["start"], case["stop"], int(sizes[case["start"] : case["stop"]].sum())
     request = IndexRequest(
-        "p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"]
+        "p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"], sizes
     )
-    arrays = build_index(request, sizes)
+    arrays = build_index(request)
     way = min(request.num_epochs, 2), request.separate_last_epoch
     return digest(*(np.ascontiguousarray(arrays[part]).tobytes() for part in PARTS)), way
 

@@ -136,7 +136,7 @@ def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
 def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
     tokens = int(sizes.sum(dtype=np.int64))
     arrays = build_packing(
-        IndexRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes
+        IndexRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1, sizes)
     )
     predictions = int(arrays["counts"][1])
     assert predictions == tokens - np.count_nonzero(sizes)
@@ -180,13 +180,9 @@ def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
     assert len(data) == 125 and data.waste == pytest.approx(8 / (125 * 17))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [([1, 0, 1], r"x: .* 0\.\.3\b"), ([0, 0], "train .*'1'")],
-)
-def test_nothing_to_pack(tmp_path: Path, sizes: list[int], message: str) -> None:
-    write(tmp_path / "x", sizes)
-    with pytest.raises(DataError, match=message):
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    write(tmp_path / "x", [1, 0, 1])
+    with pytest.raises(DataError, match=r"x: .* 0\.\.3\b"):
         dataset(tmp_path / "x", 1, 4)
 
 
