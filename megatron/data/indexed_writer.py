@@ -339,16 +339,15 @@ def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
 
     Raises DataError for a shorter file, and OSError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    actual = os.fstat(descriptor).st_size
+    file = open(path, "ab", buffering=buffering)  # noqa: SIM115 (the caller closes it)
+    actual = os.fstat(file.fileno()).st_size
     if actual < length:
-        os.close(descriptor)
+        file.close()
         raise DataError(
             f"{path}: {actual} bytes, but {length} were written: cannot resume; start again"
         )
-    os.ftruncate(descriptor, length)
-    os.lseek(descriptor, length, os.SEEK_SET)
-    return os.fdopen(descriptor, "wb", buffering=buffering)
+    file.truncate(length)
+    return file
 
 
 def _part(folder: Path, prefix: str | os.PathLike[str], name: str) -> Path:

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import ledger
+from megatron.data import sampler
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, PackedDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.ledger import Consumed, Ledger
-from megatron.data.sampler import SampleOrder, sample_order
+from megatron.data.sampler import Consumed, Ledger, SampleOrder, sample_order
 
 SEQ_LENGTH = 8
 
@@ -94,7 +93,7 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
 
 def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Ledger(blend, SampleOrder(60, cyclic=True), 100)
-    monkeypatch.setattr(ledger, "_BLOCK", 7)
+    monkeypatch.setattr(sampler, "_BLOCK", 7)
     assert Ledger(blend, SampleOrder(60, cyclic=True), 100).record() == whole.record()
     assert whole.record() != Ledger(blend, SampleOrder(60, cyclic=True), 93).record()
     # A checkpoint without a record, of a run that had more data than this one: what is there is

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, MockDataset
-from megatron.data.ledger import Consumed, Ledger, is_consumed
 from megatron.data.sampler import (
+    Consumed,
+    Ledger,
     MicroBatchStream,
     are_ranges,
     around,
+    is_consumed,
     merged,
     permute,
     sample_order,

@@ -14,7 +14,7 @@ from typing import IO, Any, TextIO
 
 from megatron.config import Config
 from megatron.config.files import LoggingConfig
-from megatron.data.ledger import Ledger
+from megatron.data.sampler import Ledger
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import (
     IterationReport,

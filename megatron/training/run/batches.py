@@ -142,7 +142,7 @@ class Progress:
     scheduled_...             the first three without skipped steps: learning rate and weight decay
                               follow these, as in Megatron
     sources                   what was taken of each source of training data, see
-                              megatron.data.ledger; as of the checkpoint that was loaded or is
+                              megatron.data.sampler; as of the checkpoint that was loaded or is
                               written
     left_out                  ranges [start, stop) of positions in the order of samples that are
                               left out after loss spikes; consumed samples are counted without them

@@ -15,8 +15,7 @@ from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import Found, find, required
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.config import Config
-from megatron.data.ledger import is_consumed
-from megatron.data.sampler import are_ranges
+from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology

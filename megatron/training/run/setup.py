@@ -23,8 +23,7 @@ from megatron.config.duration import duration_s
 from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.file_lock import FolderClaim
 from megatron.data.gpt_dataset import PackedDataset
-from megatron.data.ledger import Ledger, sources
-from megatron.data.sampler import sample_order
+from megatron.data.sampler import Ledger, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.datasets import Datasets
-from megatron.data.ledger import Ledger
-from megatron.data.sampler import MicroBatch
+from megatron.data.sampler import Ledger, MicroBatch
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine, StepResult
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
