@@ -56,35 +56,23 @@ class SplitPlan:
     split: str
 
 
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, validation and test, which add up to 1.
-
-    `split` is up to three numbers, separated by commas or slashes, which the configuration has
-    checked.
-
-    >>> parse_split("3,1")
-    (0.75, 0.25, 0.0)
-    """
-    shares = [float(part) for part in split.replace("/", ",").split(",")] + [0.0, 0.0]
-    total = sum(shares)
-    return shares[0] / total, shares[1] / total, shares[2] / total
-
-
 def split_bounds(
     split: str, num_sequences: int
 ) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """Return the first and past-the-last sequence of train, validation and test, in Megatron's
     rounding.
 
-    Each cut adds round(share * N); the surplus of the rounding is taken from every cut after the
-    first.
+    `split` is up to three numbers, separated by commas or slashes, which the configuration has
+    checked. Each cut adds round(share * N); the surplus of the rounding is taken from every cut
+    after the first.
 
     >>> split_bounds("969, 30, 1", 1000)
     ((0, 969), (969, 999), (999, 1000))
     """
-    cuts = [0]
-    for share in parse_split(split):
-        cuts.append(cuts[-1] + round(share * float(num_sequences)))
+    parts = [float(part) for part in split.replace("/", ",").split(",")] + [0.0, 0.0]
+    total, cuts = sum(parts), [0]
+    for part in parts[:3]:
+        cuts.append(cuts[-1] + round(part / total * float(num_sequences)))
     surplus = cuts[-1] - num_sequences
     train_end, valid_end, test_end = (max(0, cut - surplus) for cut in cuts[1:])
     return (0, train_end), (train_end, valid_end), (valid_end, test_end)

@@ -465,10 +465,9 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
 
     One RandomState(seed) shuffles the bins of each epoch, so that more epochs only add to the end.
     """
-    order = np.empty((epochs, num_bins), np.uint32 if num_bins <= 2**32 else np.int64)
-    random = np.random.RandomState(seed)
+    bins = np.arange(num_bins, dtype=np.uint32 if num_bins <= 2**32 else np.int64)
+    order, random = np.tile(bins, (epochs, 1)), np.random.RandomState(seed)
     for row in order:
-        row[:] = np.arange(num_bins, dtype=order.dtype)
         shuffle(row, random)
     return order.reshape(-1)
 

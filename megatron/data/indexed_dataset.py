@@ -278,15 +278,14 @@ class IndexedDataset:
 
     def _damaged(self, sequence: int) -> DataError:
         """Return the error for an impossible size or pointer."""
-        size, pointer = int(self.sizes[sequence]), int(self.pointers[sequence])
-        last = sequence + 1 == len(self)
-        follows = "is the last" if last else f"the next one starts at {self.pointers[sequence + 1]}"
+        end = self.pointers[sequence + 1] if sequence + 1 < len(self) else self._bin_bytes
         return DataError(
-            f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} "
-            f"tokens of {self.dtype.itemsize} bytes, and byte "
-            f"{HEADER.size + 4 * len(self) + 8 * sequence}: it starts at {pointer} in a .bin of "
-            f"{self._bin_bytes} bytes, and {follows}: the index is damaged; copy it again, or find "
-            "further damage with tools/inspect_dataset.py --validate"
+            f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has "
+            f"{self.sizes[sequence]} tokens of {self.dtype.itemsize} bytes, and byte "
+            f"{HEADER.size + 4 * len(self) + 8 * sequence}: it starts at {self.pointers[sequence]} "
+            f"in a .bin of {self._bin_bytes} bytes, where it should end at {end}: the index "
+            "is damaged; copy it again, or find further damage with tools/inspect_dataset.py "
+            "--validate"
         )
 
     def _check_still_whole(self) -> None:
@@ -312,20 +311,19 @@ class IndexedDataset:
         num_bytes = count * self.dtype.itemsize
         if self._map is not None:
             return self._map[start : start + num_bytes].view(self.dtype)
-        buffer = np.empty(num_bytes, np.uint8)
-        view = buffer.data
-        while view:
+        found = b""
+        while len(found) < num_bytes:  # one call reads 2 GiB at most
+            at = start + len(found)
             try:
-                # one call reads 2 GiB at most
-                read = os.preadv(self._descriptor, [view], start)
+                more = os.pread(self._descriptor, num_bytes - len(found), at)
             except OSError as error:
                 raise DataError(
-                    f"{self._bin_path}: byte {start}: cannot be read: {error.strerror}"
+                    f"{self._bin_path}: byte {at}: cannot be read: {error.strerror}"
                 ) from error
-            if not read:
-                raise self._cut_short(start)
-            view, start = view[read:], start + read
-        return buffer.view(self.dtype)
+            if not more:
+                raise self._cut_short(at)
+            found += more
+        return np.frombuffer(found, self.dtype)
 
 
 class Index(NamedTuple):
@@ -345,56 +343,44 @@ def map_index(path: Path) -> Index:
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         actual = os.fstat(file.fileno()).st_size
-        num_sequences, num_boundaries, dtype = _parse_header(path, header)
+        if header.startswith(OLD_MAGIC):
+            raise DataError(
+                f"{path}: the old cached/lazy format, but only the mmap format is supported: "
+                "preprocess the text again"
+            )
+        if not header.startswith(MAGIC):
+            raise DataError(
+                f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a "
+                "token file"
+            )
+        if actual < HEADER.size:
+            raise DataError(
+                f"{path}: {actual} bytes, shorter than its own header: the file is truncated"
+            )
+        _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPE_CODES:
+            raise DataError(
+                f"{path}: format version {version} and token type code {code}: only version "
+                f"{VERSION} and the codes {sorted(DTYPE_CODES)} are known"
+            )
         without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-        if actual not in (without_modes, without_modes + num_sequences):
+        if num_boundaries < 1 or actual not in (without_modes, without_modes + num_sequences):
             raise DataError(
                 f"{path}: {actual} bytes, but its header of {num_sequences} sequences and "
-                f"{num_boundaries} document boundaries needs {without_modes}: the file is "
-                "truncated or damaged"
+                f"{num_boundaries} document boundaries (an empty data set has one) needs "
+                f"{without_modes}: the file is truncated or damaged"
             )
         mapping = Mapping(file.fileno(), 0, access=ACCESS_READ)
     raw = np.frombuffer(mapping, np.uint8)
     at_pointers = HEADER.size + 4 * num_sequences
     at_documents = at_pointers + 8 * num_sequences
     return Index(
-        dtype,
+        DTYPE_CODES[code],
         raw[HEADER.size : at_pointers].view("<i4"),
         raw[at_pointers:at_documents].view("<i8"),
         raw[at_documents:without_modes].view("<i8"),
         raw[without_modes:].view(np.int8) if num_sequences and actual > without_modes else None,
     )
-
-
-def _parse_header(path: Path, header: bytes) -> tuple[int, int, np.dtype[Any]]:
-    """Return the number of sequences, the number of document boundaries, and the type of a
-    token.
-    """
-    if header.startswith(OLD_MAGIC):
-        raise DataError(
-            f"{path}: the old cached/lazy format, but only the mmap format is supported: "
-            "preprocess the text again"
-        )
-    if not header.startswith(MAGIC):
-        raise DataError(
-            f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a token "
-            "file"
-        )
-    if len(header) < HEADER.size:
-        raise DataError(
-            f"{path}: {len(header)} bytes, shorter than its own header: the file is truncated"
-        )
-    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
-    if version != VERSION:
-        raise DataError(f"{path}: format version {version}: only version {VERSION} is known")
-    if code not in DTYPE_CODES:
-        raise DataError(f"{path}: token type code {code}: known codes are {sorted(DTYPE_CODES)}")
-    if num_boundaries < 1:
-        raise DataError(
-            f"{path}: no document boundaries, but even an empty data set has one: the file is "
-            "damaged"
-        )
-    return num_sequences, num_boundaries, DTYPE_CODES[code]
 
 
 # --- index helpers

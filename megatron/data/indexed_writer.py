@@ -22,6 +22,7 @@ import numpy.typing as npt
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
 from megatron.data.indexed_dataset import (
     HEADER,
+    INT32_MAX,
     MAGIC,
     TYPE_CODES,
     VERSION,
@@ -31,7 +32,6 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.errors import DataError
 
-MAX_SEQUENCE_TOKENS = 2**31 - 1
 _BUFFER_BYTES = 1 << 20
 _BLOCK_ENTRIES = 1 << 18  # sizes or document ends in memory at once
 _SMALL_PARTS = ("sizes", "documents")
@@ -172,10 +172,10 @@ class IndexedDatasetWriter:
     def append_sequences(self, sizes: Integers) -> None:
         """Append sequences of these sizes; append_tokens adds their tokens before or after."""
         values = np.asarray(sizes, np.int64)
-        if len(values) and not 0 <= values.min() <= values.max() <= MAX_SEQUENCE_TOKENS:
+        if len(values) and not 0 <= values.min() <= values.max() <= INT32_MAX:
             raise DataError(
                 f"{self.prefix}: sequences of {values.min()}..{values.max()} tokens: the format "
-                f"holds 0 to {MAX_SEQUENCE_TOKENS}"
+                f"holds 0 to {INT32_MAX}"
             )
         self._write("sizes", values.astype("<i4"))
         self.num_sequences += len(values)
@@ -222,7 +222,12 @@ class IndexedDatasetWriter:
                 )
                 for sizes in _blocks(self._part("sizes"), "<i4"):
                     file.write(sizes.data)
-                described = self._write_pointers(file)
+                described = 0
+                for sizes in _blocks(self._part("sizes"), "<i4"):
+                    num_bytes = sizes.astype("<i8") * self.dtype.itemsize
+                    ends = described + np.cumsum(num_bytes)
+                    file.write((ends - num_bytes).data)
+                    described = int(ends[-1])
                 file.write(bytes(8))  # the first document starts at sequence 0
                 for ends in _blocks(self._part("documents"), "<i8"):
                     file.write(ends.data)
@@ -235,17 +240,6 @@ class IndexedDatasetWriter:
                 )
             os.replace(self._part("index"), self._part("idx"))
             flush_directory(self._folder)
-
-    def _write_pointers(self, file: BinaryIO) -> int:
-        """Write the start of each sequence; return the end of the last one."""
-        end = 0
-        for sizes in _blocks(self._part("sizes"), "<i4"):
-            ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize + end
-            file.write(
-                (ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data.cast("B")
-            )
-            end = int(ends[-1])
-        return end
 
     def close(self) -> None:
         """Seal and publish. The last document must have been ended."""

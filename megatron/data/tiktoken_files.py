@@ -63,31 +63,29 @@ class TikTokenSettings:
 
 @dataclass(frozen=True)
 class Published:
-    """The facts that the publisher of a rank file states about it."""
+    """The pattern and the special tokens that the publisher of a rank file states."""
 
     pattern: str
-    eod: str
     special: Mapping[str, int]
 
 
 _END = "<|endoftext|>"
-_FILL_IN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 PUBLISHED: Mapping[int, Published] = {
-    50256: Published("gpt2", _END, {_END: 50256}),
-    50280: Published("gpt2", _END, {_END: 50256}),
+    50256: Published("gpt2", {_END: 50256}),
+    50280: Published("gpt2", {_END: 50256}),
     100256: Published(
         "cl100k",
-        _END,
         {
             _END: 100257,
-            **{name: 100258 + i for i, name in enumerate(_FILL_IN)},
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
             "<|endofprompt|>": 100276,
         },
     ),
     128000: Published(
         "llama3",
-        "<|end_of_text|>",
-        # The names of the other 254 differ between versions of Llama 3; none of them is ever
+        # The names of the other 253 differ between versions of Llama 3; none of them is ever
         # written.
         {
             "<|begin_of_text|>": 128000,
@@ -95,7 +93,7 @@ PUBLISHED: Mapping[int, Published] = {
             "<|reserved_special_token_250|>": 128255,
         },
     ),
-    199998: Published("o200k", _END, {_END: 199999, "<|endofprompt|>": 200018}),
+    199998: Published("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
 }
 
 
@@ -204,7 +202,8 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
             f"--tiktoken-pattern that the vocabulary was made with, one of {', '.join(PATTERNS)}"
         )
     if published and settings.special_tokens is None and settings.num_special_tokens is None:
-        special, eod = published.special, published.special[published.eod]
+        special = published.special
+        eod = next(special[name] for name in ENDS if name in special)
     else:
         names, end = _special_tokens(settings, [_END], None)
         special, eod = {name: following + i for i, name in enumerate(names)}, following + end

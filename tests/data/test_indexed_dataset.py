@@ -310,7 +310,7 @@ def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(5, "Input/output error", str(tmp_path / "a.bin"))
 
     indexed = IndexedDataset(tmp_path / "a", mmap=False)
-    monkeypatch.setattr(os, "preadv", refused)
+    monkeypatch.setattr(os, "pread", refused)
     with pytest.raises(DataError, match=r"a\.bin.* 0\b.*Input/output error"):
         indexed.read(0)
     monkeypatch.setattr(os, "dup", refused)
