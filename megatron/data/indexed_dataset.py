@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 import weakref
 from collections.abc import Sequence
 from mmap import ACCESS_READ
@@ -38,7 +37,6 @@ from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -51,7 +49,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
-_CHECK_INTERVAL_S = 1.0
 _BLOCK = 1 << 20  # sequences checked at once
 
 Integers = Sequence[int] | npt.NDArray[Any]
@@ -109,11 +106,10 @@ class IndexedDataset:
             index = map_index(self._idx_path)
             with open(self._bin_path, "rb") as file:
                 self._bin_bytes = os.fstat(file.fileno()).st_size
-                self._mapping = (
-                    Mapping(file.fileno(), self._bin_bytes, access=ACCESS_READ)
-                    if mmap and self._bin_bytes
-                    else None
-                )
+                self._map: npt.NDArray[np.uint8] | None = None
+                if mmap and self._bin_bytes:
+                    mapping = Mapping(file.fileno(), self._bin_bytes, access=ACCESS_READ)
+                    self._map = np.frombuffer(mapping, np.uint8)
                 if not mmap:
                     self._descriptor = os.dup(file.fileno())
                     weakref.finalize(self, os.close, self._descriptor)
@@ -122,8 +118,6 @@ class IndexedDataset:
                 f"{error.filename or self._idx_path}: cannot be read: {error.strerror}"
             ) from error
         self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
-        self._map = None if self._mapping is None else np.frombuffer(self._mapping, np.uint8)
-        self._checked = time.monotonic()
         self._check_ends()
 
     def _check_ends(self) -> None:
@@ -181,7 +175,6 @@ class IndexedDataset:
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
         start = int(self._byte_starts([sequence], [offset], [length])[0][0])
-        self._check_still_whole()
         return self._tokens_at(start, length)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
@@ -202,7 +195,6 @@ class IndexedDataset:
         starts, counts = self._byte_starts(sequences, offsets, lengths)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
-            self._check_still_whole()
             code = TYPE_CODES[self.dtype]
             outside = _loops().gather_tokens(self._map, code, starts, counts, out)
             assert outside < 0, "pieces lie within their sequences, and those within the file"
@@ -288,24 +280,6 @@ class IndexedDataset:
             "--validate"
         )
 
-    def _check_still_whole(self) -> None:
-        """Check the length of the file at intervals: reading a map beyond its end kills the
-        process.
-        """
-        now = time.monotonic()
-        if self._mapping is None or now - self._checked < _CHECK_INTERVAL_S:
-            return
-        self._checked = now
-        actual = self._mapping.size()  # of the file, not of the map
-        if actual < self._bin_bytes:
-            raise self._cut_short(actual)
-
-    def _cut_short(self, position: int) -> DataError:
-        return DataError(
-            f"{self._bin_path}: ends at byte {position}, it had {self._bin_bytes}: it was "
-            "truncated after it was opened"
-        )
-
     def _tokens_at(self, start: int, count: int) -> npt.NDArray[Any]:
         """Return `count` tokens from byte `start` of .bin, mapped or read by position."""
         num_bytes = count * self.dtype.itemsize
@@ -321,7 +295,10 @@ class IndexedDataset:
                     f"{self._bin_path}: byte {at}: cannot be read: {error.strerror}"
                 ) from error
             if not more:
-                raise self._cut_short(at)
+                raise DataError(
+                    f"{self._bin_path}: ends at byte {at}, it had {self._bin_bytes}: it was "
+                    "truncated after it was opened"
+                )
             found += more
         return np.frombuffer(found, self.dtype)
 
@@ -343,15 +320,10 @@ def map_index(path: Path) -> Index:
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         actual = os.fstat(file.fileno()).st_size
-        if header.startswith(OLD_MAGIC):
-            raise DataError(
-                f"{path}: the old cached/lazy format, but only the mmap format is supported: "
-                "preprocess the text again"
-            )
         if not header.startswith(MAGIC):
             raise DataError(
                 f"{path}: starts with {header[:9]!r} instead of {MAGIC!r}: not the index of a "
-                "token file"
+                "token file (TNTIDX is the old cached or lazy format: preprocess the text again)"
             )
         if actual < HEADER.size:
             raise DataError(

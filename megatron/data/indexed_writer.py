@@ -99,16 +99,10 @@ class IndexedDatasetWriter:
 
     def _begin(self, resumed: bool) -> None:
         with self._explained():
-            folder = bin_path(self.prefix).parent
-            folder.mkdir(parents=True, exist_ok=True)
+            bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             if self._lock is not None and not self._lock.acquire():
                 raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
             self._folder.mkdir(parents=True, exist_ok=True)
-            if self._folder.stat().st_dev != folder.stat().st_dev:
-                raise DataError(
-                    f"{self._folder}: not in the file system of {folder}, so that files cannot be "
-                    "renamed: choose a folder beside the output"
-                )
             for name in _JOINED_PARTS if resumed else _PARTS:
                 self._part(name).unlink(missing_ok=True)  # an index made earlier lacks the new data
             for name, length in (

@@ -214,7 +214,7 @@ class MicroBatchStream:
         self._chunk = micro_batch_size * data_size
         self._own = np.arange(micro_batch_size, dtype=np.int64) + micro_batch_size * data_rank
         self._vocab_size = vocab_size
-        self._make: Callable[..., MicroBatch] = partial(
+        self._make = partial(
             make_micro_batch,
             eod=eod,
             reset_position_ids=reset_position_ids,
@@ -239,9 +239,7 @@ class MicroBatchStream:
         for _ in range(n):
             self._read_ahead(until=1)
             batch = (
-                self._ahead.popleft().get()
-                if self._threads is not None
-                else self._read(self.consumed_samples)
+                self._ahead.popleft().get() if self._ahead else self._read(self.consumed_samples)
             )
             batches.append(batch.to(self._device))
             self.consumed_samples += self._chunk

@@ -418,10 +418,6 @@ def reading(path: Path, what: str) -> Iterator[None]:
         yield
     except (ConfigError, DataError):
         raise
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: reading it needs the Python package {error.name}: install it"
-        ) from error
     except Exception as error:
         raise DataError(f"{path}: not {what}: {error}") from error
 

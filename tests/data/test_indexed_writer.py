@@ -259,11 +259,3 @@ def test_writer_refuses(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2147483648"):
         writer.append_sequences([2**31])
     writer.discard()
-
-
-def test_other_file_system(tmp_path: Path) -> None:
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("needs /dev/shm to be a file system of its own")
-    with pytest.raises(DataError, match=str(other)):
-        IndexedDatasetWriter(tmp_path / "a", "<u2", directory=other)
