@@ -225,7 +225,7 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     timeout = timedelta(seconds=120)
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
     share_cores(rendezvous.device, launch.local_world_size)
-    topology, _ = connect_groups(config, rendezvous, timeout, DEFAULT_ORDER)
+    topology = connect_groups(config, rendezvous, timeout, DEFAULT_ORDER)
     run = assemble(config, topology)
     with Paced(job["gflops_per_s"]) if job["gflops_per_s"] else nullcontext():
         for _ in range(2):

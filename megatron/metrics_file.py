@@ -96,9 +96,9 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
                 )
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, in order, each with its "event". Lines that were cut
-    short are left out, and so are starts and iterations without a number.
+def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of a metrics file in order, of one event if given; a line cut short is
+    left out, and a start or an iteration without its number.
 
     Raises DataError where the file cannot be read or has a record that no run writes.
     """
@@ -115,7 +115,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             if not isinstance(record, dict) or "event" not in record:
                 continue
             check_kinds(record, RECORD, f"{path}, line {number}")
-            if record["event"] not in ("start", "iteration") or record.get("iteration") is not None:
+            numbered = (
+                record["event"] not in ("start", "iteration") or record.get("iteration") is not None
+            )
+            if numbered and event in (None, record["event"]):
                 records.append(record)
     return records
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import free_port, rank_environment
 
@@ -27,7 +27,7 @@ def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
         # One process is no mistake: torch's warning about it must not reach the user.
         assert alone is not None and alone.code == 0 and "UserWarning" not in alone.output, alone
     assert "iteration 4 of 4" in alone.output  # nothing is left to train
-    assert [r["iteration"] for r in read_metrics(tmp_path / "metrics.jsonl", "checkpoint")] == [4]
+    assert [r["iteration"] for r in read_records(tmp_path / "metrics.jsonl", "checkpoint")] == [4]
     file = next((tmp_path / "iter_0000004").glob("*.distcp"))
     assert file.stat().st_size > 1000
     os.truncate(file, 1000)
@@ -122,7 +122,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
     ]
     assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints
     # No file of the run has got what was printed.
-    events = [record["event"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    events = [record["event"] for record in read_records(tmp_path / "metrics.jsonl")]
     assert events == ["start", "iteration", "iteration", "checkpoint", "data", "end"]
 
 

@@ -19,7 +19,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron import drawing
 from megatron.config.option import Parser
 from megatron.errors import DataError
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from megatron.training.run.process import as_tool
 
 
@@ -67,7 +67,7 @@ def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
                 f"{path}: no such file: give the metrics.jsonl that a run writes into its --save "
                 "folder"
             )
-        records = read_metrics(path)
+        records = read_records(path)
         starts = [r for r in records if r["event"] == "start"]
         steps = starts + [r for r in records if r["event"] == "iteration"]
         valid = starts + [

@@ -26,7 +26,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config.option import Parser, whole
 from megatron.errors import LaunchError, print_error
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from megatron.training.run.process import as_tool
 
 T = TypeVar("T")
@@ -388,7 +388,7 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     """Print what came out; the exit code: 1 when the validation loss did not fall by
     `size.least_drop_nats`.
     """
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_records(run / "metrics.jsonl")
     valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
     iterations = [r for r in records if r["event"] == "iteration"]
     first, last = valid[0], valid[-1]

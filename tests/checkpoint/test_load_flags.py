@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from tests.helpers.processes import run_processes
 from tools.inspect_checkpoint import contents, read_whole
 
@@ -214,6 +214,6 @@ def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root: Path, end
         and "iteration        3/       5" in output
         and "iteration        2/" not in output
     )
-    (record,) = read_metrics(root / "broken.jsonl", "rejected_checkpoint")
+    (record,) = read_records(root / "broken.jsonl", "rejected_checkpoint")
     assert record["folder"].endswith("iter_0000004") and record["instead"].endswith("iter_0000002")
     assert "__0_0.distcp" in record["reason"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import json
@@ -21,7 +20,6 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
-from megatron.metrics_file import read_records
 from megatron.parallel import collectives
 from megatron.parallel.flight import DeviceCalls
 from megatron.parallel.topology import Group, Layout, Topology
@@ -113,12 +111,7 @@ class IterationReport:
 
     def as_record(self) -> dict[str, Any]:
         """Return the fields for the metrics file, unrounded."""
-        left_out = ("steps", "step_losses")
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in left_out
-        }
+        return {k: v for k, v in vars(self).items() if k not in ("steps", "step_losses")}
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class Interval:
     def reduce(
         self,
         memory_bytes: int,
-        reserved_bytes: int | None = None,
+        reserved_bytes: int | None,
         unfinished: Sequence[torch.Tensor | None] = (),
     ) -> tuple[list[float], Peak]:
         """Return the loss of each step of the interval over all ranks, with the `unfinished` steps
@@ -306,7 +299,8 @@ class MetricsFile:
         if self._file is None:
             return
         record = {"event": event, "time": self._clock(), **fields}
-        line = (json.dumps(_finite(record), default=str) + "\n").encode()
+        finite = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
+        line = (json.dumps(finite) + "\n").encode()
         line = b"\n" + line if self._torn else line
         try:
             self._torn = (self._file.write(line) or 0) < len(line)
@@ -323,29 +317,11 @@ class MetricsFile:
             self._file = None
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value
-
-
-def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, of one event if given. A truncated last line
-    is left out.
-    """
-    return [record for record in read_records(Path(path)) if event in (None, record["event"])]
-
-
 # --- timers
 
 
 PARTS = ("data-wait", "forward-backward", "optimizer")
 SLOW = 1.05  # times the median of its stage: a rank from here on is slow
-_SHOWN = 8  # slow ranks in the log: those of one node
 
 
 class Timers:
@@ -379,14 +355,13 @@ class Timers:
         level 0. A collective call of the world from level 1 on."""
         if self._level == 0:
             return {}
-        world = self._topology.world
-        # in host memory, and reduced there
-        table = torch.zeros(len(PARTS), world.size, dtype=torch.float64)
-        table[:, world.rank] = torch.tensor(
-            [1000.0 * self._spent_s[part] / steps for part in PARTS]
-        )
+        # in host memory, and gathered there
+        own = [[1000.0 * self._spent_s[part] / steps for part in PARTS]]
         self._spent_s = dict.fromkeys(PARTS, 0.0)
-        return dict(zip(PARTS, collectives.all_reduce(table, world).tolist(), strict=True))
+        gathered = collectives.gather_first(
+            torch.tensor(own, dtype=torch.float64), self._topology.world
+        )
+        return dict(zip(PARTS, gathered.t().tolist(), strict=True))
 
     def _wait_for_device(self) -> None:
         if self._topology.device.type == "cuda":
@@ -463,15 +438,6 @@ class Profiler:
             self._say(f" warning: the profile cannot be written to {self._path}: {error}")
 
 
-@dataclass(frozen=True)
-class StragglerReport:
-    """The slowest ranks: lines for the log, and the record for the metrics file, with times in ms
-    and ratios to the median of the stage."""
-
-    lines: list[str]
-    record: dict[str, Any]
-
-
 class Stragglers:
     """Each rank's own computing time: forward and backward passes without the waits for collectives
     and messages in them. On a GPU it comes from events in its stream.
@@ -495,23 +461,20 @@ class Stragglers:
         yield
         self._before += self._computed_s() - before
 
-    def report(self, steps: int) -> StragglerReport | None:
-        """Return the slowest ranks in the last `steps` steps on rank 0, None elsewhere. A
-        collective call of the world, which sends one number per rank."""
+    def report(self, steps: int) -> dict[str, Any]:
+        """Return the record of the slowest ranks in the last `steps` steps. A collective call of
+        the world, which sends one number per rank."""
         before, self._before = self._before, self._computed_s()
         own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64)
         seconds = collectives.gather_first(own, self._topology.world).tolist()
-        return (
-            summarise(seconds, self._topology.layout, self._places)
-            if self._topology.rank == 0
-            else None
-        )
+        return summarise(seconds, self._topology.layout, self._places)
 
 
 def summarise(
     seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()
-) -> StragglerReport:
-    """Compare the computing times [world] with those of the same pipeline stage."""
+) -> dict[str, Any]:
+    """Compare the computing times [world] with those of the same pipeline stage; return times in ms
+    and, of the slow ranks, ratios to the median of the stage."""
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}
     for stage, own in zip(stages, seconds, strict=True):
@@ -528,23 +491,10 @@ def summarise(
         if own >= SLOW * (median := medians[stages[rank]]) > 0
     ]
     slow.sort(key=lambda one: -one["ratio"])
-    low, middle, high = 1000 * min(seconds), 1000 * statistics.median(seconds), 1000 * max(seconds)
-    lines = [
-        f" computing time of a step over ranks: min {low:.1f} ms, median {middle:.1f} ms, max "
-        f"{high:.1f} ms (rank {seconds.index(max(seconds))})"
-    ]
-    if slow:
-        shown = [
-            f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
-            for one in slow
-        ]
-        more = f", and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
-        lines.append(f"   slower than the median of their stage: {', '.join(shown[:_SHOWN])}{more}")
-    record = {
-        "min_ms": low,
-        "median_ms": middle,
-        "max_ms": high,
+    return {
+        "min_ms": 1000 * min(seconds),
+        "median_ms": 1000 * statistics.median(seconds),
+        "max_ms": 1000 * max(seconds),
         "slow": slow[:64],
         "slow_ranks": len(slow),
     }
-    return StragglerReport(lines, record)

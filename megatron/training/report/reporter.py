@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any, TextIO
 
 from megatron.config import Config
-from megatron.config.files import LoggingConfig
 from megatron.data.sampler import Ledger
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import (
     IterationReport,
     MetricsFile,
     StepRecord,
-    StragglerReport,
 )
 from megatron.training.run.batches import Progress
 
+_SHOWN = 8  # slow ranks in the log: those of one node
+_FLUSH_S = 30  # the most that a killed run loses of TensorBoard's files
 _GROWTH = 1.05  # of memory since it was last reported, which is worth another line
 # no training run comes near it; a higher figure is an error in time or peak
 _PLAUSIBLE_UTILISATION = 0.9
@@ -124,27 +124,15 @@ class Console:
             print(text, file=self._stream, flush=True)
 
     def begin(self, done: int, total: int) -> None:
-        """Show the progress line, `done` of `total` iterations, if this is a terminal and rich is
-        installed.
-        """
+        """Show the progress line, `done` of `total` iterations, if this is a terminal."""
         if not self._enabled or not self._stream.isatty():
             return
-        try:
-            from rich.console import Console as RichConsole
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-        except ImportError:
-            return
+        from rich.console import Console as RichConsole
+        from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
         self._live = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            *Progress.get_default_columns(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=RichConsole(file=self._stream),
             transient=True,
@@ -177,9 +165,19 @@ class TensorBoard:
         self, config: Config, enabled: bool, warn: Callable[[str], object] = print
     ) -> None:
         self._flags, self._warn, self._world_size = config.logging, warn, config.parallel.world_size
-        self._writer = (
-            _open_writer(self._flags) if enabled and self._flags.tensorboard_dir else None
-        )
+        self._writer: Any = None
+        folder = self._flags.tensorboard_dir
+        if not enabled or not folder:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            queue = self._flags.tensorboard_queue_size
+            self._writer = SummaryWriter(folder, max_queue=queue, flush_secs=_FLUSH_S)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {folder}: {error.strerror}: choose another"
+            ) from error
 
     def iteration(
         self,
@@ -191,43 +189,38 @@ class TensorBoard:
         data source.
         """
         flags = self._flags
-        with self._writing():
-            for step, loss in zip(report.steps, report.step_losses, strict=True):
-                if step.iteration % flags.tensorboard_log_interval == 0:
-                    self._step(step, loss)
-            figures: dict[str, float | None] = {
-                f"data-epochs/{source}": number for source, number in epochs.items()
+        for step, loss in zip(report.steps, report.step_losses, strict=True):
+            if step.iteration % flags.tensorboard_log_interval == 0:
+                self._step(step, loss)
+        figures: dict[str, float | None] = {
+            f"data-epochs/{source}": number for source, number in epochs.items()
+        }
+        if flags.log_memory_to_tensorboard:
+            figures |= {
+                "mem-allocated-bytes": report.memory_bytes,
+                "mem-reserved-bytes": report.reserved_bytes,
             }
-            if flags.log_memory_to_tensorboard:
-                figures |= {
-                    "mem-allocated-bytes": report.memory_bytes,
-                    "mem-reserved-bytes": report.reserved_bytes,
-                }
-            if flags.log_timers_to_tensorboard:
-                figures["iteration-time"] = report.step_time_s
-                figures["iteration-time/samples-per-second"] = report.samples_per_s
-                figures |= {f"{part}-time": max(times) / 1e3 for part, times in times_ms.items()}
-            self._add(figures, report.iteration)
+        if flags.log_timers_to_tensorboard:
+            figures["iteration-time"] = report.step_time_s
+            figures["iteration-time/samples-per-second"] = report.samples_per_s
+            figures |= {f"{part}-time": max(times) / 1e3 for part, times in times_ms.items()}
+        self._write(figures, report.iteration)
 
     def _step(self, step: StepRecord, loss: float) -> None:
         flags, figures = self._flags, dict[str, float | None]()
         if math.isfinite(loss) and not step.skipped:
             figures = {"lm loss": loss, "lm-loss-training/lm loss": loss}
-            self._add({f"{tag} vs tokens": loss for tag in figures}, step.consumed_tokens)
-        if flags.log_learning_rate_to_tensorboard:
-            figures["learning-rate"] = step.learning_rate
-        if flags.log_batch_size_to_tensorboard:
-            figures["batch-size"] = step.global_batch_size
-        if flags.log_loss_scale_to_tensorboard:
-            figures["loss-scale"] = step.loss_scale
-        if flags.log_world_size_to_tensorboard:
-            figures["world-size"] = self._world_size
+            self._write({f"{tag} vs tokens": loss for tag in figures}, step.consumed_tokens)
         figures |= {
+            "learning-rate": step.learning_rate if flags.log_learning_rate_to_tensorboard else None,
+            "batch-size": step.global_batch_size if flags.log_batch_size_to_tensorboard else None,
+            "loss-scale": step.loss_scale if flags.log_loss_scale_to_tensorboard else None,
+            "world-size": self._world_size if flags.log_world_size_to_tensorboard else None,
             "grad-norm": step.grad_norm,
             "num-zeros": step.num_zeros,
             "params-norm": step.params_norm,
         }
-        self._add(figures, step.iteration, step.consumed_samples)
+        self._write(figures, step.iteration, step.consumed_samples)
 
     def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
         """Write one evaluation of the validation set."""
@@ -235,56 +228,33 @@ class TensorBoard:
         figures: dict[str, float | None] = dict.fromkeys(tags, loss)
         if self._flags.log_validation_ppl_to_tensorboard:
             figures |= {f"{tag} ppl": perplexity(loss) for tag in tags}
-        with self._writing():
-            self._add(figures, iteration, consumed_samples)
+        self._write(figures, iteration, consumed_samples)
 
-    def _add(
+    def _write(
         self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None
     ) -> None:
-        """Write the figures there are, over iterations and, where `samples` is given, over
+        """Write the figures that are not None, over iterations and, where `samples` is given, over
         samples.
         """
-        for tag, value in figures.items():
-            if self._writer is not None and value is not None:
-                self._writer.add_scalar(tag, value, iteration)
-                if samples is not None:
-                    self._writer.add_scalar(f"{tag} vs samples", value, samples)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Flush at the end; an OSError inside the context ends TensorBoard, not the run."""
+        if self._writer is None:
+            return
         try:
-            yield
-            if self._writer is not None:
-                self._writer.flush()
+            for tag, value in figures.items():
+                if value is not None:
+                    self._writer.add_scalar(tag, value, iteration)
+                    if samples is not None:
+                        self._writer.add_scalar(f"{tag} vs samples", value, samples)
         except OSError as error:
             self._writer = None
-            folder = self._flags.tensorboard_dir
             self._warn(
-                f" warning: --tensorboard-dir {folder}: {error.strerror}: nothing more is written "
-                "there"
+                f" warning: --tensorboard-dir {self._flags.tensorboard_dir}: {error.strerror}: "
+                "nothing more is written there"
             )
 
     def close(self) -> None:
         if self._writer is not None:
-            with self._writing():
+            with suppress(OSError):
                 self._writer.close()
-
-
-def _open_writer(flags: LoggingConfig) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): "
-            "install it, or leave the flag out"
-        ) from error
-    try:
-        return SummaryWriter(log_dir=flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size)
-    except OSError as error:
-        raise ConfigError(
-            f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another"
-        ) from error
 
 
 class Reporter:
@@ -326,14 +296,10 @@ class Reporter:
             }
         held = report.memory_bytes
         if held > _GROWTH * self._memory_reported:
-            reserved = (
-                ""
-                if report.reserved_bytes is None
-                else (f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB")
-            )
             self.say(
                 f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank "
-                f"{report.memory_rank}{reserved}"
+                f"{report.memory_rank}; reserved by an allocator: "
+                f"{(report.reserved_bytes or held) / 2**30:.2f} GiB"
             )
             self._memory_reported = held
         self.metrics.write("iteration", **report.as_record(), **timers)
@@ -376,11 +342,20 @@ class Reporter:
             sources=ledger.record(),
         )
 
-    def stragglers(self, iteration: int, found: StragglerReport | None) -> None:
-        """Report the computing time of each rank; None on all ranks but the first."""
-        if found is not None:
-            self.say("\n".join(found.lines))
-            self.metrics.write("stragglers", iteration=iteration, **found.record)
+    def stragglers(self, iteration: int, record: Mapping[str, Any]) -> None:
+        """Report the computing time of the ranks, a record of `summarise`."""
+        self.say(
+            f" computing time of a step over ranks: min {record['min_ms']:.1f} ms, median "
+            f"{record['median_ms']:.1f} ms, max {record['max_ms']:.1f} ms"
+        )
+        if slow := record["slow"]:
+            shown = [
+                f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
+                for one in slow[:_SHOWN]
+            ]
+            listed = f"{', '.join(shown)} ({record['slow_ranks']} in all)"
+            self.say(f"   slower than the median of their stage: {listed}")
+        self.metrics.write("stragglers", iteration=iteration, **record)
 
     def close(self) -> None:
         self.console.end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,8 @@ class BatchSchedule:
 
     `rampup` is (start, increment, samples): from `start` the batch grows by `increment` after each
     equal share of `samples`, and is `global_batch_size_at_end` from then on. `replica_batch_size`
-    is micro-batch size x data-parallel size. Raises ConfigError when one of the sizes does not
-    divide into micro-batches.
+    is micro-batch size x data-parallel size. `Config` has checked that all sizes divide into
+    micro-batches.
 
     >>> [BatchSchedule(32, 4, (8, 8, 300)).global_batch_size(n) for n in (0, 99, 100, 200, 300)]
     [8, 8, 16, 24, 32]
@@ -29,42 +31,15 @@ class BatchSchedule:
     replica_batch_size: int
     rampup: tuple[int, int, int] | None = None
 
-    def __post_init__(self) -> None:
-        for size in self.sizes():
-            if size % self.replica_batch_size:
-                raise ConfigError(
-                    f"global batch size {size}{' of --rampup-batch-size' if self.rampup else ''} "
-                    "is not a multiple of micro-batch size x data-parallel size = "
-                    f"{self.replica_batch_size}: choose multiples of it"
-                )
-
     @classmethod
     def from_config(cls, config: Config) -> BatchSchedule:
         batch = config.batch
-        replica = batch.micro_batch_size * config.parallel.data_parallel_size
         rampup = None
         if batch.rampup_batch_size is not None:
-            if len(batch.rampup_batch_size) != 3:
-                raise ConfigError(
-                    "--rampup-batch-size takes START INCREMENT SAMPLES, not "
-                    f"{batch.rampup_batch_size}"
-                )
             start, increment, samples = batch.rampup_batch_size
             rampup = (start, increment, samples)
+        replica = batch.micro_batch_size * config.parallel.data_parallel_size
         return cls(batch.global_batch_size, replica, rampup)
-
-    def sizes(self) -> list[int]:
-        """Return every global batch size of the run, in order."""
-        end = self.global_batch_size_at_end
-        if self.rampup is None:
-            return [end]
-        start, increment, samples = self.rampup
-        if start < 1 or increment < 1 or samples < 0 or start > end or (end - start) % increment:
-            raise ConfigError(
-                f"--rampup-batch-size {start} {increment} {samples} does not lead to global batch "
-                f"size {end}: {end} minus the start must be a multiple of the increment"
-            )
-        return list(range(start, end + 1, increment))
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Return the samples of the step that starts after `consumed_samples`."""
@@ -79,14 +54,18 @@ class BatchSchedule:
             start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end
         )
 
-    def _same_until(self, consumed_samples: int) -> int:
-        """Return the consumed samples at which the size changes after that step, within the
-        ramp-up.
-        """
-        assert self.rampup is not None
-        start, increment, samples = self.rampup
-        sizes = max(1, (self.global_batch_size_at_end - start) // increment)
-        return -(-(consumed_samples * sizes // samples + 1) * samples // sizes)
+    def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
+        """Yield each batch size from then on, and how many steps have it; the last for ever."""
+        end = self.global_batch_size_at_end
+        start, increment, samples = self.rampup or (end, 1, 0)
+        shares = max(1, (end - start) // increment)
+        while consumed_samples < samples:
+            size = self.global_batch_size(consumed_samples)
+            until = -(-(consumed_samples * shares // samples + 1) * samples // shares)
+            steps = -(-(until - consumed_samples) // size)
+            yield size, steps
+            consumed_samples += steps * size
+        yield end, sys.maxsize
 
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Return the micro-batches of each data-parallel rank in that step."""
@@ -101,33 +80,22 @@ class BatchSchedule:
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Return the samples consumed after `iterations` more steps."""
-        ramp_end = self.rampup[2] if self.rampup else 0
-        while iterations and consumed_samples < ramp_end:
-            size = self.global_batch_size(consumed_samples)
-            steps = min(
-                iterations, -(-(self._same_until(consumed_samples) - consumed_samples) // size)
-            )
-            consumed_samples += steps * size
-            iterations -= steps
-        return consumed_samples + iterations * self.global_batch_size_at_end
+        for size, steps in self._stretches(consumed_samples):
+            taken = min(steps, iterations)
+            consumed_samples += taken * size
+            iterations -= taken
+        return consumed_samples
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
         """Return the steps from `consumed_samples` until `samples` are consumed; with `whole`
         without a last step that would exceed `samples`, otherwise with it."""
         iterations = 0
-        ramp_end = self.rampup[2] if self.rampup else 0
-        while consumed_samples < min(ramp_end, samples):
-            size = self.global_batch_size(consumed_samples)
-            steps = -(
-                -(min(self._same_until(consumed_samples), samples) - consumed_samples) // size
-            )
-            if whole and consumed_samples + steps * size > samples:
-                return iterations + (samples - consumed_samples) // size
-            consumed_samples += steps * size
-            iterations += steps
-        left = max(0, samples - consumed_samples)
-        full = self.global_batch_size_at_end
-        return iterations + (left // full if whole else -(-left // full))
+        for size, steps in self._stretches(consumed_samples):
+            left = max(0, samples - consumed_samples)
+            taken = min(steps, left // size if whole else -(-left // size))
+            consumed_samples += taken * size
+            iterations += taken
+        return iterations
 
 
 @dataclass

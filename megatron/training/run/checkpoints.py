@@ -33,25 +33,8 @@ _DUE, _WRITING = "save", "writing"
 # between a failed save and the next try: a try at every step would slow training and fill the log
 _RETRY_S = 60.0
 
-# Settings that shape learning rate and weight decay over the run.
-SCHEDULE = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_decay_tokens",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_tokens",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-)
+# Beginnings of the settings that shape learning rate and weight decay over the run.
+SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
 
 
 @dataclass(frozen=True)
@@ -222,11 +205,6 @@ class Saves:
             stall_s=saved.stall_s,
             background=background,
         )
-        if self.failure is not None:
-            say(
-                f" saving works again: iteration {self.failure.iteration} failed, iteration "
-                f"{iteration} is saved"
-            )
         self.failure, self.saved_iteration, self.saved_here = None, iteration, True
         for call in self.after_save:
             call(saved.elapsed_s)
@@ -309,7 +287,9 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
         taken |= {name: value for name, value in stored["model"].items() if name in names}
     theirs, ours = stored["optimizer"], plain(config.optimizer)
     different = {
-        name: theirs[name] for name in SCHEDULE if name in theirs and theirs[name] != ours[name]
+        name: theirs[name]
+        for name in ours
+        if name.startswith(SCHEDULE) and name in theirs and theirs[name] != ours[name]
     }
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         taken |= different
@@ -368,19 +348,16 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
         state.get("left_out", []),
         state.get("recent_losses", []),
     )
-    if not isinstance(sources, dict) or not all(is_consumed(record) for record in sources.values()):
-        raise CheckpointError(
-            f"{folder} holds a damaged list of data sources: load another checkpoint with "
-            "--load-tag"
-        )
-    if (
-        not are_ranges(left_out)
-        or not isinstance(losses, list)
-        or not all(isinstance(x, float) for x in losses)
+    if not (
+        isinstance(sources, dict)
+        and all(is_consumed(record) for record in sources.values())
+        and are_ranges(left_out)
+        and isinstance(losses, list)
+        and all(isinstance(loss, float) for loss in losses)
     ):
         raise CheckpointError(
-            f"{folder} holds a damaged list of left-out samples or of losses: load another "
-            "checkpoint with --load-tag"
+            f"{folder} holds a damaged list of data sources, left-out samples or losses: load "
+            "another checkpoint with --load-tag"
         )
     return Progress(
         **{name: state[name] for name in names},

@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,16 +31,6 @@ from megatron.parallel.topology import Topology
 
 WAIT_S = 4 * 3600.0
 _SUFFIXES = (".bin", ".idx")
-
-
-class Stream(Protocol):
-    """Micro-batches in order, as of megatron.data.sampler.MicroBatchStream."""
-
-    consumed_samples: int
-
-    def take(self, n: int) -> list[MicroBatch]: ...
-
-    def close(self) -> None: ...
 
 
 class PlaceholderStream:
@@ -64,6 +53,9 @@ class PlaceholderStream:
 
     def close(self) -> None:
         return None
+
+
+Stream = MicroBatchStream | PlaceholderStream
 
 
 def reads_data(config: Config, topology: Topology) -> bool:

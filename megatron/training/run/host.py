@@ -30,6 +30,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library
 from megatron.model.formulas import peak_tflops
+from megatron.parallel import collectives
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.topology import Topology
 
@@ -219,13 +220,11 @@ def check_kernels(config: Config, topology: Topology) -> None:
     mine = [library.fingerprint(device.type), choose.bits(fusions)]
     # ~x falls as x rises
     bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=world.handle)
-    highest = bounds.tolist()
+    highest = collectives.all_reduce(bounds, world, dist.ReduceOp.MAX).tolist()
     if highest[:2] == [~value for value in highest[2:]]:
         return
-    found: list[Any] = [None] * world.size
     text = f"{'; '.join(choose.report(config, device))} [{mine[0] & 0xFFFFFFFF:08x}]"
-    dist.all_gather_object(found, (*mine, text), group=world.handle)
+    found = collectives.gather_objects((*mine, text), world)
     other = next(rank for rank, theirs in enumerate(found) if theirs[:2] != found[0][:2])
     raise ConfigError(
         "the ranks have different fused kernels, and with them different dropout masks: rank 0: "

@@ -31,9 +31,9 @@ from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronErr
 from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
+from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
-from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.launch import Launch, detect_launch
+from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
@@ -67,12 +67,12 @@ _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
 
 def run_training(
     config: Config,
-    launch: Launch | None = None,
-    signals: Signals | None = None,
-    started: float | None = None,
-    renumbered: Callable[[int], object] | None = None,
-    environment: Sequence[str] = (),
-    ranks: RankPlan | None = None,
+    launch: Launch,
+    signals: Signals,
+    started: float,
+    renumbered: Callable[[int], object] | None,
+    environment: Sequence[str],
+    ranks: RankPlan | None,
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
@@ -81,8 +81,6 @@ def run_training(
     megatron.parallel.environment.job_environment). `ranks` place them on a known machine; without
     it only --rank-order and --device-order change anything.
     """
-    launch = launch or detect_launch()
-    started = time.monotonic() if started is None else started
     save = config.checkpoint.save
     claim = FolderClaim(Path(save), f"--save {save}") if save else None
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -107,18 +105,13 @@ def run_training(
                 *environment,
                 *host,
             ]
-        topology, lines = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
+        topology = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
         if claim is not None:
             # imports torch's checkpoints, which takes long
             from megatron.checkpoint.together import decided_by_first
 
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
-        run = assemble(config, topology, places, [*host, *lines], signals, started)
-        trace_file = Variables(os.environ).first(TRACE_FILE)
-        # torch's flight recorder does not create its folder
-        if launch.rank == 0 and trace_file is not None:
-            with contextlib.suppress(OSError):
-                Path(os.environ[trace_file]).parent.mkdir(parents=True, exist_ok=True)
+        run = assemble(config, topology, places, host, signals, started)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -192,10 +185,8 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 
 def connect_groups(
     config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
-) -> tuple[Topology, list[str]]:
-    """Create the groups of the layout and use each once; return them and lines for the log. Raises
-    LaunchError.
-    """
+) -> Topology:
+    """Create the groups of the layout and use each once. Raises LaunchError."""
     parallel = config.parallel
     untied = (
         config.model.untie_embeddings_and_output_weights
@@ -210,19 +201,14 @@ def connect_groups(
         flight=rendezvous.flight,
         order=rank_order,
     )
-    start = time.monotonic()
     with topology.flight.phase("groups"):
         # Before torch gives up, which knows less, or RCCL, which does not give up.
-        uses = rendezvous.unless_failed(
+        rendezvous.unless_failed(
             partial(use_groups, topology, parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
             "the first use of all groups did not end",
         )
-    took = (
-        f"groups: {uses} collectives and exchanges, the first of each, in "
-        f"{time.monotonic() - start:.2f} s"
-    )
-    return topology, [took] if uses else []
+    return topology
 
 
 def assemble(
@@ -364,15 +350,9 @@ def build_saves(
 
     saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
     if config.checkpoint.async_save:
-        start = time.monotonic()
         note = saver.prepare(engine)
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
-        if topology.device.type == "cuda":
-            reporter.say(
-                f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank "
-                f"0's copy, after {time.monotonic() - start:.1f} s"
-            )
     provenance = Provenance(config, topology, places)
     return Saves(
         config,
@@ -398,9 +378,8 @@ def build_wall_time(
     Rank 0 watches the clock for all ranks.
     """
     given = config.training.walltime
-    slurm = Agreement(topology)
-    slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
-    if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
+    in_slurm = collectives.broadcast_object("SLURM_JOB_ID" in os.environ, topology.world)
+    if given == "none" or (given is None and (saves is None or not in_slurm)):
         return None
     slurm_end: SlurmEnd | None = None
     end_s: float | None = None
@@ -530,13 +509,11 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
             s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)
         }
         if padding:
-            most = max(padding, key=lambda name: padding[name])
-            share = (
-                f"{padding[most]:.3f} % of the tokens"
-                if len(padding) == 1
-                else (f"up to {padding[most]:.3f} % of the tokens of a source (the most in {most})")
+            most = max(padding, key=padding.__getitem__)
+            reporter.say(
+                f" > packed by best fit: padding is up to {padding[most]:.3f} % of the tokens of a "
+                f"source (the most in {most})"
             )
-            reporter.say(f" > packed by best fit: {share} are padding")
     if datasets.valid is None and config.training.eval_iters:
         reporter.say(
             " note: no validation data, so no validation loss: see --split and --valid-data-path"

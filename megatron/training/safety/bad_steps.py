@@ -31,7 +31,6 @@ from megatron.training.run.state import Run, Spike, StepUnderWay
 MOST = 5
 """How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
 a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
-_ABSENT = (torch.iinfo(torch.int64).max,) * 4  # the key of a rank that has found nothing
 _NOTHING = (
     "none on any rank: when the step was run again every value was finite. What does not "
     "repeat is a fault of memory, of a device, or a race: check the health of the nodes"
@@ -128,14 +127,8 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
     ranges = merged(before)
     first, last = around(np.array([spike.start, spike.stop - 1], np.int64), ranges).tolist()
     left_out = merged([*ranges, (first, last + 1)])
-    sources = progress.sources
-    for field in dataclasses.fields(Progress):  # in place: others hold it, and the list of losses
-        value = getattr(progress, field.name)
-        if isinstance(value, list):
-            getattr(run.progress, field.name)[:] = value
-        else:
-            setattr(run.progress, field.name, value)
-    run.progress.left_out[:] = [list(pair) for pair in left_out]
+    # in place, because others hold it
+    vars(run.progress).update(vars(progress), left_out=[list(pair) for pair in left_out])
     dataset, consumed = run.datasets.train, progress.consumed_samples
     assert dataset is not None, "a run that trains has training data"
     if run.ledger is not None:
@@ -143,7 +136,7 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
             np.arange(spike.start, spike.stop, dtype=np.int64)
         )
         order = sample_order(kind, len(dataset), left_out)
-        run.ledger = run.ledger.rolled_back(order, consumed, sources, samples)
+        run.ledger = run.ledger.rolled_back(order, consumed, progress.sources, samples)
     run.train_stream.close()
     run.train_stream = open_stream(run.config, run.topology, dataset, consumed, run.eod, left_out)
     run.accounted_iteration = progress.iteration
@@ -259,10 +252,6 @@ def diagnose(
         )
         tracer.check(squares, tracer.GRADIENT, 0, -stage, text)
     run.engine.clear_gradients()
-    found = tracer.first or _Finding(_ABSENT, "")
-    keys = collectives.gather_first(torch.tensor([found.key]), run.topology.world).tolist()
-    if min(keys) == list(_ABSENT):
-        return _NOTHING
     where = f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device})"
     own = tracer.first and (tracer.first[0], f"{where}, {tracer.first[1]}")
     found = [one for one in collectives.gather_objects(own, run.topology.world) if one]
@@ -273,12 +262,13 @@ def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
     """Yield the modules of a chunk, without module lists; layers are numbered over the whole
     model.
     """
-    for name, module in chunk.named_modules():
-        parts = name.split(".")
-        if parts[0] == "layers" and len(parts) > 1:
-            parts[1] = str(getattr(chunk.get_submodule(".".join(parts[:2])), "index", parts[1]))
-        if name and not isinstance(module, torch.nn.ModuleList):
-            yield ".".join(parts), module
+    for name, child in chunk.named_children():
+        if isinstance(child, torch.nn.ModuleList):
+            for number, layer in enumerate(child):
+                place = f"{name}.{getattr(layer, 'index', number)}"
+                yield from layer.named_modules(prefix=place)
+        else:
+            yield from child.named_modules(prefix=name)
 
 
 def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:

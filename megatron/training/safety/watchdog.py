@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -385,74 +385,36 @@ def nccl_error(topology: Topology) -> str:
 @dataclass(frozen=True)
 class Verdict:
     """The job hangs: the `conclusion`, one line, names the ranks that hold up the rest, the
-    `culprits`.
+    `culprits`; `awaited` has, for each rank in a call, the ranks that it waits for.
     """
 
     conclusion: str
     culprits: Sequence[int]
+    awaited: Mapping[int, Sequence[int]]
 
 
-class Waits:
-    """The graph of which rank waits for which, from the states `seen` by rank; silent ranks are
-    missing there.
+def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, list[int]]:
+    """Return, for each rank in a call, the ranks that it waits for. `seen` has the states by rank,
+    without those of silent ranks."""
+    unused, late = FlightRecorder(), dict[tuple[str, int, int], list[int]]()
 
-    awaited  for each rank in a call, the ranks that it waits for
-    """
-
-    def __init__(self, seen: Mapping[int, FlightState], layout: Layout) -> None:
-        self.seen, self._layout, self._unused = seen, layout, FlightRecorder()
-        self._late: dict[tuple[str, int, int], list[int]] = {}  # by kind, number and first member
-        self.awaited = {
-            rank: self._awaited(rank, of.call)
-            for rank, of in seen.items()
-            if of.call and not of.lost
-        }
-
-    def _awaited(self, rank: int, call: Call) -> list[int]:
+    def awaited(rank: int, call: Call) -> list[int]:
         if call.peer >= 0:
             return [call.peer]
-        topology = Topology.from_layout(self._layout, rank, flight=self._unused)
-        group = getattr(topology, call.kind, None)
+        group = getattr(Topology.from_layout(layout, rank, flight=unused), call.kind, None)
         if group is None:
             return []
-        members = group.ranks
-        key = (call.kind, call.sequence, members[0])
-        if key not in self._late:
-            states = ((r, self.seen.get(r)) for r in members)
-            self._late[key] = [
+        key = (call.kind, call.sequence, group.ranks[0])
+        if key not in late:  # once for all members
+            states = ((r, seen.get(r)) for r in group.ranks)
+            late[key] = [
                 r
                 for r, of in states
                 if of is None or of.lost or of.posted_in(call.kind) < call.sequence
             ]
-        return [r for r in self._late[key] if r != rank]
+        return [r for r in late[key] if r != rank]
 
-    def roots(self) -> set[int]:
-        """Return the ranks that others wait for and that are in no call themselves."""
-        return {rank for ranks in self.awaited.values() for rank in ranks} - set(self.awaited)
-
-    def behind(self, roots: Iterable[int]) -> list[int]:
-        """Return the ranks that wait for one of `roots`, directly or through others."""
-        held, found = set(roots), list[int]()
-        while more := [
-            r for r, of in self.awaited.items() if r not in held and not held.isdisjoint(of)
-        ]:
-            held.update(more)
-            found += more
-        return sorted(found)
-
-    def circle(self) -> list[int]:
-        """Return ranks of which each waits for the next and the last for the first; empty where
-        there are none.
-        """
-        for start in sorted(self.awaited):
-            path: list[int] = []
-            rank: int | None = start
-            while rank is not None and rank not in path:
-                path.append(rank)
-                rank = next(iter(self.awaited.get(rank, ())), None)
-            if rank is not None:
-                return path[path.index(rank) :]
-        return []
+    return {rank: awaited(rank, of.call) for rank, of in seen.items() if of.call and not of.lost}
 
 
 def judge(
@@ -460,26 +422,33 @@ def judge(
 ) -> Verdict | None:
     """Return who holds up the job; None if some rank made progress within the time limit. `places`
     are node and device of every rank, for those that are not in `seen`."""
-    waits = Waits(seen, layout)
+    awaited = awaited_ranks(seen, layout)
+    roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
     dead = {r for r, of in seen.items() if of.process in (DEAD, GONE)}
     # A rank that computes without end holds up others only when they come to a collective.
-    idle = {r for r, of in seen.items() if r not in waits.awaited and of.quiet_s >= timeout_s}
-    candidates = sorted(waits.roots() | dead | idle)
+    idle = {r for r, of in seen.items() if r not in awaited and of.quiet_s >= timeout_s}
+    candidates = sorted(roots | dead | idle)
     stuck = [r for r in candidates if r not in seen or r in dead or seen[r].quiet_s >= timeout_s]
     if stuck:
         # A lost process explains why others are stuck.
         culprits = [r for r in stuck if r not in seen or seen[r].lost] or stuck
-        return Verdict(_blame(culprits, waits, places), culprits)
+        behind = [r for r, of in awaited.items() if of]
+        return Verdict(_blame(culprits, behind, seen, places), culprits, awaited)
     if candidates or any(of.quiet_s < timeout_s for of in seen.values()):
         return None
-    return _without_root(waits)
+    return _without_root(seen, awaited)
 
 
-def _blame(ranks: Sequence[int], waits: Waits, places: Sequence[str]) -> str:
-    seen, of_trouble = waits.seen, dict[str, list[int]]()
+def _blame(
+    ranks: Sequence[int],
+    behind: Sequence[int],
+    seen: Mapping[int, FlightState],
+    places: Sequence[str],
+) -> str:
+    """Return what is the matter with `ranks`, and that those `behind` wait for them."""
+    of_trouble, parts = dict[str, list[int]](), list[str]()
     for rank in ranks[:_SHOWN]:
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
-    parts = []
     for trouble, those in of_trouble.items():
         where = (
             seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node"
@@ -488,7 +457,7 @@ def _blame(ranks: Sequence[int], waits: Waits, places: Sequence[str]) -> str:
         named = list(dict.fromkeys(where))
         more = ", ..." if len(named) > _NAMED else ""
         parts.append(f"{_ranks(those)} ({', '.join(named[:_NAMED])}{more}) {trouble}")
-    if behind := waits.behind(ranks):
+    if behind:
         verb = "waits" if len(behind) == 1 else "wait"
         parts.append(f"{_ranks(behind)} {verb} for {'it' if len(ranks) == 1 else 'them'}")
     return "; ".join(parts)
@@ -510,29 +479,46 @@ def _trouble(of: FlightState | None) -> str:
     return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{place}"
 
 
-def _without_root(waits: Waits) -> Verdict:
+def _without_root(seen: Mapping[int, FlightState], awaited: Mapping[int, Sequence[int]]) -> Verdict:
     """Return the verdict where all ranks wait, and for each other."""
-    if circle := waits.circle():
+    if circle := _circle(awaited):
         said = "; ".join(
-            f"rank {rank} waits in {waits.seen[rank].call} for rank {other}"
+            f"rank {rank} waits in {seen[rank].call} for rank {other}"
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
         )
         return Verdict(
             f"ranks wait for each other: {said}: one of them has left out a collective "
             "or a message",
             circle,
+            awaited,
         )
     calls: dict[str, list[int]] = {}
-    for rank, awaited in waits.awaited.items():
-        if not awaited:
-            calls.setdefault(str(waits.seen[rank].call), []).append(rank)
+    for rank in sorted(awaited):
+        if not awaited[rank]:
+            calls.setdefault(str(seen[rank].call), []).append(rank)
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return Verdict(
         f"no rank is late, and no call ends: {said}: where calls of one group have one number and "
         "differ, a rank has left out a collective or made one more; otherwise look at network and "
         "devices",
-        sorted(rank for ranks in calls.values() for rank in ranks),
+        [rank for ranks in calls.values() for rank in ranks],
+        awaited,
     )
+
+
+def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return ranks of which each waits for the next and the last for the first; empty where there
+    are none.
+    """
+    for start in sorted(awaited):
+        path: list[int] = []
+        rank: int | None = start
+        while rank is not None and rank not in path:
+            path.append(rank)
+            rank = next(iter(awaited.get(rank, ())), None)
+        if rank is not None:
+            return path[path.index(rank) :]
+    return []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -543,24 +529,21 @@ def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) ->
     """Return the report: the conclusion, a line for each rank, and the stacks, each once with its
     ranks.
     """
-    waits, lines = Waits(seen, layout), [f"the job hangs: {verdict.conclusion}"]
-    first = [rank for rank in verdict.culprits if rank in seen][:_SHOWN]
-    rest = [rank for rank in sorted(seen) if rank not in set(first)]
-    shown = sorted(first + rest[: _SHOWN - len(first)])
+    lines, culprits = [f"the job hangs: {verdict.conclusion}"], set(verdict.culprits)
+    shown = sorted(sorted(seen, key=lambda rank: (rank not in culprits, rank))[:_SHOWN])
+    stacks: dict[str, list[int]] = {}
     for rank in shown:
-        of, late = seen[rank], waits.awaited.get(rank)
+        of, late = seen[rank], verdict.awaited.get(rank)
         waited = f"; waits for {_ranks(late)}" if late else ""
         silent = "" if of.stack else f"; no answer, its process is {of.process}"
         lines.append(
             f"  rank {rank}: {of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}"
         )
+        stacks.setdefault(of.stack, []).append(rank)
     if len(seen) > _SHOWN:
         lines.append(f"  and {len(seen) - _SHOWN} ranks more")
     if unheard := [rank for rank in range(layout.world_size) if rank not in seen]:
         lines.append(f"  no answer from {_ranks(unheard)}")
-    stacks: dict[str, list[int]] = {}
-    for rank in shown:
-        stacks.setdefault(seen[rank].stack, []).append(rank)
     for stack, ranks in list(stacks.items())[: _SHOWN // 2]:
         if stack:
             lines.append(f"Python stacks of {_ranks(ranks)}, innermost call last:")

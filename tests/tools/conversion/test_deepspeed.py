@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint.find import find_folder
 from megatron.errors import CheckpointError, MegatronError
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from megatron_conversion.convert import (
     Plan,
     convert,
@@ -423,5 +423,5 @@ def test_program(
     assert outcome is not None and outcome.code == 0, outcome
     assert [
         record["iteration"]
-        for record in read_metrics(tmp_path / "on" / "metrics.jsonl", "iteration")
+        for record in read_records(tmp_path / "on" / "metrics.jsonl", "iteration")
     ] == [3, 4]

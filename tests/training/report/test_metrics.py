@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.report.metrics import Interval, MetricsFile, Rates, StepRecord, read_metrics
+from megatron.training.report.metrics import Interval, MetricsFile, Rates, StepRecord
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -56,7 +57,7 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
         "iteration", iteration=1, lm_loss=1 / 3, grad_norm=math.inf, nested={"a": [math.nan, 1.0]}
     )
     # Flushed: readable while the run goes on.
-    (record,) = read_metrics(path)
+    (record,) = read_records(path)
     assert record == {
         "event": "iteration",
         "time": 12.5,
@@ -71,8 +72,8 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     resumed = MetricsFile(path)
     resumed.write("validation", iteration=2)
     resumed.close()
-    assert [r["event"] for r in read_metrics(path)] == ["iteration", "validation"]
-    assert [r["iteration"] for r in read_metrics(path, "validation")] == [2]
+    assert [r["event"] for r in read_records(path)] == ["iteration", "validation"]
+    assert [r["iteration"] for r in read_records(path, "validation")] == [2]
     json.loads(path.read_text().splitlines()[-1])
 
 
@@ -112,5 +113,5 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
     for iteration in range(1, 6):
         metrics.write("iteration", iteration=iteration, padding="x" * 40)
     (tmp_path / "m.jsonl").write_bytes(disk.held)
-    assert [r["iteration"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 4, 5]
+    assert [r["iteration"] for r in read_records(tmp_path / "m.jsonl")] == [1, 4, 5]
     assert len(said) == 1 and str(tmp_path / "m.jsonl") in said[0]

@@ -201,7 +201,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
         for _ in range(2):
             executor.train([0, 1])
         result = measured.report(2)
-    return None if result is None else result.record
+    return result
 
 
 # -- kernels and cores -----------------------------------------------------------------------------
@@ -385,8 +385,7 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
 
 
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
-    record, *others = found(stragglers, 2)
-    assert others == [None] * (RANKS - 1)
+    record, *_ = found(stragglers, 2)
     # The median of 2, 60, 2 and 60 ms is 31; with the passes that were paused the longest would be
     # 120.
     assert [one["rank"] for one in record["slow"]] == [1, 3]

@@ -5,7 +5,7 @@ counters of a run.
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config
@@ -66,19 +66,6 @@ def test_more_samples_than_an_index_could_list_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
         planned_samples(config, BatchSchedule.from_config(config))
-
-
-@given(st.integers(1, 8), st.integers(1, 64))
-def test_sizes_that_do_not_divide_are_refused(replica: int, size: int) -> None:
-    assume(size % replica)
-    with pytest.raises(ConfigError, match=f"{size}.*{replica}"):
-        BatchSchedule(size, replica)
-
-
-@pytest.mark.parametrize("rampup", [(8, 5, 100), (40, 8, 100), (8, 0, 100)])
-def test_ramps_that_lead_nowhere_are_refused(rampup: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match="rampup-batch-size"):
-        BatchSchedule(32, 1, rampup)
 
 
 def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.report.metrics import read_metrics
+from megatron.metrics_file import read_records
 from tests.helpers.launching import ROOT, Script, launch
 from tools import plot_metrics, train_example
 
@@ -47,7 +47,7 @@ def test_a_picture_of_nothing_is_an_error(
 
 def what_was_made(folder: Path) -> int:
     """Whether all of the example is there; when its corpus was made."""
-    records = read_metrics(folder / "run" / "metrics.jsonl")
+    records = read_records(folder / "run" / "metrics.jsonl")
     valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
     assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens
     assert [r for r in records if r["event"] == "generate" and r["tokens"] > 0]

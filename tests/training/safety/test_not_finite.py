@@ -19,9 +19,10 @@ from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training.report.metrics import StepRecord, read_metrics
+from megatron.training.report.metrics import StepRecord
 from megatron.training.run.state import SkipRules, StepUnderWay
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
@@ -163,7 +164,7 @@ def test_the_first_bad_value_is_named(
     place = ("3 to 5", "--max-consecutive-skips 3", "step 3", f"rank {poison['rank']} ", ":cpu")
     assert all(name in text for name in (*place, *expected)), text
     assert [state for _, state in ends] == ["unchanged"] * ranks or poison["what"] == "weight"
-    found = read_metrics(tmp_path / "metrics.jsonl")
+    found = read_records(tmp_path / "metrics.jsonl")
     (record,) = [r for r in found if r["event"] == "not_finite"]
     assert record["skipped_since"] == 3 and record["first"] in text
     assert [r["iteration"] for r in found if r["event"] == "iteration" and r["skipped"]] == [3, 4]
@@ -211,7 +212,7 @@ def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
     3.
     """
     ((text, _),) = run_processes(1, end_of_run, {**FP16, "save": str(tmp_path)}, None)
-    skipped = [r["skipped"] for r in read_metrics(tmp_path / "metrics.jsonl", "iteration")]
+    skipped = [r["skipped"] for r in read_records(tmp_path / "metrics.jsonl", "iteration")]
     assert text == "" and len(skipped) == 20
     assert skipped[:4] == [1] * 4 and 0 in skipped, (
         "more skips in a row than the 3 that end a run, then steps"

@@ -17,9 +17,10 @@ import torch
 from megatron.config import Config
 from megatron.data.gpt_dataset import MockDataset
 from megatron.errors import TrainingError
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training.report.metrics import StepRecord, read_metrics
+from megatron.training.report.metrics import StepRecord
 from megatron.training.run.batches import Progress
 from megatron.training.run.state import Spike, SpikeRule
 from tests.helpers.poison import poisoned
@@ -131,7 +132,7 @@ def run_and_note(
 def losses(folder: Path) -> dict[int, float]:
     """The loss of each iteration; of those that were taken again the last one."""
     return {
-        r["iteration"]: r["lm_loss"] for r in read_metrics(folder / "metrics.jsonl", "iteration")
+        r["iteration"]: r["lm_loss"] for r in read_records(folder / "metrics.jsonl", "iteration")
     }
 
 
@@ -156,7 +157,7 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
     saved, plain = tmp_path / "saved", tmp_path / "plain"
     fields = dict(more, save=str(saved), load=str(saved), **RULE)
     run_processes(2, run_and_note, dict(fields, exit_interval=20), BAD)
-    spikes = read_metrics(saved / "metrics.jsonl", "loss_spike")
+    spikes = read_records(saved / "metrics.jsonl", "loss_spike")
     names = ("iteration", "back_to_iteration", "samples", "left_out")
     assert [tuple(r[name] for name in names) for r in spikes] == [
         (16, 15, [60, 64], [[60, 64]]),
@@ -172,7 +173,7 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
     assert read[:40] == list(range(88, 120)) + list(range(8)), (
         "the end of the data gives the first samples once more"
     )
-    count = read_metrics(saved / "metrics.jsonl", "data")[-1]["sources"]
+    count = read_records(saved / "metrics.jsonl", "data")[-1]["sources"]
     assert [(c["samples"], c["left_out"]) for c in count.values()] == [(120, 8)]
 
     # The same run over data without those samples, on the first layout: nothing of the spike may be
@@ -199,7 +200,7 @@ def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
     assert (
         "iteration 15 5 times" in text and "iteration 16" in text and "--loss-spike-factor" in text
     )
-    spikes = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
+    spikes = read_records(tmp_path / "metrics.jsonl", "loss_spike")
     assert [r["left_out"] for r in spikes] == [[[60, 64 + 4 * i]] for i in range(5)]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
 
@@ -208,7 +209,7 @@ def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
 def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None:
     fields = dict(RULE, save=str(tmp_path), load=str(tmp_path), save_interval=100, train_iters=16)
     ((read, text),) = run_processes(1, run_and_note, fields, [48, 49, 50, 51])
-    (record,) = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
+    (record,) = read_records(tmp_path / "metrics.jsonl", "loss_spike")
     assert text == "" and (record["iteration"], record["folder"]) == (13, None)
     assert sorted(set(read)) == list(range(64)) and state(tmp_path, 16)["left_out"] == []
 
@@ -223,7 +224,7 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Pa
     )
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=16, times=8)
     ((_, text),) = run_processes(1, run_and_note, fields, [], (0, 0), poison)
-    spikes = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
+    spikes = read_records(tmp_path / "metrics.jsonl", "loss_spike")
     assert text == "" and [(r["iteration"], r["lm_loss"], r["samples"]) for r in spikes] == [
         (16, None, [60, 64]),
         (16, None, [64, 68]),
@@ -242,7 +243,7 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path:
     run_processes(1, run_and_note, dict(fields, exit_interval=10), [])
     resumed = dict(fields, load_tag="5", save_interval=100, train_iters=13)
     run_processes(1, run_and_note, resumed, [44, 45, 46, 47])
-    (spike,) = read_metrics(tmp_path / "metrics.jsonl", "loss_spike")
+    (spike,) = read_records(tmp_path / "metrics.jsonl", "loss_spike")
     assert (spike["iteration"], spike["back_to_iteration"]) == (12, 5)
     taken = losses(tmp_path)
     assert state(tmp_path, 13)["recent_losses"] == [taken[i] for i in range(2, 14)], (
