@@ -466,7 +466,8 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
     One RandomState(seed) shuffles the bins of each epoch, so that more epochs only add to the end.
     """
     bins = np.arange(num_bins, dtype=np.uint32 if num_bins <= 2**32 else np.int64)
-    order, random = np.tile(bins, (epochs, 1)), np.random.RandomState(seed)
+    order: npt.NDArray[np.uint32 | np.int64] = np.tile(bins, (epochs, 1))
+    random = np.random.RandomState(seed)
     for row in order:
         shuffle(row, random)
     return order.reshape(-1)

@@ -288,6 +288,16 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
     if position + run.eval_samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts it again
 
+    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = run.executor.evaluate(micro_batches)
+        # until all stages have done this once
+        if run.watchdog is not None and run.watchdog.patient:
+            collectives.all_reduce(
+                torch.zeros((), device=run.topology.device), run.topology.world
+            ).item()
+            run.done_before(True)
+        return losses
+
     not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
     with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
         if run.config.training.manual_gc:
@@ -296,7 +306,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
         run.chunks.eval()
         try:
             loss = mean_loss(
-                run.executor.evaluate,
+                forward,
                 stream,
                 run.topology,
                 run.config.training.eval_iters,
