@@ -32,12 +32,13 @@ EMBEDDING, LOSS = (
     "--account-for-loss-in-pipeline-split",
 )
 LAYOUT = "--pipeline-model-parallel-layout"
+_PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may give.
 LATE: Mapping[str, tuple[str, ...]] = {
     NO_PIPELINE: (),
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
-    **dict.fromkeys(CHUNKS, ("num_layers_per_virtual_pipeline_stage",)),
+    **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
 }
 
 
@@ -261,25 +262,22 @@ class _Stages:
                     f"{self.pipeline} stages: use --pipeline-layout with {self.pipeline * chunks} "
                     "counts"
                 )
-            self._say(said, {"num_layers_per_virtual_pipeline_stage": each} if chunks > 1 else {})
+            self._say(said, {_PER_CHUNK: each} if chunks > 1 else {})
         elif counts := way(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
                     f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without "
                     "layers, and each needs one: use fewer stages, or --pipeline-layout"
                 )
-            per_chunk = "num_layers_per_virtual_pipeline_stage"
-            if len(counts) > self.pipeline or self.settings.origins.get(per_chunk, "").startswith(
-                "preset"
-            ):
-                self.settings.give(per_chunk, None, said)  # implied by the layout
+            if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
+                self.settings.give(_PER_CHUNK, None, said)  # implied by the layout
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method; none for the method that is used
         anyway.
         """
-        method = _TEXT.parse(self.flags[PARTITION]).lower()
+        method = self._read(PARTITION, _TEXT).lower()
         if method == "type:transformer":
             self.settings.notices.append(
                 f"{PARTITION} {method} has no effect: this is always the case"
@@ -304,7 +302,9 @@ class _Stages:
         return _without([each] * (self.pipeline * chunks), self.embedding, self.loss)
 
     def _by_ends(self, layers: int, chunks: int) -> list[int]:
-        first, last = ([number] if (number := self._number(flag)) else [] for flag in (FIRST, LAST))
+        first, last = (
+            [number] if (number := self._read(flag, _COUNT)) else [] for flag in (FIRST, LAST)
+        )
         middle, left = self.pipeline - len(first) - len(last), layers - sum(first) - sum(last)
         each, rest = divmod(left, middle) if middle else (0, left)
         ranks = [*first, *[each] * middle, *last]
@@ -321,7 +321,7 @@ class _Stages:
         """Return counts from Megatron's notation: E, t and L for embedding, layer and loss, |
         between stages, *n to repeat the preceding letter or bracket.
         """
-        layout = _TEXT.parse(self.flags[LAYOUT])
+        layout = self._read(LAYOUT, _TEXT)
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
         stages = _unroll(r"([EtL|])\*([0-9]{1,6})", text)
         counts = [stage.count("t") for stage in stages.split("|")]
@@ -335,34 +335,35 @@ class _Stages:
 
     def _chunks(self) -> int:
         """Return the chunks of each rank: as given, or from the layers of a chunk; else 1."""
-        per_chunk = self.settings.given.get("num_layers_per_virtual_pipeline_stage")
-        preset = self.settings.origins.get("num_layers_per_virtual_pipeline_stage", "").startswith(
-            "preset"
-        )
-        numbers = {f"{flag} {number}": number for flag in CHUNKS if (number := self._number(flag))}
-        if numbers and per_chunk is not None and not preset:
-            numbers[f"--num-layers-per-virtual-pipeline-stage {per_chunk}"] = 0
+        per_chunk: int | None = self.settings.given.get(_PER_CHUNK)
+        numbers: dict[str, int] = {
+            f"{flag} {number}": number for flag in CHUNKS if (number := self._read(flag, _COUNT))
+        }
+        if numbers and per_chunk is not None and not self._is_preset(_PER_CHUNK):
+            numbers[all_options()[_PER_CHUNK].written(per_chunk)] = 0
         if len(set(numbers.values())) > 1:
             raise ValueError(
                 f"{' and '.join(numbers)} both set the number of chunks: use one of them"
             )
-        if numbers:
-            return next(iter(numbers.values()))
-        if per_chunk is None or self.layers is None:
+        for number in numbers.values():
+            return number
+        if per_chunk is None:
             return 1
-        result: int = max(
-            1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk)
-        )
-        return result
+        assert self.layers is not None
+        return max(1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk))
 
     def _is_on(self, flag: str) -> bool:
         if self.flags.get(flag, []) not in ([], ["true"], ["True"]):
             raise ValueError(f"{flag} takes no value, got {' '.join(self.flags[flag])}")
         return flag in self.flags
 
-    def _number(self, flag: str) -> int | None:
+    def _is_preset(self, name: str) -> bool:
+        return self.settings.origins.get(name, "").startswith("preset")
+
+    def _read(self, flag: str, rule: Option) -> Any:
+        """Return the value of a flag; None without the flag. Raises ValueError."""
         try:
-            return _COUNT.parse(self.flags[flag]) if flag in self.flags else None
+            return rule.parse(self.flags[flag]) if flag in self.flags else None
         except ValueError as error:
             raise ValueError(f"{flag} {error}") from None
 
@@ -372,7 +373,7 @@ class _Stages:
     def _say(self, said: str, values: dict[str, Any]) -> None:
         for name, value in values.items():
             chosen, written = self.settings.given.get(name, value), all_options()[name].written
-            if chosen != value and not self.settings.origins[name].startswith("preset"):
+            if chosen != value and not self._is_preset(name):
                 raise ValueError(
                     f"{said} means {written(value)}, but {written(chosen)} is given: use one of "
                     "them"
