@@ -209,9 +209,22 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
 # --- resolve
 
 
-# Values for library users and tests. A training run must give its own; see run_requirements.
-_STAND_INS = {"micro_batch_size": 1, "lr": 1e-4}
+# Of library users and tests: a training run must give its own; see run_requirements.
 _STAND_IN_ORIGIN = "default; a training run must give it"
+# Setting -> value and origin, where it is unset.
+_FALLBACKS: Mapping[str, tuple[Any, str]] = {
+    "micro_batch_size": (1, _STAND_IN_ORIGIN),
+    "lr": (1e-4, _STAND_IN_ORIGIN),
+    "recompute_modules": (("core_attn",), "default"),
+    "dataloader_type": ("single", "default"),
+}
+# Setting -> the one whose value it takes, where it is unset.
+_SAME_AS: Mapping[str, str] = {
+    "num_key_value_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "start_weight_decay": "weight_decay",
+    "end_weight_decay": "weight_decay",
+}
 
 
 def resolve(settings: Settings) -> None:
@@ -219,9 +232,13 @@ def resolve(settings: Settings) -> None:
     settings.fill_defaults()
     # Megatron-LM's examples quote it twice
     settings.values["split"] = settings.values["split"].strip("'\"")
-    for name, value in _STAND_INS.items():
+    for name, (value, origin) in _FALLBACKS.items():
         if settings.is_unset(name):
-            settings.derive(name, value, _STAND_IN_ORIGIN)
+            settings.derive(name, value, origin)
+    for name, other in _SAME_AS.items():
+        if settings.is_unset(name) and settings.usable(other):
+            origin = f"derived from {other.replace('_', '-')}"
+            settings.derive(name, settings.values[other], origin)
     _tokenizer(settings)
     _model(settings)
     _parallel(settings)
@@ -256,12 +273,6 @@ def _model(s: Settings) -> None:
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
-    if v["num_key_value_heads"] is None and s.usable("num_attention_heads"):
-        s.derive(
-            "num_key_value_heads", v["num_attention_heads"], "derived from num-attention-heads"
-        )
-    if v["max_position_embeddings"] is None and s.usable("seq_length"):
-        s.derive("max_position_embeddings", v["seq_length"], "derived from seq-length")
 
 
 def _parallel(s: Settings) -> None:
@@ -337,17 +348,12 @@ def _learning_rate(s: Settings) -> None:
             if s.usable(f"train_{unit}"):
                 s.derive(f"lr_decay_{unit}", v[f"train_{unit}"], f"derived from train-{unit}")
                 break
-    for end in ("start_weight_decay", "end_weight_decay"):
-        if v[end] is None and s.usable("weight_decay"):
-            s.derive(end, v["weight_decay"], "derived from weight-decay")
 
 
 def _rest(s: Settings) -> None:
     v = s.values
     if v["recompute_granularity"] == "full" and s.is_unset("recompute_method"):
         s.derive("recompute_method", "uniform", "derived from recompute-granularity full")
-    if s.is_unset("recompute_modules"):
-        s.derive("recompute_modules", ("core_attn",), "default")
     if v["loss_scale"] == 0:
         s.derive("loss_scale", None, s.origins["loss_scale"])
     if v["zero_allgather_bucket_size"] == 0:
@@ -362,8 +368,6 @@ def _rest(s: Settings) -> None:
             "FOLDER"
         )
         s.derive("save_interval", None, "derived: there is no --save FOLDER")
-    if s.is_unset("dataloader_type"):
-        s.derive("dataloader_type", "single", "default")
     if v["data_packing"] == "best-fit" and v["mock_data"]:
         s.notices.append(
             "--data-packing best-fit has no effect: --mock-data has no documents to pack"
