@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +37,29 @@ def bounded(
     function: Callable[[], Any],
     seconds: float,
     failure: str = "the store gave no answer",
-    wake: threading.Event | None = None,
+    failed: Future[None] | None = None,
 ) -> Any:
-    """Return the function's result; raise LaunchError when it takes longer, or when `wake` is set
-    before it ends.
+    """Return the function's result; raise LaunchError when it takes longer, or when `failed` is
+    done first: another rank has failed.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
     and gloo waits five times its time limit for a peer that died before it connected. After an
-    error the call continues in its own thread. `wake` is also set when the function ends.
+    error the call continues in its own thread.
     """
     outcome: Future[Any] = Future()
-    ended = wake or threading.Event()
 
     def body() -> None:
         try:
             outcome.set_result(function())
         except Exception as error:
             outcome.set_exception(error)
-        ended.set()
 
     threading.Thread(target=body, name="bounded", daemon=True).start()
-    woken = ended.wait(seconds)
+    wait({outcome, failed or outcome}, seconds, FIRST_COMPLETED)
     if not outcome.done():
-        raise LaunchError(
-            f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s"
-        )
+        if failed is not None and failed.done():
+            raise LaunchError(f"{failure}: another rank failed")
+        raise LaunchError(f"{failure} within {seconds:g} s")
     return outcome.result()
 
 
@@ -78,15 +76,15 @@ def python_stacks(limit: int) -> str:
         return f"{path}:{line} {frame.f_code.co_name}"
 
     main, frames = threading.main_thread(), sys._current_frames()
-    text = "\n".join([shown(*at) for at in traceback.walk_stack(frames[main.ident or 0])][::-1])
+    stack = traceback.walk_stack(frames[main.ident or 0])
+    text = "\n".join(reversed([shown(frame, line) for frame, line in stack]))
     if len(text) > limit:
         return f"(outer frames)...{text[-limit:]}"
-    others = [
-        f"thread {thread.name}: {shown(frame, frame.f_lineno)}"
-        for thread in threading.enumerate()
-        if thread is not main and thread.name not in _OWN_THREADS
-        if (frame := frames.get(thread.ident or 0)) is not None
-    ]
+    others = []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if thread is not main and thread.name not in _OWN_THREADS and frame is not None:
+            others.append(f"thread {thread.name}: {shown(frame, frame.f_lineno)}")
     complete = "\n".join([text, "", *others])
     return complete if others and len(complete) <= limit else text
 

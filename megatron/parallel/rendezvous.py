@@ -28,6 +28,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Self
 
@@ -71,8 +72,7 @@ _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
 _NOBODY = -1  # in place of a rank that gave the reason of its failure
 _OPEN = (
     "a process that connects to the store of the ranks can guess its keys and end this job: export "
-    "MEGATRON_JOB_TOKEN, "
-    "a random text, before srun, mpirun or torchrun"
+    "MEGATRON_JOB_TOKEN, a random text, before srun, mpirun or torchrun"
 )
 
 
@@ -95,7 +95,6 @@ class Rendezvous(StoreConnection):
     _call = 1  # the number of the next call
     _heard = ""  # the findings of a roll call
     _reported = False  # a rank gave the reason of its failure
-    _alarmed = False  # another rank failed, or the store is gone
     _failed = False
     _store_lost = False
     _closed = False
@@ -127,8 +126,7 @@ class Rendezvous(StoreConnection):
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
         self._explained: LaunchError | None = None
-        # `_alarmed` as an event; also set when the awaited function ends
-        self._alarm = threading.Event()
+        self._alarm: Future[None] = Future()  # done when another rank failed or the store is gone
 
     @property
     def _myself(self) -> str:
@@ -348,9 +346,6 @@ class Rendezvous(StoreConnection):
 
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
         """Call `bounded`, which ends at once when another rank fails."""
-        self._alarm = threading.Event()
-        if self._alarmed:
-            self._alarm.set()
         return bounded(function, seconds, failure, self._alarm)
 
     def _try(self, function: Callable[[], Any], seconds: float) -> Any:
@@ -457,7 +452,7 @@ class Rendezvous(StoreConnection):
                     while self.store.check([f"call/{self._call}"]):
                         self._answer(self.store.get(f"call/{self._call}").decode())
                         self._call += 1
-                    if self._alarmed and not self._heard and self.store.check(["findings"]):
+                    if self._alarm.done() and not self._heard and self.store.check(["findings"]):
                         # The store may be gone when this rank sees the failure.
                         self._heard = self._findings()
                 except RuntimeError:
@@ -479,8 +474,8 @@ class Rendezvous(StoreConnection):
             self.on_inquiry(self._call)
 
     def _sound_alarm(self) -> None:
-        self._alarmed = True
-        self._alarm.set()
+        if not self._alarm.done():
+            self._alarm.set_result(None)
 
     def inquire(self) -> int:
         """Ask all ranks to answer for a watchdog (see on_inquiry). Return the number of the
