@@ -1,6 +1,6 @@
 """Collectives over a `Group`, without gradients except for the last; a group of one does nothing.
 
-Each is entered in the group's flight recorder, and so is the wait for one that was started.
+The group's flight recorder has an entry for each, and one for the wait where it was only started.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Started:
-    """The work handle of a collective in progress, whose wait is recorded; without `work`, of one
-    that did nothing.
+    """A work handle of a collective in progress, which records the wait for it; without `work`, of
+    a collective that did nothing.
     """
 
     def __init__(self, work: Any = None, group: Group | None = None, *entry: Any) -> None:

@@ -44,12 +44,9 @@ class Setting(NamedTuple):
 
 
 def _trace_prefix(config: Config) -> str | None:
-    path = config.metrics_path
-    return (
-        None
-        if path is None
-        else str(path.absolute().parent / "flight_recorder" / "nccl_trace_rank_")
-    )
+    if config.metrics_path is None:
+        return None
+    return str(config.metrics_path.absolute().parent / "flight_recorder" / "nccl_trace_rank_")
 
 
 def _overlaps_products(config: Config) -> str | None:
@@ -90,9 +87,8 @@ SETTINGS = (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         _CUDA + _ROCM,
         lambda c: "0" if c.training.hang_timeout else "3",
-        "the verdict is that of --hang-timeout, which explains itself and puts the job back into "
-        "the queue; torch's own threads would end the process by SIGABRT before (3: without "
-        "--hang-timeout they do)",
+        "--hang-timeout tells which rank hangs and requeues the job; torch's own threads would end "
+        "the process by SIGABRT before that (3: without --hang-timeout they do)",
         ("NCCL_ASYNC_ERROR_HANDLING",),
     ),
     Setting(
@@ -143,12 +139,10 @@ def torch_build() -> str | None:
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    versions = {
-        name
-        for name in ("cuda", "hip")
-        if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE)
-    }
-    return "rocm" if "hip" in versions else "cuda" if versions else None
+    for name, build in (("hip", "rocm"), ("cuda", "cuda")):
+        if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE):
+            return build
+    return None
 
 
 @contextlib.contextmanager
@@ -157,19 +151,19 @@ def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None])
     after.
     """
     before = {name: environ.get(name) for name in values}
-
-    def put(wanted: Mapping[str, str | None]) -> None:
-        for name, value in wanted.items():
-            if value is None:
-                environ.pop(name, None)
-            else:
-                environ[name] = value
-
-    put(values)
     try:
+        _put(environ, values)
         yield
     finally:
-        put(before)
+        _put(environ, before)
+
+
+def _put(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
 
 
 @contextlib.contextmanager
@@ -226,7 +220,7 @@ class Variables:
         number = whole(text)
         if number is None:
             raise LaunchError(
-                f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits"
+                f"{name}={text[:40]!r} is not a whole number from 0 of at most 18 digits"
             )
         return number
 
@@ -237,7 +231,7 @@ class Variables:
 def job_name(environ: Mapping[str, str]) -> str | None:
     """Return the name of this process's job for Slurm's commands; None outside of a job.
 
-    In a job array that is array and task: the array's number alone stands for all of its tasks.
+    In a job array it consists of array and task: the array's number alone names all of its tasks.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
@@ -259,8 +253,7 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def whole(text: str) -> int | None:
-    """Return the whole number from 0 that a text is; None for other text and for more than 18
-    digits.
+    """Return a text as a whole number from 0; None for other text and for more than 18 digits.
 
     >>> whole("12"), whole("-1"), whole("²")
     (12, None, None)

@@ -341,8 +341,8 @@ def file_name(launch: Launch) -> str:
 
 
 class FlightFile:
-    """The file of a node with the records of its ranks of one job: this process's page, and a view
-    of all others.
+    """A node's file with the records of one job's ranks there: this process's page, and a view of
+    all others.
 
     It lies in /dev/shm, which is memory, else in the folder for temporary files. Once all ranks of
     the node have it open, its name is removed: the file disappears with the last process, however

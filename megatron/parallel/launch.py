@@ -1,5 +1,5 @@
-"""Detection of this process's rank, from the variables of torchrun, srun or mpirun; without them,
-it is alone.
+"""The launch of this process: its rank, from the variables of torchrun, srun or mpirun. A process
+without them is alone.
 
 No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a
 store that the first of them serves (rendezvous.py).
@@ -68,8 +68,8 @@ class Launch:
     node          name of this host, as the launcher calls it
     job           tells this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
-    notices       what differs from what the variables say, for the log
-    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, for the
+    notices       where the launch differs from what the variables say, for the log
+    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, part of the
                   keys of the store
     """
 
@@ -112,15 +112,8 @@ class Launch:
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which torch and DeepSpeed know ranks."""
-        names = (
-            "rank",
-            "local_rank",
-            "world_size",
-            "local_world_size",
-            "master_addr",
-            "master_port",
-        )
-        return {name.upper(): str(getattr(self, name)) for name in names}
+        names = "rank local_rank world_size local_world_size master_addr master_port"
+        return {name.upper(): str(getattr(self, name)) for name in names.split()}
 
 
 _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same meaning

@@ -7,8 +7,8 @@ are missing, in conflict or different.
 
 After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
 answers: a rank that does not is dead, and the others can name it. The findings are told to all at
-once: a rank that sees the failure last, when the store is gone, names the rank that died and not
-the one that it waited for. Calls are numbered, so that a watchdog may make any number of them.
+once, so that a rank that sees the failure late, when the store is gone, names the rank that died
+and not the one that it waited for. Calls are numbered, so that a watchdog may make any number of them.
 
 A rank has two connections to the store, because one in which a thread waits for a key gives no
 other thread an answer: torch has one to itself, and nothing here waits in the other.
@@ -77,8 +77,8 @@ _OPEN = (
 
 
 class Rendezvous(StoreConnection):
-    """This process's connection to all others: after `join` over torch.distributed. A context
-    manager.
+    """A connection of this process to all others, from `join` on by torch.distributed, too. A
+    context manager.
 
     launch, device       this process, with the rank that it was given; `timeout` is for all to come
     placing              which ranks the processes of a node take; by default those of the launcher
@@ -204,8 +204,8 @@ class Rendezvous(StoreConnection):
             verdict = {"error": problem}
         else:
             own = describe_process(self.launch, self.device, self.backend, self.placing)
-            told = own._replace(alike=self._digests())._asdict()
-            store.set(f"participant/{task}", json.dumps(told))
+            own = own._replace(alike=self._digests())
+            store.set(f"participant/{task}", json.dumps(own._asdict()))
             if task == 0:
                 verdict = self._judge(deadline)
         if verdict:

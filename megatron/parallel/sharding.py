@@ -17,13 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,8 @@ class Sharding:
                      padding
     dim              the dimension that tensor parallelism divides; None when every tensor rank
                      holds the same values
-    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that
-    to the autograd
-                     graph of the first forward pass (engine/gradients.py)
+    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None: as the
+                     autograd graph of the first forward pass says (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
     """
@@ -100,12 +96,11 @@ def attach(
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """Return the Sharding of a parameter."""
-    found = getattr(parameter, "sharding", None)
+    found: Sharding | None = getattr(parameter, "sharding", None)
     assert found is not None, (
         "parameter without sharding: create it through megatron.layers.context"
     )
-    result: Sharding = found
-    return result
+    return found
 
 
 # --- sink
@@ -231,7 +226,7 @@ class GradientSink:
                 part.add_(values)
 
     def done(self) -> None:
-        """Complete a contribution; also called by a layer that added one to what `complete()`
+        """Complete a contribution. Also called by a layer that added one to what `complete()`
         returned.
         """
         self.fresh = False

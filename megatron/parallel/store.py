@@ -79,8 +79,8 @@ class StoreConnection:
             self.store = self._of_job(self._serve() if self.serves_store else self._client(seconds))
 
     def another(self, seconds: float | None = None) -> Any:
-        """Return a second connection: one in which a thread waits for a key serves no other
-        thread.
+        """Return another connection: while a thread waits for a key in one, no other thread gets
+        an answer there.
         """
         if isinstance(self.store, dist.HashStore):
             return self.store
