@@ -197,17 +197,18 @@ class Rendezvous(StoreConnection):
         LaunchError.
         """
         store, task = self.store, self.launch.task
+        own = describe_process(self.launch, self.device, self.backend, self.placing)
+        told = json.dumps(own._replace(alike=self._digests())._asdict())
         verdict: dict[str, Any] = {}
-        if store.add(f"claim/{task}", 1) > 1:
-            verdict = {"error": self._duplicate()}
-        elif problem := self._interface_problem():
+        if problem := self._interface_problem():
             verdict = {"error": problem}
-        else:
-            own = describe_process(self.launch, self.device, self.backend, self.placing)
-            own = own._replace(alike=self._digests())
-            store.set(f"participant/{task}", json.dumps(own._asdict()))
-            if task == 0:
-                verdict = self._judge(deadline)
+        elif store.compare_set(f"participant/{task}", "", told).decode() != told:
+            verdict = {
+                "error": f"two processes have rank {task}: {self._participant(task)}, and "
+                f"{own.place}, process {own.pid}: every process needs a rank of its own"
+            }
+        elif task == 0:
+            verdict = self._judge(deadline)
         if verdict:
             store.set("verdict", json.dumps(verdict))
         elif self.poll(["verdict"], deadline):
@@ -245,17 +246,6 @@ class Rendezvous(StoreConnection):
                     f"GLOO_SOCKET_IFNAME ({reason})"
                 )
         return ""
-
-    def _duplicate(self) -> str:
-        """Return the error of a process whose number another one has claimed first."""
-        launch, other = self.launch, "another process"
-        if self.comes(f"participant/{launch.task}", ANSWER_S):
-            other = self._participant(launch.task)
-        own = f"{launch.node}:{device_name(self.device)}, process {os.getpid()}"
-        return (
-            f"two processes have rank {launch.task}: {other}, and {own}: every process needs a "
-            "rank of its own"
-        )
 
     def _participant(self, task: int) -> str:
         """Return where a process is that has described itself."""

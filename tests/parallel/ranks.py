@@ -113,6 +113,7 @@ def ranks_in_threads(
     """
     port = launch.pop("master_port", None) or free_port()
     found: list[Any] = [None] * len(numbers)
+    job = f"test.{os.getpid()}.{port}"
 
     def run(thread: int, rank: int) -> None:
         clock = (clocks or {}).get(thread) or Patience()
@@ -122,7 +123,7 @@ def ranks_in_threads(
             world_size=size,
             master_port=port,
             node=f"n{rank}",
-            job=f"test.{os.getpid()}.{port}",
+            job=job,
             launcher="torchrun",
             **{"local_world_size": size, **launch},
         )

@@ -110,8 +110,11 @@ def test_a_store_that_never_answers_is_given_up_and_named(
     assert ("refused" in str(caught.value)) == (not silent)
 
 
-def test_two_processes_with_one_rank_are_refused_everywhere() -> None:
+def test_two_processes_with_one_rank_are_refused_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At once, and with the name of the other one: nobody waits for a rank that cannot come."""
+    monkeypatch.setattr(os, "getpid", threading.get_native_id)  # each thread stands for a process
     for error in ranks_in_threads([0, 1, 1], 3, kind=Apart):
         assert isinstance(error, LaunchError) and "rank 1" in str(error), error
         assert len(re.findall(r"n1:cpu, process \d+", str(error))) == 2
