@@ -117,13 +117,8 @@ def compiler(target: str) -> str | None:
 def no_compiler(target: str) -> str:
     """Return what was looked for in vain, and what to do."""
     variable, names, advice = _COMPILERS[target]
-    named = os.environ.get(variable)
-    where = (
-        f"${variable} is {named}, which cannot be used"
-        if named
-        else f"looked for {', '.join(names)}"
-    )
-    return f"no compiler for --target {target}: {where}; ${variable} names one ({advice})"
+    tried = os.environ.get(variable) or ", ".join(names)
+    return f"no compiler for --target {target}: {tried} cannot be used; ${variable} names one ({advice})"
 
 
 def default_archs(target: str) -> list[str]:

@@ -108,7 +108,7 @@ def check_type(
 ) -> None:
     """Check that the tensors have one type, one of `allowed`."""
     types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(types))
+    first = next(iter(types), "")
     for name, dtype in types.items():
         if dtype not in allowed:
             names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
@@ -154,6 +154,17 @@ def check_all(operator: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 0:
             raise KernelError(f"{operator}: {name} has no dimension; [.., n] is needed")
+
+
+def check_beside(
+    operator: str, x: Tensor, allowed: Iterable[torch.dtype], **tensors: Tensor | None
+) -> None:
+    """Check that the tensors have one type, one of `allowed`, are on the device of x, and
+    contiguous.
+    """
+    check_type(operator, allowed, **tensors)
+    check_device(operator, x=x, **tensors)
+    check_contiguous(operator, **tensors)
 
 
 # -- sums over rows --------------------------------------------------------------------------------

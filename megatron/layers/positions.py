@@ -118,13 +118,7 @@ class RotaryEmbedding:
 
         x may be a slice of the fused projection: the kernel needs no copy.
         """
-        cos, sin = angles
-        if self.fused:
-            return kernel.rotate(x, cos, sin)
-        turned, rest = x[..., : self.dimension].float(), x[..., self.dimension :]
-        low, high = turned.chunk(2, dim=-1)
-        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        return kernel.rotate(x, *angles) if self.fused else kernel.reference(x, *angles)
 
     def rotate_groups(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [s, b, groups, queries, d] -> [s, b, groups * queries, d].

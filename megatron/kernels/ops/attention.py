@@ -25,10 +25,8 @@ from megatron.kernels.library import Function
 from megatron.kernels.operators import (
     check,
     check_all,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
-    check_type,
     operator,
 )
 from megatron.kernels.ops.dropout import check_key, threshold
@@ -78,9 +76,8 @@ def _check(
     law = Law(*rest)
     share, origins = law.share, law.origins
     check_all(name, scores=scores)
-    check_device(name, scores=scores, slopes=slopes, origins=origins, **rows)
-    check_type(name, [torch.float32], slopes=slopes, **rows)
-    check_contiguous(name, slopes=slopes, origins=origins, **rows)
+    check_beside(name, scores, [torch.float32], slopes=slopes, **rows)
+    check_beside(name, scores, [torch.int64], origins=origins)
     check_key(name, law.probability, law.seed)
     check(
         name,
@@ -109,7 +106,6 @@ def _check(
         found = list(slopes.shape)
         check(name, fits, f"slopes have shape {found}; [groups * {share}] is needed")
     if origins is not None:
-        check_type(name, [torch.int64], origins=origins)
         samples = len(rows["logarithms"])
         fits = origins.dim() == 1 and len(origins) > 0 and samples % len(origins) == 0
         fits = fits and (slopes is None or len(slopes) * len(origins) == samples * share)

@@ -24,8 +24,7 @@ from megatron.kernels.library import Function
 from megatron.kernels.operators import (
     check,
     check_all,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
     empty_like_first,
     narrow,
@@ -65,10 +64,8 @@ def _check(
     place: Sequence[int],
 ) -> None:
     check_key(name, probability, seed)
-    wide = bias is not None and bias.dtype == torch.float32  # which goes with any x
-    check_all(name, x=x, residual=residual, bias=None if wide else bias)
-    check_device(name, x=x, bias=bias)
-    check_contiguous(name, bias=bias)
+    check_all(name, x=x, residual=residual)
+    check_beside(name, x, (torch.float32, x.dtype), bias=bias)
     check_shape(name, x.shape[-1:], bias=bias)
     check_shape(name, x.shape, residual=residual)
 

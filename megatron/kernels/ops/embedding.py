@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import Function, find
+from megatron.kernels.library import TYPES, Function, find
 from megatron.kernels.operators import (
     check,
+    check_beside,
     check_contiguous,
-    check_device,
     check_shape,
     check_type,
     operator,
@@ -51,11 +51,10 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
 
 
 def _check(name: str, table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | None) -> None:
-    check_type(name, values=values)
     check_type(name, [torch.float32, torch.bfloat16], table=table)
-    check_type(name, [torch.int64, torch.int32], rows=rows)
-    check_device(name, table=table, rows=rows, values=values)
-    check_contiguous(name, table=table, values=values)
+    check_beside(name, table, TYPES, values=values)
+    check_beside(name, table, [torch.int64, torch.int32], rows=rows)
+    check_contiguous(name, table=table)
     check(name, table.dim() == 2, f"table has {table.dim()} dimension(s); [rows, n] is needed")
     check_shape(name, (rows.numel(),), rows=rows)
     check_shape(name, (len(rows), table.shape[1]), values=values)
@@ -112,4 +111,4 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     found, partial = find(table.device.type), None
     if found.handle is not None and found.target != "host":
         partial = values.new_empty(-(-len(rows) // CHUNK), 2, values.shape[-1], dtype=torch.float32)
-    _add_rows_(table, rows, values.contiguous(), partial)
+    _add_rows_(table, rows.contiguous(), values.contiguous(), partial)

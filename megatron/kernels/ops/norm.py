@@ -27,10 +27,8 @@ from megatron.kernels.operators import (
     HOST_PARTS,
     PART_ROWS,
     check_all,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
-    check_type,
     narrow,
     operator,
 )
@@ -47,14 +45,9 @@ def _check(
 ) -> None:
     name = "rms_norm" if rest[-1] else "layer_norm"
     check_all(name, x=x, residual=residual)
-    parameters = {"weight": weight, "bias": bias}
-    for argument, parameter in parameters.items():
-        if parameter is not None and parameter.dtype != torch.float32:
-            check_type(name, x=x, **{argument: parameter})
-    check_device(name, x=x, **parameters)
-    check_contiguous(name, **parameters)
+    check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
     check_shape(name, x.shape, residual=residual)
-    check_shape(name, x.shape[-1:], **parameters)
+    check_shape(name, x.shape[-1:], weight=weight, bias=bias)
 
 
 def _reference(

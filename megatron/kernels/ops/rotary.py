@@ -17,8 +17,7 @@ from torch import Tensor
 from megatron.kernels.library import Function
 from megatron.kernels.operators import (
     check,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
     check_type,
     operator,
@@ -29,9 +28,7 @@ _ROTARY = Function("mk_rotary", "ppppllllllllif")
 
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     check_type(name, x=x)
-    check_type(name, [torch.float32], cos=cos, sin=sin)
-    check_device(name, x=x, cos=cos, sin=sin)
-    check_contiguous(name, cos=cos, sin=sin)
+    check_beside(name, x, [torch.float32], cos=cos, sin=sin)
     check(name, x.dim() == 4, f"x has {x.dim()} dimensions; [s, b, heads, d] is needed")
     s, b, _, d = x.shape
     half = cos.shape[-1] if cos.dim() else 0
@@ -40,13 +37,14 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     check(name, 2 * half <= d, f"cos and sin turn {2 * half} entries, but x has {d}")
 
 
-def _reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    """Compute `rotate` with torch's operators; `back`: by the opposite angles."""
     half = cos.shape[-1]
-    wide = x[..., : 2 * half].float()
+    wide, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     low, high = wide.chunk(2, dim=-1) if half else (wide, wide)
     sin = -sin if back else sin
     turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
@@ -70,7 +68,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
 _rotary = operator(
     "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
     _rotate,
-    _reference,
+    reference,
     lambda x, cos, sin, back: x.new_empty(x.shape),
     check=_check,
     save=_save,

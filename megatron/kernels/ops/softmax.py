@@ -19,10 +19,8 @@ from megatron.kernels.library import Function
 from megatron.kernels.operators import (
     check,
     check_all,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
-    check_type,
     empty_like_first,
     operator,
 )
@@ -42,9 +40,7 @@ def _check(name: str, scores: Tensor, mask: Tensor | None, scale: float) -> None
         f"scores have {scores.dim()} dimension(s); {shape} is needed",
     )
     if mask is not None:
-        check_type(name, [torch.bool], mask=mask)
-        check_device(name, scores=scores, mask=mask)
-        check_contiguous(name, mask=mask)
+        check_beside(name, scores, [torch.bool], mask=mask)
         batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
         check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
 
