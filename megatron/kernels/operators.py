@@ -32,22 +32,20 @@ def operator(
     check: Callable[..., None] | None = None,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    twice: bool = False,
     work: str | Callable[..., Computation] = "copy",
 ) -> Any:
     """Define `megatron::<schema>` and return it, ready to call.
 
-    kernel     computes it with the compiled library; called only if the first argument is not an
-               empty tensor
+    kernel     computes it with the compiled library: (results of `shapes`, if there are any,
+               *inputs); called only if the first input is not an empty tensor
     reference  computes it with torch's operators
     shapes     makes empty results of the right shape, dtype and device; None for an operator
                without results
     check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
                passes, which get what autograd and the forward pass have checked
     save       (ctx, inputs, output): keeps what the backward pass needs
-    backward   (ctx, *gradients): one gradient or None for each input
-    twice      whether the backward pass is differentiable; for other operators a second derivative
-               is an error, since torch would treat their gradients as constants
+    backward   (ctx, *gradients): one gradient or None for each input; a second derivative is an
+               error, since torch would treat the gradients as constants
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
                (work.Memory), or (inputs) -> its work if that is not enough
     """
@@ -61,7 +59,13 @@ def operator(
             compiled = available(first.device) and first.numel() > 0
         else:
             compiled = available(first[0].device)
-        return (kernel if compiled else reference)(*inputs)
+        if not compiled:
+            return reference(*inputs)
+        if shapes is None:
+            return kernel(*inputs)
+        results = shapes(*inputs)
+        kernel(results, *inputs)
+        return results
 
     WORK[name] = work
     _LIBRARY.define(schema)
@@ -79,8 +83,7 @@ def operator(
                 )
             return differentiate(ctx, *gradients)
 
-        rule = backward if twice else once
-        torch.library.register_autograd(f"megatron::{name}", rule, setup_context=save, lib=_LIBRARY)
+        torch.library.register_autograd(f"megatron::{name}", once, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.megatron, name).default
 
 

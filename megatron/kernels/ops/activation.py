@@ -58,23 +58,19 @@ def reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return F.gelu(wide, approximate="tanh").to(x.dtype)
 
 
-def _forward(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    out = _like_result(x, bias, kind)
+def _forward(out: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> None:
     n = out.shape[-1]
     _FORWARD(x, KINDS[kind], out, x, bias, out.numel() // n, n)
-    return out
 
 
-def _backward(gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return dx and the gradient of the bias, which is empty if there is no bias."""
-    dx, dbias = _like_gradients(gradient, x, bias, kind)
-    n, biased = gradient.shape[-1], bias is not None
-    parts, partial = partial_sums(gradient, biased, _inputs(kind))
+def _backward(
+    results: tuple[Tensor, Tensor], gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
+) -> None:
+    """Write dx and the gradient of the bias, which is empty if there is no bias."""
+    n = gradient.shape[-1]
+    parts, partial = partial_sums(gradient, bias is not None, _inputs(kind))
     rows = gradient.numel() // n
-    _BACKWARD(
-        x, KINDS[kind], dx, dbias if biased else None, partial, gradient, x, bias, rows, n, parts
-    )
-    return dx, dbias
+    _BACKWARD(x, KINDS[kind], *results, partial, gradient, x, bias, rows, n, parts)
 
 
 def _reference_backward(

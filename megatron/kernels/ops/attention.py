@@ -55,12 +55,6 @@ class Law(NamedTuple):
     origins: Tensor | None = None
     positions: int = 0
 
-    def groups(self, slopes: Tensor | None, samples: int) -> int:
-        """Return how many consecutive rows of `samples` belong to one sample."""
-        if self.origins is not None:
-            return samples // len(self.origins)
-        return 1 if slopes is None else len(slopes) // self.share
-
 
 def _check(
     name: str,
@@ -265,6 +259,9 @@ def _launch(
     law = Law(*rest)
     samples, rows, keys = tensors[0].shape
     all_samples, all_rows = tensors[-1].shape
+    groups = 1 if slopes is None else len(slopes) // law.share  # of one sample
+    if law.origins is not None:
+        groups = all_samples // len(law.origins)
     function(
         tensors[0],
         *tensors,
@@ -276,7 +273,7 @@ def _launch(
         sample,
         *starts,
         law.positions,
-        law.groups(slopes, all_samples),
+        groups,
         law.share,
         keys,
         law.scale,
@@ -311,10 +308,8 @@ def _check_dots(name: str, a: Tensor, b: Tensor) -> None:
     check_shape(name, a.shape, b=b)
 
 
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    out = _like_dots(a, b)
+def _dots(out: Tensor, a: Tensor, b: Tensor) -> None:
     _DOTS(a, out, a, b, out.numel(), a.shape[-1])
-    return out
 
 
 def _like_dots(a: Tensor, b: Tensor) -> Tensor:

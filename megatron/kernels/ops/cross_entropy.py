@@ -79,10 +79,8 @@ def _three(logits: Tensor, labels: Tensor, *_: int) -> Three:
     return a, b, c
 
 
-def _local(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
-    out = _three(logits, labels)
+def _local(out: Three, logits: Tensor, labels: Tensor, first: int, real: int) -> None:
     _LOCAL(logits, *out, logits, labels.contiguous(), labels.numel(), logits.shape[-1], first, real)
-    return out
 
 
 def local_reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:

@@ -94,30 +94,19 @@ def _in_c(probability: float, seed: int, place: Sequence[int]) -> tuple[float, .
     return seed, *threshold(probability), int(probability > 0.0), *place[:4]
 
 
-def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> Tensor:
-    out, n = torch.empty_like(x), x.shape[-1]
+def _forward(
+    out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any
+) -> None:
+    n = x.shape[-1]
     bias = None if bias is None else narrow(bias, x)
     _FORWARD(x, out, x, bias, residual, x.numel() // n, n, *_in_c(*law))
-    return out
 
 
-def _backward(gradient: Tensor, biased: bool, *law: Any) -> tuple[Tensor, Tensor]:
-    """Return dx and the gradient of the bias in fp32, which is empty if there is no bias."""
-    dx, dbias = _like_gradients(gradient, biased)
+def _backward(results: tuple[Tensor, Tensor], gradient: Tensor, biased: bool, *law: Any) -> None:
+    """Write dx and the gradient of the bias in fp32, which is empty if there is no bias."""
     n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, biased)
     rows = gradient.numel() // n
-    _BACKWARD(
-        gradient,
-        dx,
-        dbias if biased else None,
-        partial,
-        gradient,
-        rows,
-        n,
-        parts,
-        *_in_c(*law),
-    )
-    return dx, dbias
+    _BACKWARD(gradient, *results, partial, gradient, rows, n, parts, *_in_c(*law))
 
 
 def _reference_backward(gradient: Tensor, biased: bool, *law: Any) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,7 @@ def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
 
 
 def _forward(
+    out: Results,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -93,22 +94,10 @@ def _forward(
     eps: float,
     one_plus: bool,
     rms: bool,
-) -> Results:
-    out = _like(x, residual, rms)
-    _FORWARD(
-        x,
-        *out,
-        x,
-        residual,
-        narrow(weight, x),
-        None if bias is None else narrow(bias, x),
-        _rows(x),
-        x.shape[-1],
-        eps,
-        float(one_plus),
-        int(rms),
-    )
-    return out
+) -> None:
+    weight, bias = narrow(weight, x), None if bias is None else narrow(bias, x)
+    n, plus = x.shape[-1], float(one_plus)
+    _FORWARD(x, *out, x, residual, weight, bias, _rows(x), n, eps, plus, int(rms))
 
 
 @functools.cache
@@ -135,6 +124,7 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
 
 
 def _backward(
+    results: tuple[Tensor, Tensor],
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
@@ -143,19 +133,17 @@ def _backward(
     rstd: Tensor,
     one_plus: bool,
     rms: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of what was normalised, and, fp32 [2 or, RMS, 1, h], of weight and bias
+) -> None:
+    """Write the gradients of what was normalised, and, fp32 [2 or, RMS, 1, h], of weight and bias
     in this order.
     """
-    dx, parameters = _like_gradients(dy, dsum, x, weight, mean, rstd, one_plus, rms)
-    rows, (sums, n) = _rows(x), parameters.shape
+    rows, (sums, n) = _rows(x), results[1].shape
     parts, weight = _parts(x, rows, sums), narrow(weight, x)
     partial = x.new_empty(parts, sums, n, dtype=torch.float32)
-    plus = float(one_plus)
+    shape = rows, n, parts
     _BACKWARD(
-        x, dx, parameters, partial, dy, dsum, x, weight, mean, rstd, rows, n, parts, plus, int(rms)
+        x, *results, partial, dy, dsum, x, weight, mean, rstd, *shape, float(one_plus), int(rms)
     )
-    return dx, parameters
 
 
 def _reference_backward(

@@ -261,15 +261,13 @@ def _scale_and_norm_reference(tensors: Tensors, factor: float) -> Tensor:
     return torch.stack(norms).square().sum().float()
 
 
-def _run_scale_and_norm(tensors: Tensors, factor: float) -> Tensor:
-    first, sizes = tensors[0], [t.numel() for t in tensors]
+def _run_scale_and_norm(out: Tensor, tensors: Tensors, factor: float) -> None:
+    sizes = [t.numel() for t in tensors]
     chunk = _chunk(sizes, _MOST_SUMS)
     parts = sum(-(-size // chunk) for size in sizes)
-    partial = torch.empty(parts, dtype=torch.float64, device=first.device)
-    out = torch.empty((), dtype=torch.float32, device=first.device)
+    partial = out.new_empty(parts, dtype=torch.float64)
     pointers = _array([t.data_ptr() for t in tensors])
-    _SCALE_AND_NORM(first, out, partial, pointers, _array(sizes), len(sizes), chunk, factor)
-    return out
+    _SCALE_AND_NORM(tensors[0], out, partial, pointers, _array(sizes), len(sizes), chunk, factor)
 
 
 _scale_and_norm_ = operator(

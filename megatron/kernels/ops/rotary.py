@@ -47,13 +47,9 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    out = x.new_empty(x.shape)
-    shared = cos.shape[1] == 1
-    _ROTARY(
-        x, out, x, cos, sin, *x.shape, cos.shape[-1], *x.stride()[:3], shared, -1.0 if back else 1.0
-    )
-    return out
+def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    sign, shared, half = -1.0 if back else 1.0, cos.shape[1] == 1, cos.shape[-1]
+    _ROTARY(x, out, x, cos, sin, *x.shape, half, *x.stride()[:3], shared, sign)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,7 +69,6 @@ _rotary = operator(
     check=_check,
     save=_save,
     backward=_gradient,
-    twice=True,
 )
 
 

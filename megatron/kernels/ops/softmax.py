@@ -65,30 +65,21 @@ def _reference_backward(
     return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
 
 
-def _forward(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    out, (queries, keys) = torch.empty_like(scores), scores.shape[-2:]
+def _forward(out: Tensor, scores: Tensor, mask: Tensor | None, scale: float) -> None:
+    queries, keys = scores.shape[-2:]
     rows = scores.numel() // keys
     if mask is None:
         _CAUSAL(scores, out, scores, rows, queries, keys, scale)
     else:
-        rows_per_mask = rows // len(mask)
-        _MASKED(scores, out, scores, mask, rows, queries, rows_per_mask, keys, scale)
-    return out
+        _MASKED(scores, out, scores, mask, rows, queries, rows // len(mask), keys, scale)
 
 
-def _backward(gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
-    out, (queries, keys) = torch.empty_like(gradient), probabilities.shape[-2:]
-    _BACKWARD(
-        out,
-        out,
-        gradient,
-        probabilities,
-        out.numel() // keys,
-        queries if causal else 0,
-        keys,
-        scale,
-    )
-    return out
+def _backward(
+    out: Tensor, gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> None:
+    queries, keys = probabilities.shape[-2:]
+    queries = queries if causal else 0
+    _BACKWARD(out, out, gradient, probabilities, out.numel() // keys, queries, keys, scale)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
