@@ -113,10 +113,10 @@ def bare_batch(arguments: dict[str, Any], threads: int) -> Batch:
         encode = getattr(processor, "encode_as_numpy", processor.encode)
         return lambda texts: encode(texts, num_threads=threads)
     tokenizer.encode("the first call builds the tables")
-    encoder = tokenizer._ranks if kind == "GPT2BPETokenizer" else tokenizer._encoder
+    encoder = tokenizer._ranks if kind == "GPT2BPETokenizer" else tokenizer
     if threads > 1:
         return lambda texts: encoder._encoding.encode_ordinary_batch(texts, num_threads=threads)
-    return lambda texts: [encoder.encode(text) for text in texts]
+    return lambda texts: encoder._encode(texts)
 
 
 def batches_of(corpus: Path) -> list[list[str]]:

@@ -349,8 +349,6 @@ class FileDataset(ABC):
         return self._indexed.where(*pieces, token)
 
     def _pieces(self, index: int) -> Pieces:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
         found = self._find(index)
         if found is None:
             self._check_sizes()  # blames the data if they are damaged
@@ -658,8 +656,6 @@ class BlendedDataset:
         return self._which[indices], self._sample[indices]
 
     def _find(self, index: int) -> tuple[Source, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a blend of {len(self)}")
         return self.datasets[int(self._which[index])], int(self._sample[index])
 
 
@@ -681,8 +677,6 @@ class OwnDataset(_Unpacked):
         return len(self._dataset)
 
     def __getitem__(self, index: int, /) -> Tokens:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
         tokens = np.asarray(self._dataset[index])
         if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(

@@ -30,9 +30,7 @@ from typing import Any
 
 from megatron.data.tokenizer_adapters import (
     PATTERNS,
-    Ids,
-    RankEncoder,
-    Tokenizer,
+    RankTokenizer,
     check_vocabulary,
     reading,
 )
@@ -97,29 +95,7 @@ PUBLISHED: Mapping[int, Published] = {
 }
 
 
-class TikTokenTokenizer(Tokenizer):
-    """Ranks with ids, and special tokens that no text can spell."""
-
-    def __init__(
-        self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str
-    ) -> None:
-        size, known = 1 + max(*special.values(), *ids.values()), set(ids.values())
-        names = {i: "" for i in range(size) if i not in known} | {
-            i: name for name, i in special.items()
-        }
-        super().__init__(size, eod, names)
-        self._encoder = RankEncoder(ids, pattern)
-
-    def _encode(self, texts: list[str]) -> Sequence[Ids]:
-        return [self._encoder.encode(text) for text in texts]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoder.decode(ids)
-
-
-def tik_token(
-    path: Path, settings: TikTokenSettings, *, vocab_size: int | None
-) -> TikTokenTokenizer:
+def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None) -> RankTokenizer:
     """Return the tokenizer of a file. Raises ConfigError for settings that do not fit it, DataError
     for other files.
     """
@@ -163,7 +139,7 @@ def _special_tokens(
     return filled, filled.index(end)
 
 
-def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> TikTokenTokenizer:
+def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> RankTokenizer:
     names, eod = _special_tokens(settings, MEGATRON_SPECIAL_TOKENS, MEGATRON_NUM_SPECIAL_TOKENS)
     count, ranks = len(names), _ranks(_json_entries(path))
     room = (MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size) - count
@@ -180,10 +156,10 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     check_vocabulary(path, ids.values(), ids)
     special = {name: i for i, name in enumerate(names)}
-    return TikTokenTokenizer(ids, special, eod, PATTERNS[settings.pattern or "v2"])
+    return RankTokenizer(ids, special, eod, PATTERNS[settings.pattern or "v2"])
 
 
-def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
+def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
     ranks = _ranks(_lines(path))
     check_vocabulary(path, ranks.values(), ranks)
     following = 1 + max(ranks.values())
@@ -207,7 +183,7 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
     else:
         names, end = _special_tokens(settings, [_END], None)
         special, eod = {name: following + i for i, name in enumerate(names)}, following + end
-    return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
+    return RankTokenizer(ranks, special, eod, PATTERNS[pattern])
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
@@ -230,10 +206,7 @@ def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
     It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
-    try:
-        entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
-    except DataError as error:
-        raise DataError(f"{error}; {WHAT_ELSE}") from None
+    entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
     for place, entry in enumerate(entries):
         where = f"{path}: entry {place}"
         if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:

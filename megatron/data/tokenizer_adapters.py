@@ -5,6 +5,7 @@ tiktoken.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -152,25 +153,35 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, ids))
 
 
-class RankEncoder:
+class RankTokenizer(Tokenizer):
     """Byte-pair encoding with tiktoken: of neighbours, those whose joint byte string has the lowest
     id merge first.
 
-    `ids` has every single byte. Nothing in a text counts as a special token.
+    `ids` has every single byte. No text can spell a special token. Bytes that are not a character
+    decode to U+FFFD.
     """
 
-    def __init__(self, ids: Mapping[bytes, int], pattern: str) -> None:
+    def __init__(
+        self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str
+    ) -> None:
         import tiktoken
 
-        # tiktoken requires at least one special token to look for in texts; `encode` lets it match
-        # nothing.
-        nothing = {"<|endoftext|>": max(ids.values()) + 1}
+        size, known = 1 + max(*special.values(), *ids.values()), set(ids.values())
+        names = {i: "" for i in range(size) if i not in known}
+        super().__init__(size, eod, names | {i: name for name, i in special.items()})
+        # tiktoken requires at least one special token to look for in texts; `_encode_text` lets it
+        # match nothing.
         self._encoding = tiktoken.Encoding(
-            "ranks", pat_str=pattern, mergeable_ranks=dict(ids), special_tokens=nothing
+            "ranks",
+            pat_str=pattern,
+            mergeable_ranks=dict(ids),
+            special_tokens={"<|endoftext|>": size},
         )
 
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Return the ids of a text."""
+    def _encode(self, texts: list[str]) -> Sequence[Ids]:
+        return [self._encode_text(text) for text in texts]
+
+    def _encode_text(self, text: str) -> npt.NDArray[np.uint32]:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeError:
@@ -180,9 +191,8 @@ class RankEncoder:
             # pattern. Python's engine has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of known ids; bytes that are not a character become U+FFFD."""
-        text: str = self._encoding.decode(list(ids))
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._encoding.decode(ids)
         return text
 
 
@@ -214,23 +224,17 @@ class GPT2Tokenizer(FastTokenizer):
     are checked before the first text; if one fails, `tokenizers` encodes.
     """
 
-    def __init__(self, tokenizer: Any, eod: int, merges: Sequence[str]) -> None:
-        super().__init__(tokenizer, eod)
-        self._merges = merges
-
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
-        return (
-            super()._encode(texts)
-            if self._ranks is None
-            else [self._ranks.encode(text) for text in texts]
-        )
+        ranks = self._ranks
+        return super()._encode(texts) if ranks is None else ranks._encode(texts)
 
     @cached_property
-    def _ranks(self) -> RankEncoder | None:
+    def _ranks(self) -> RankTokenizer | None:
         from tokenizers import Tokenizer as Fast
 
+        merges = json.loads(self._tokenizer.to_str())["model"]["merges"]
         vocabulary = self._tokenizer.get_vocab()
-        results = ["".join(merge.split(" ")) for merge in self._merges]
+        results = ["".join(pair) for pair in merges]
         ids = [vocabulary[result] for result in results]
         if any(later <= earlier for earlier, later in pairwise(ids)):
             return None
@@ -246,7 +250,7 @@ class GPT2Tokenizer(FastTokenizer):
             bytes(letters[letter] for letter in result): i
             for result, i in zip(results, ids, strict=True)
         }
-        return RankEncoder(tokens, PATTERNS["gpt2"])
+        return RankTokenizer(tokens, {"<|endoftext|>": self.eod}, self.eod, PATTERNS["gpt2"])
 
 
 def byte_letters() -> dict[str, int]:
@@ -274,10 +278,6 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
         tokenizer = Fast(BPE.from_file(str(vocab_file), str(merge_file)))
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         tokenizer.decoder = ByteLevelDecoder()
-        lines = merge_file.read_text(encoding="utf-8").split("\n")
-    merges = [
-        line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")
-    ]
     letters, vocabulary = byte_letters(), tokenizer.get_vocab()
     single_bytes = [bytes([byte]) for letter, byte in letters.items() if letter in vocabulary]
     check_vocabulary(vocab_file, vocabulary.values(), single_bytes)
@@ -286,7 +286,7 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
         raise DataError(
             f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer"
         )
-    return GPT2Tokenizer(tokenizer, eod, merges)
+    return GPT2Tokenizer(tokenizer, eod)
 
 
 def hugging_face(path: Path) -> Tokenizer:
