@@ -31,7 +31,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.data.gpt_dataset import GPTDataset  # noqa: E402
+from megatron.data.gpt_dataset import GPTDataset, IndexRequest  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.indexed_writer import IndexedDatasetWriter  # noqa: E402
 from megatron.data.sampler import MicroBatchStream  # noqa: E402
@@ -61,15 +61,19 @@ def write(folder: Path, shape: str, tokens: int) -> str:
 
 def open_stream(prefix: str, mmap: bool, workers: int, samples: int) -> MicroBatchStream:
     indexed = IndexedDataset(prefix, mmap=mmap)
-    data = GPTDataset(
-        indexed,
-        name="train",
-        split="1",
-        bounds=(0, len(indexed)),
-        num_samples=samples,
-        seq_length=SEQ_LENGTH,
-        seed=1,
+    request = IndexRequest(
+        prefix,
+        "train",
+        "1",
+        0,
+        len(indexed),
+        indexed.num_tokens,
+        samples,
+        SEQ_LENGTH,
+        1,
+        indexed.sizes,
     )
+    data = GPTDataset(indexed, request)
     return MicroBatchStream(data, MICRO_BATCH, num_workers=workers, vocab_size=VOCAB_SIZE)
 
 

@@ -13,6 +13,7 @@ from megatron.data import index_cache
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
+    IndexRequest,
     MockDataset,
     OwnDataset,
     PackedDataset,
@@ -276,38 +277,44 @@ def _build_split(
         indexed = opened[part.prefix]
         size = len(indexed)
         bounds = (0, size) if plan.split == WHOLE else split_bounds(plan.split, size)[index]
-        if indexed.tokens_between(*bounds):
-            parts.append((part.weight, indexed, bounds))
+        tokens = indexed.tokens_between(*bounds)
+        if tokens:
+            parts.append((part.weight, indexed, bounds, tokens))
     if not parts:
         return None
     if index == 0 and data.train_data_exact_num_epochs is not None:
-        tokens = [indexed.tokens_between(*bounds) for _, indexed, bounds in parts]
-        num_samples = _samples_of_exact_epochs(data, tokens, seq_length, num_samples)
-    total = sum(weight for weight, _, _ in parts)
-    alone = len(plan.blend) == 1
+        num_samples = _samples_of_exact_epochs(
+            data, [tokens for *_, tokens in parts], seq_length, num_samples
+        )
+    weights = [weight for weight, *_ in parts]
+    total, alone = sum(weights), len(plan.blend) == 1
     wanted = [
-        num_samples if alone else samples_of_part(num_samples, weight / total)
-        for weight, _, _ in parts
+        num_samples if alone else samples_of_part(num_samples, weight / total) for weight in weights
     ]
     make: Callable[..., Source] = partial(
         PackedDataset if data.data_packing == "best-fit" else GPTDataset,
-        name=SPLIT_NAMES[index],
-        split=plan.split,
-        seq_length=seq_length,
-        seed=config.training.seed,
         pad_id=pad_id,
         data_cache_path=data.data_cache_path,
         verify=verify,
     )
     with ThreadPoolExecutor(workers) as pool:
-        futures = [
-            pool.submit(make, indexed, bounds=bounds, num_samples=count)
-            for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
-        ]
+        futures = []
+        for (_, indexed, bounds, tokens), count in zip(parts, wanted, strict=True):
+            request = IndexRequest(
+                indexed.prefix,
+                SPLIT_NAMES[index],
+                plan.split,
+                *bounds,
+                tokens,
+                max(count, 1),  # a split without a whole sample is repeated until it has one
+                seq_length,
+                config.training.seed,
+                indexed.sizes,
+            )
+            futures.append(pool.submit(make, indexed, request))
         datasets = [future.result() for future in futures]
     if len(datasets) == 1:
         return datasets[0]
-    weights = [weight for weight, _, _ in parts]
     return BlendedDataset(
         datasets, weights, num_samples, data_cache_path=data.data_cache_path, verify=verify
     )

@@ -248,12 +248,13 @@ def _shuffle_index(
 
 
 class FileDataset(ABC):
-    """Samples that are joined from pieces of the sequences start..stop-1 of an indexed data set.
+    """Samples that are joined from pieces of the sequences of an indexed data set, as `request` asks
+    for them.
 
-    Has at least `num_samples` samples. `description` names the index in the cache, which is looked
+    `description` names the index in the cache, which is looked
     up in `index-cache` beside the data, then in `data_cache_path`, and built if it is missing.
-    `pad_id` fills samples. Raises DataError if the split has no tokens or an .idx file with
-    impossible sizes, and as load_or_build does.
+    `pad_id` fills samples. Raises DataError for an .idx file with impossible sizes, and as
+    load_or_build does.
     """
 
     description: str
@@ -261,39 +262,21 @@ class FileDataset(ABC):
     def __init__(
         self,
         indexed: IndexedDataset,
+        request: IndexRequest,
         *,
-        name: str,
-        split: str,
-        bounds: tuple[int, int],
-        num_samples: int,
-        seq_length: int,
-        seed: int,
         pad_id: int = 0,
         data_cache_path: str | os.PathLike[str] | None = None,
         verify: bool = False,
     ) -> None:
-        prefix = indexed.prefix
-        if bounds[1] > INT32_MAX:
+        if request.stop > INT32_MAX:
             raise DataError(
-                f"{prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them"
+                f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and "
+                "blend them"
             )
-        tokens = indexed.tokens_between(*bounds)
-        assert tokens, f"{prefix}: the {name} split {split!r} has no tokens"
-        # A split without a whole sample is repeated until it has one.
-        self._request = IndexRequest(
-            prefix,
-            name,
-            split,
-            *bounds,
-            tokens,
-            max(num_samples, 1),
-            seq_length,
-            seed,
-            indexed.sizes,
-        )
-        self.name, self.seq_length, self.tokens_per_epoch = prefix, seq_length, tokens
-        self._indexed, self._pad_id, self._verify = indexed, pad_id, verify
-        self._directories = [Path(prefix).parent / "index-cache"]
+        self.name, self.seq_length = request.prefix, request.seq_length
+        self.tokens_per_epoch = request.tokens_per_epoch
+        self._indexed, self._request, self._pad_id, self._verify = indexed, request, pad_id, verify
+        self._directories = [Path(request.prefix).parent / "index-cache"]
         if data_cache_path:
             self._directories.append(Path(data_cache_path))
         self._load()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.data import indexed_dataset
+from megatron.data.gpt_dataset import IndexRequest
+from megatron.data.indexed_dataset import IndexedDataset
 from tests.data import numpy_loops
 
 NEEDS_COMPILED = pytest.mark.skipif(
@@ -26,3 +28,18 @@ def call(module: ModuleType, function: str, *arguments: Any, int32_max: int = 2*
         patch.setattr(indexed_dataset, "_FEW", 0)
         patch.setattr(indexed_dataset, "INT32_MAX", int32_max)
         return getattr(indexed_dataset, function)(*arguments)
+
+
+def request_for(
+    indexed: IndexedDataset,
+    num_samples: int,
+    seq_length: int,
+    seed: int = 1,
+    bounds: tuple[int, int] | None = None,
+) -> IndexRequest:
+    """The request for training samples of these sequences, or of all."""
+    start, stop = bounds or (0, len(indexed))
+    tokens, sizes = indexed.tokens_between(start, stop), indexed.sizes
+    return IndexRequest(
+        indexed.prefix, "train", "1", start, stop, tokens, num_samples, seq_length, seed, sizes
+    )

@@ -24,6 +24,7 @@ from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
+from tests.data.implementations import request_for
 from tests.data.struct_format import packed
 from tests.helpers.examples import examples
 
@@ -74,10 +75,11 @@ def expected_samples(
     return result
 
 
-def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> GPTDataset:
-    indexed = IndexedDataset(prefix, mmap=options.pop("mmap", True))
-    settings = {"name": "train", "split": "1", "bounds": (0, len(indexed)), "seed": 7, **options}
-    return GPTDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
+def dataset(
+    prefix: Path, num_samples: int, seq_length: int, *, mmap: bool = True, seed: int = 7
+) -> GPTDataset:
+    indexed = IndexedDataset(prefix, mmap=mmap)
+    return GPTDataset(indexed, request_for(indexed, num_samples, seq_length, seed))
 
 
 @pytest.mark.slow
@@ -153,18 +155,10 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
     at = 34 + 4  # of the second size
     (tmp_path / "a.bin").write_bytes(data)
     (tmp_path / "a.idx").write_bytes(index[:at] + struct.pack("<i", size) + index[at + 4 :])
-    options = {"pad_id": 0} if packed_samples else {}
+    indexed = IndexedDataset(tmp_path / "a")
+    request = IndexRequest(str(tmp_path / "a"), "train", "1", 0, 4, 32, 3, 5, 1, indexed.sizes)
     with pytest.raises(DataError, match=rf"a\.idx.* {at}\b.* {size}\b"):
-        (PackedDataset if packed_samples else GPTDataset)(
-            IndexedDataset(tmp_path / "a"),
-            name="train",
-            split="1",
-            bounds=(0, 4),
-            num_samples=3,
-            seq_length=5,
-            seed=1,
-            **options,
-        )
+        (PackedDataset if packed_samples else GPTDataset)(indexed, request)
 
 
 @pytest.mark.parametrize("mmap", [True, False])

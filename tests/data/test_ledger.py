@@ -16,6 +16,7 @@ from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, PackedDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import Consumed, Ledger, SampleOrder, sample_order
+from tests.data.implementations import request_for
 
 SEQ_LENGTH = 8
 
@@ -26,15 +27,8 @@ def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(tokens // 10):
             writer.add_document([token] * 10)
-    return GPTDataset(
-        IndexedDataset(prefix),
-        name="train",
-        split="1",
-        bounds=(0, tokens // 10),
-        num_samples=num_samples,
-        seq_length=SEQ_LENGTH,
-        seed=1,
-    )
+    indexed = IndexedDataset(prefix)
+    return GPTDataset(indexed, request_for(indexed, num_samples, SEQ_LENGTH))
 
 
 @pytest.fixture(scope="module")
@@ -133,16 +127,8 @@ def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for size in random.randint(1, 30, 40).tolist():
             writer.add_document([7] * size)
-    packed = PackedDataset(
-        IndexedDataset(tmp_path / "x"),
-        name="train",
-        split="1",
-        bounds=(0, 40),
-        num_samples=100,
-        seq_length=SEQ_LENGTH,
-        seed=1,
-        pad_id=0,
-    )
+    indexed = IndexedDataset(tmp_path / "x")
+    packed = PackedDataset(indexed, request_for(indexed, 100, SEQ_LENGTH))
     counted, by_hand, epochs = Ledger(packed, SampleOrder(len(packed))), 0, []
     for i in range(len(packed)):
         epochs += [(i, epoch) for _, epoch in counted.advance(i + 1)]

@@ -18,6 +18,7 @@ from megatron.data.gpt_dataset import IndexRequest, PackedDataset, build_packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
+from tests.data.implementations import request_for
 from tests.helpers.examples import examples
 
 PAD = 10**6
@@ -32,17 +33,19 @@ def write(prefix: Path, sizes: list[int]) -> None:
             token += size
 
 
-def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> PackedDataset:
-    indexed = IndexedDataset(prefix, mmap=options.pop("mmap", True))
-    settings = {
-        "name": "train",
-        "split": "1",
-        "bounds": (0, len(indexed)),
-        "seed": 7,
-        "pad_id": PAD,
-        **options,
-    }
-    return PackedDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
+def dataset(
+    prefix: Path,
+    num_samples: int,
+    seq_length: int,
+    *,
+    mmap: bool = True,
+    seed: int = 7,
+    bounds: tuple[int, int] | None = None,
+    data_cache_path: Path | None = None,
+) -> PackedDataset:
+    indexed = IndexedDataset(prefix, mmap=mmap)
+    request = request_for(indexed, num_samples, seq_length, seed, bounds)
+    return PackedDataset(indexed, request, pad_id=PAD, data_cache_path=data_cache_path)
 
 
 def predictions_of(data: PackedDataset, sample: int) -> list[tuple[int, int]]:
