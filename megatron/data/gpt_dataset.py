@@ -446,9 +446,9 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
 
     One RandomState(seed) shuffles the bins of each epoch, so that more epochs only add to the end.
     """
-    bins = np.arange(num_bins, dtype=np.uint32 if num_bins <= 2**32 else np.int64)
-    order: npt.NDArray[np.uint32 | np.int64] = np.tile(bins, (epochs, 1))
-    random = np.random.RandomState(seed)
+    dtype = np.uint32 if num_bins <= 2**32 else np.int64
+    bins: npt.NDArray[Any] = np.arange(num_bins, dtype=dtype)
+    order, random = np.tile(bins, (epochs, 1)), np.random.RandomState(seed)
     for row in order:
         shuffle(row, random)
     return order.reshape(-1)
@@ -653,8 +653,10 @@ class OwnDataset(_Unpacked):
     def __init__(self, dataset: Any, name: str, seq_length: int) -> None:
         self._dataset, self.seq_length = dataset, seq_length
         self.name: str = getattr(dataset, "name", f"{type(dataset).__name__} ({name})")
-        self.description: str = getattr(dataset, "description", self.name)
-        self.tokens_per_epoch: int = getattr(dataset, "tokens_per_epoch", len(dataset) * seq_length)
+        self.description, self.tokens_per_epoch = self.name, len(dataset) * seq_length
+        for member in ("description", "tokens_per_epoch", "segments", "where", "tokens_in"):
+            if hasattr(dataset, member):
+                setattr(self, member, getattr(dataset, member))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -668,20 +670,8 @@ class OwnDataset(_Unpacked):
             )
         return tokens.astype(np.int64, copy=False)
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        own = getattr(self._dataset, "segments", super().segments)
-        return own(index)
-
     def where(self, index: int, token: int = 0, /) -> str:
-        own = getattr(self._dataset, "where", None)
-        return (
-            f"token {token} of sample {index} of {self.name}"
-            if own is None
-            else str(own(index, token))
-        )
-
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        return int(getattr(self._dataset, "tokens_in", super().tokens_in)(indices))
+        return f"token {token} of sample {index} of {self.name}"
 
 
 class MockDataset(_Unpacked):

@@ -35,7 +35,7 @@ from megatron.errors import DataError
 _BUFFER_BYTES = 1 << 20
 _BLOCK_ENTRIES = 1 << 18  # sizes or document ends in memory at once
 _SMALL_PARTS = ("sizes", "documents")
-_JOINED_PARTS = ("index", "idx")
+_JOINED_PARTS = ("index", "idx")  # the unfinished .idx and the finished one
 _PARTS = ("bin", *_SMALL_PARTS, *_JOINED_PARTS)
 
 
@@ -90,6 +90,7 @@ class IndexedDatasetWriter:
         self.num_documents, self._ended = at.documents, at.sequences
         self._files: dict[str, BinaryIO] = {}
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
+        self._parts = {name: _part(self._folder, self.prefix, name) for name in _PARTS}
         self._lock = FileLock(Path(f"{self._folder}.lock")) if directory is None else None
         try:
             self._begin(resume is not None)
@@ -104,17 +105,15 @@ class IndexedDatasetWriter:
                 raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
             self._folder.mkdir(parents=True, exist_ok=True)
             for name in _JOINED_PARTS if resumed else _PARTS:
-                self._part(name).unlink(missing_ok=True)  # an index made earlier lacks the new data
+                self._parts[name].unlink(
+                    missing_ok=True
+                )  # an index made earlier lacks the new data
             for name, length in (
                 ("bin", self.num_tokens * self.dtype.itemsize),
                 ("sizes", 4 * self.num_sequences),
                 ("documents", 8 * self.num_documents),
             ):
-                self._files[name] = open_at(self._part(name), length, buffering=_BUFFER_BYTES)
-
-    def _part(self, name: str) -> Path:
-        """Return a part file; `index` is the unfinished .idx, `idx` the finished one."""
-        return _part(self._folder, self.prefix, name)
+                self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
 
     def add_batch(
         self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers
@@ -208,31 +207,31 @@ class IndexedDatasetWriter:
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
         with self._explained():
-            actual = self._part("bin").stat().st_size
-            with open(self._part("index"), "wb", buffering=_BUFFER_BYTES) as file:
+            actual = self._parts["bin"].stat().st_size
+            with open(self._parts["index"], "wb", buffering=_BUFFER_BYTES) as file:
                 code = TYPE_CODES[self.dtype]
                 file.write(
                     HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1)
                 )
-                for sizes in _blocks(self._part("sizes"), "<i4"):
+                for sizes in _blocks(self._parts["sizes"], "<i4"):
                     file.write(sizes.data)
                 described = 0
-                for sizes in _blocks(self._part("sizes"), "<i4"):
+                for sizes in _blocks(self._parts["sizes"], "<i4"):
                     num_bytes = sizes.astype("<i8") * self.dtype.itemsize
                     ends = described + np.cumsum(num_bytes)
                     file.write((ends - num_bytes).data)
                     described = int(ends[-1])
                 file.write(bytes(8))  # the first document starts at sequence 0
-                for ends in _blocks(self._part("documents"), "<i8"):
+                for ends in _blocks(self._parts["documents"], "<i8"):
                     file.write(ends.data)
                 flush_to_disk(file)
             if not actual == expected == described:
                 raise DataError(
-                    f"{self._part('bin')}: {actual} bytes, but {expected} were written and "
+                    f"{self._parts['bin']}: {actual} bytes, but {expected} were written and "
                     f"sequences have {described}: another process writes to it, or the disk is "
                     "failing; start again"
                 )
-            os.replace(self._part("index"), self._part("idx"))
+            os.replace(self._parts["index"], self._parts["idx"])
             flush_directory(self._folder)
 
     def close(self) -> None:
@@ -271,8 +270,8 @@ class IndexedDatasetWriter:
     def discard(self) -> None:
         """Give up and remove the part files."""
         self._close_files()
-        for name in _PARTS:
-            self._part(name).unlink(missing_ok=True)
+        for path in self._parts.values():
+            path.unlink(missing_ok=True)
         if self._lock is not None:
             self._folder.rmdir()
             self._lock.release()

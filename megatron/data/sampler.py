@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any
 
@@ -185,8 +184,8 @@ class MicroBatchStream:
     two per worker. This changes neither order nor content. Call `take` from one thread only.
 
     consumed_samples counts the samples that all ranks together have taken; positions in the ranges
-    `left_out` are neither taken nor counted. The other options are those of make_micro_batch; those
-    about documents apply where the data set does not separate pieces itself.
+    `left_out` are neither taken nor counted. batch_options are the options of make_micro_batch
+    about documents; they apply where the data set does not separate pieces itself.
     """
 
     def __init__(
@@ -200,12 +199,9 @@ class MicroBatchStream:
         *,
         dataloader_type: str | None = "single",
         num_workers: int = 0,
-        eod: int | None = None,
-        reset_position_ids: bool = False,
-        reset_attention_mask: bool = False,
-        eod_mask_loss: bool = False,
         vocab_size: int | None = None,
         left_out: Iterable[Sequence[int]] = (),
+        **batch_options: Any,
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
@@ -214,13 +210,7 @@ class MicroBatchStream:
         self._chunk = micro_batch_size * data_size
         self._own = np.arange(micro_batch_size, dtype=np.int64) + micro_batch_size * data_rank
         self._vocab_size = vocab_size
-        self._make = partial(
-            make_micro_batch,
-            eod=eod,
-            reset_position_ids=reset_position_ids,
-            reset_attention_mask=reset_attention_mask,
-            eod_mask_loss=eod_mask_loss,
-        )
+        self._batch_options = batch_options
         self._num_workers = num_workers
         # These threads end with the process, even during a read that a dead file system never
         # answers; those of concurrent.futures would block its exit.
@@ -271,10 +261,11 @@ class MicroBatchStream:
         assert len(segments) in (0, len(samples)), (
             "a data set separates the pieces of all samples or of none"
         )
-        batch = self._make(
+        batch = make_micro_batch(
             np.stack([tokens for tokens, _ in samples]),
             segments=segments or None,
             first_sample=int(positions[0]),
+            **self._batch_options,
         )
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
@@ -312,13 +303,12 @@ class MicroBatch:
     loss_mask: float32 [b, s]; 0 for positions that are not part of the loss.
     position_ids: int64 [b, s].
     cu_seqlens: int32 [documents + 1], or None. Bounds of documents in the b * s positions, sample
-    after sample; the
-        first is 0, the last b * s, and every sample starts a document. Positions of different
-        documents do not attend to each other. None: a sample is one document.
-    first_sample: number of the first sample in the order in which the whole job consumes them; keys
-    dropout. document_lengths: int64 [documents], the differences of cu_seqlens; None together with
-    it. Attention needs them on
-        the host, and reading them from a device would synchronise with it.
+        after sample; the first is 0, the last b * s, and every sample starts a document. Positions
+        of different documents do not attend to each other. None: a sample is one document.
+    first_sample: number of the first sample in the order in which the whole job consumes them; it
+        keys dropout.
+    document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
+        Attention needs them on the host, and reading them from a device would synchronise with it.
     """
 
     tokens: torch.Tensor

@@ -136,18 +136,14 @@ class NullTokenizer(Tokenizer):
         super().__init__(vocab_size + 1, vocab_size)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return [self._ids(text) for text in texts]
-
-    def _ids(self, text: str) -> list[int]:
         try:
-            ids = [int(word) for word in text.split()]
+            found = [[int(word) for word in text.split()] for text in texts]
         except ValueError as error:
             raise DataError(f"NullTokenizer reads token ids separated by spaces: {error}") from None
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(
-                f"NullTokenizer: ids {min(ids)}..{max(ids)}, but --vocab-size allows 0..{self.eod}"
-            )
-        return ids
+        for i in chain.from_iterable(found):
+            if not 0 <= i < self.vocab_size:
+                raise DataError(f"NullTokenizer: id {i}, but --vocab-size allows 0..{self.eod}")
+        return found
 
     def _decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
