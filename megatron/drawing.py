@@ -20,7 +20,7 @@ def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
     install   what to give to pip
     instead   what else the user can do
 
-    Raises ConfigError where matplotlib is not installed or cannot be imported.
+    Raises ConfigError where matplotlib cannot be imported.
     """
     try:
         import matplotlib
@@ -28,10 +28,8 @@ def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "matplotlib"
-        problem = "which is not installed" if missing else f"which cannot be imported ({error})"
         raise ConfigError(
-            f"plots need matplotlib, {problem}: pip install {install}"
+            f"plots need matplotlib, which cannot be imported ({error}): pip install {install}"
             + (f", or {instead}" if instead else "")
         ) from None
     pyplot.rcParams["text.parse_math"] = False  # a $ is a dollar sign

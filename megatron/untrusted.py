@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError, MegatronError
 
-_DIGITS = 20  # of the longest 64-bit integer, including its sign
 _DEPTH = 100  # levels of JSON, a tenth of Python's stack
 
 
@@ -164,9 +163,10 @@ def is_file_name(value: Any) -> bool:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+    value = int(digits)
+    if value.bit_length() > 64:
+        raise ValueError("it has an integer of more than 64 bits")
+    return value
 
 
 def _check_depth(value: Any, levels: int = _DEPTH) -> None:

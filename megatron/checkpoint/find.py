@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron.checkpoint.files import (
     CONFIG,
-    FORMAT,
     MANIFEST,
     SHARD_INDEX,
     STATE,
@@ -81,11 +80,6 @@ class Checkpoint:
         return int(self.state["iteration"])
 
     def __post_init__(self) -> None:
-        if self.state.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self.folder / STATE} has format {self.state.get('format')!r}, this program "
-                f"reads {FORMAT}: use the version that wrote it"
-            )
         types = {"iteration": int, "optimizer": bool, "state": dict, "engine": dict}
         wrong = [name for name, kind in types.items() if type(self.state.get(name)) is not kind]
         if wrong or not is_count(self.state["iteration"]):

@@ -1,7 +1,7 @@
 """A directory of checkpoints: names, the commit of a new one, and the removal of old ones.
 
 A folder has a temporary name until all of it is on disk, and loses its final name before anything
-in it is deleted. So under a checkpoint's name there is always a complete one.
+in it is deleted. So a folder with a checkpoint's name is always complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder_name(iteration: int) -> str:
 
 
 def tagged_name(tag: str) -> str:
-    """Return the folder that a user names by an iteration or by itself.
+    """Return the name of the folder that a user gives by its iteration or by its name.
 
     >>> tagged_name("100"), tagged_name("best")
     ('iter_0000100', 'best')
@@ -42,8 +42,8 @@ def tagged_name(tag: str) -> str:
 def start_folder(folder: Path) -> Path:
     """Create an empty folder beside `folder`, under a temporary name, to write to.
 
-    The name is unique to the save: two runs that save to one directory, such as a requeued job
-    beside one that has not ended, cannot write to each other's folders.
+    The name is unique to the save: two runs that save to the same directory, such as a requeued job
+    and one that has not ended, cannot write to each other's folders.
     """
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
@@ -58,10 +58,10 @@ def new_tracker(folder: Path, generation: int) -> Path:
 
 
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
-    """Give a complete folder its final name and write the tracker file. Raises OSError, with both
-    as before.
+    """Give a complete folder its final name and write the tracker file. On OSError both are as
+    before.
 
-    The only exception is a failure of the very last sync: then a power cut could still undo the
+    The only exception is a failure of the very last sync: then a power failure could still undo the
     commit. An older checkpoint of the same name is replaced. At no moment does the tracker name a
     checkpoint that does not exist.
     """
@@ -113,21 +113,20 @@ def to_remove(
 ) -> list[int]:
     """Return the iterations whose checkpoints are to be removed, oldest first.
 
-    iterations    good checkpoints. Damaged ones neither count as kept nor are removed
-    newest_good   newest checkpoint of this run. It is kept, and so are newer ones, which this run
-                  did not write
-    keep_last     number of checkpoints to keep, `newest_good` included; None keeps all
-    keep_every    multiples of it are kept in addition
-    keep          kept in any case
-    left_behind   do not count towards `keep_last`: the run went back before them and has saved
-                  others since
+    iterations    of good checkpoints. Damaged ones neither count as kept nor are removed
+    newest_good   of the newest checkpoint of this run. It is kept, and so are newer ones, which
+                  this run did not write
+    keep_last     number of checkpoints to keep, including `newest_good`; None keeps all
+    keep_every    iterations that are multiples of it are kept in addition
+    keep          iterations that are kept in any case
+    left_behind   iterations that do not count towards `keep_last`: the run went back before them
+                  and has saved others since
 
     >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)
     [100, 150]
     """
     if keep_last is None:
         return []
-    assert keep_last >= 1, "a run keeps at least its last checkpoint"
     older = sorted({i for i in iterations if i <= newest_good})
     kept = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
     return [i for i in older if i not in kept and not (keep_every and i % keep_every == 0)]
@@ -148,12 +147,12 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 
 
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
-    """Return the folders that killed saves and removals left; `current` is being written and is
-    none of them.
+    """Return the folders that killed saves and removals have left, except `current`, which is being
+    written.
 
-    A checkpoint that was to be replaced by one of the same iteration, which never came, gets its
-    name back. A folder that another run may still be writing is renamed before anything in it is
-    deleted: that run's save fails, and no partial checkpoint comes of it.
+    A checkpoint gets its name back where the one that was to replace it was never completed. A
+    folder that another run may still be writing is renamed before anything in it is deleted: that
+    run's save fails and leaves no partial checkpoint.
     """
     found = []
     for path in sorted(directory.iterdir()):
@@ -163,7 +162,7 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
         elif path.suffix == ".tmp":
-            # it just got its final name, or is removed next time
+            # it has just got its final name, or is removed next time
             with contextlib.suppress(OSError):
                 found.append(path.rename(path.with_suffix(".removed")))
         else:

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -44,7 +44,7 @@ class ShardWriter:
 
     alive   called after every shard
 
-    Without shards no file is created. Raises OSError with the system's own reason. There is no
+    Without shards no file remains. Raises OSError with the system's own reason. There is no
     communication.
     """
 
@@ -52,15 +52,13 @@ class ShardWriter:
         self._path = folder / f"__{rank}_0.distcp"
         self._alive = alive
         self._stored: dict[str, Stored] = {}
-        self._file: BinaryIO | None = None
+        self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
         self._digest = xxhash.xxh3_128()  # of the shard that is being written
         self._at = self._synced = 0
         self._error: OSError | None = None
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
-        if self._file is None:
-            self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
         start, self._digest = self._at, xxhash.xxh3_128()
         try:
             with _without_checksums():
@@ -77,12 +75,11 @@ class ShardWriter:
             Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found)
         )
         if self._at - self._synced >= _SYNC:
-            self._sync(self._file)
+            self._sync()
         self._alive()
 
     def write(self, data: Any) -> int:
         """Append bytes to the file and the digest, for torch.save."""
-        assert self._file is not None, "`add` opens it"
         view = memoryview(data).cast("B")
         self._digest.update(view)
         try:
@@ -97,14 +94,16 @@ class ShardWriter:
         """Do nothing: torch.save calls this after every tensor, and `_sync` flushes the file."""
 
     def finish(self) -> dict[str, Stored]:
-        """Sync the file and return the shards in it."""
-        if self._file is not None:
-            self._sync(self._file)
+        """Sync the file and return the shards in it; remove it where there are none."""
+        if self._stored:
+            self._sync()
+        else:
+            self._path.unlink()
         return self._stored
 
-    def _sync(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
         sys.audit("megatron.checkpoint.synced", str(self._path))
         self._synced = self._at
 
@@ -112,10 +111,9 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            # `finish` has synced it, or another error is being raised
-            with contextlib.suppress(OSError):
-                self._file.close()
+        # `finish` has synced it, or another error is being raised
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def write_tensors(

@@ -249,7 +249,6 @@ FORGED = {
         "negative": json.dumps({**STATE, "iteration": -1}),
         "optimizer": json.dumps({**STATE, "optimizer": 1}),
         "engine": json.dumps({**STATE, "engine": None}),
-        "earlier": json.dumps({**STATE, "format": 2}),
     },
     "config": {**SMALL, "sections": '{"model": 3}'},
 }
