@@ -1,7 +1,7 @@
 """GPT pre-training on AMD supercomputers: Megatron-style model parallelism on a DeepSpeed ZeRO-1
 engine.
 
-The pieces of the library, importable from here and loaded when first used, so that
+The parts of the library can be imported from here and are loaded when first used, so that
 `import megatron` costs nothing: read a configuration, connect processes, build a model, run a
 schedule, step the engine.
 """
@@ -48,7 +48,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a piece when it is first asked for (PEP 562)."""
+    """Import a name when it is first used (PEP 562)."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'megatron' has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Errors that a user can cause and a user can mend, and how they are printed.
+"""Errors that a user can cause and fix, and how they are printed.
 
 Each message says what is wrong, where, which value, and what to do instead. Broken invariants of
-our own are assertions; these are not.
+our own are assertions instead.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """Processes that did not come together: a missing rank, contradictory launcher variables, a
-    dead peer.
+    """Processes that could not connect: a missing rank, contradictory launcher variables, a dead
+    peer.
     """
 
 
 class LostRankError(LaunchError):
-    """A rank that died, hung or was cut off while the run went on: nothing to mend, to be started
-    again.
+    """A rank that died, hung or was cut off during the run: there is nothing to fix, and the job can
+    be started again.
     """
 
 
 class DataError(MegatronError):
-    """Data that is missing, truncated or of the wrong kind."""
+    """Data that is missing, truncated or of the wrong type."""
 
 
 class CheckpointError(MegatronError):
@@ -38,20 +38,20 @@ class CheckpointError(MegatronError):
 
 
 class KernelError(MegatronError):
-    """A fused operator that was given what it cannot take, or a kernel that could not be
+    """A fused operator with arguments that it does not support, or a kernel that could not be
     launched.
     """
 
 
 class TrainingError(MegatronError):
-    """A training that cannot go on: losses or gradients that are not finite, or a loss that will
-    not come down.
+    """A training run that cannot continue: losses or gradients that are not finite, or a loss that
+    stays too high.
     """
 
 
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
-    """Print an error on standard error: rank 0 in full behind the prefix, others in one line behind
-    their number.
+    """Print an error on standard error: rank 0 in full after the prefix, others in one line after
+    their rank.
     """
     text = f"{prefix}: {error}"
     if rank:
@@ -61,7 +61,7 @@ def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error"
 
 
 def flush_output() -> None:
-    """Write out what is buffered of standard output and standard error."""
+    """Flush standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # of a program that was started with a closed one
+        if stream is not None:  # a program may be started with a closed one
             stream.flush()

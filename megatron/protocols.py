@@ -1,4 +1,4 @@
-"""What pieces of one's own are called as, and what they give; docs/extending.md shows one of each.
+"""Signatures of the pieces that a user can replace; docs/extending.md has an example of each.
 
 `megatron.pretrain`, `megatron.main` and `--pieces` take them by the names in
 megatron.config.pieces.Pieces.
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """Makes layer `index` of the model, from 0: a module that is called as layer(x, call).
+    """Factory of layer `index` of the model, from 0: a module that is called as layer(x, call).
 
-    x        [s(/tp), b, h], and so is what it returns
-    call     positions, documents and dropout key of the micro-batch
-             (megatron.layers.context.CallContext)
-    context  how it is distributed, and what makes its parameters
-             (megatron.layers.context.LayerContext)
+    x         input, and the output has the same shape  # [s(/tp), b, h]
+    call      positions, documents and dropout key of the micro-batch
+              (megatron.layers.context.CallContext)
+    context   how the layer is distributed, and what creates its parameters
+              (megatron.layers.context.LayerContext)
     """
 
     def __call__(self, context: Any, config: Config, index: int, /) -> torch.nn.Module: ...
 
 
 class Stage(Protocol):
-    """Makes one stage of the model with these `layers`, as megatron.GPTChunk does, from which it
-    may be derived.
+    """Factory of one stage of the model with these `layers`, as megatron.GPTChunk is, from which a
+    stage may be derived.
 
-    It is called as stage(batch, hidden, late_loss=True), see there. `context` is an attribute of
-    it, too. tied_weight is the embedding of the first stage where that is on the same rank, and
-    None elsewhere.
+    The stage is called as stage(batch, hidden, late_loss=True), see GPTChunk, and has `context` as
+    an attribute. `tied_weight` is the embedding of the first stage where that is on the same rank,
+    and None elsewhere.
     """
 
     def __call__(
@@ -51,28 +51,28 @@ class Stage(Protocol):
 
 
 class MakeDatasets(Protocol):
-    """Makes the training, validation and test data of a run, which takes so many samples of each;
-    0: of none.
+    """Factory of the training, validation and test data of a run, which takes the given number of
+    samples of each.
 
-    Returns the three, None for one without data. Each has a length, and samples by number:
-    seq_length + 1 token ids, the same on every rank and each time. What else it may have is in
-    megatron.data.gpt_dataset.OwnDataset.
+    Returns the three; None for one without data. Each has a length, and samples by number:
+    seq_length + 1 token ids, the same on every rank and at each call. Its optional attributes are
+    in megatron.data.gpt_dataset.OwnDataset.
     """
 
     def __call__(self, config: Config, train: int, valid: int, test: int, /) -> Sequence[Any]: ...
 
 
 class Optimizer(Protocol):
-    """Makes the optimizer of fp32 weights from parameter groups, which have weight_decay already;
-    `lr` is set each step. `settings` is config.optimizer.
+    """Factory of the optimizer of fp32 weights, from parameter groups that have weight_decay; `lr`
+    is set at each step. `settings` is config.optimizer.
 
-    ZeRO gives it flat parts of the weights. Its state are fp32 tensors as large as the weights,
-    which begin with zeros and are saved, and numbers named "step".
+    ZeRO gives it flat parts of the weights. Its state consists of fp32 tensors as large as the
+    weights, which start as zeros and are saved, and of numbers named "step".
 
-    One that needs parameters in their global shape, such as the matrices of Muon, has a function
-    whole(name, global_shape) -> bool besides. Parameters for which that is true are in groups of
-    their own, in whose key "whole" is a megatron.engine.gradients.WholeParameters when steps are
-    taken; it is None in other groups.
+    An optimizer that needs parameters in their global shape, such as Muon for matrices, also has a
+    function whole(name, global_shape) -> bool. Parameters for which it is true are in separate
+    groups, whose key "whole" is a megatron.engine.gradients.WholeParameters when steps are taken;
+    it is None in other groups.
     """
 
     def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...
@@ -81,11 +81,11 @@ class Optimizer(Protocol):
 
 
 class Order(Protocol):
-    """What `rank` of a pipeline computes in a training step, in order:
+    """Function that returns what `rank` of a pipeline computes in a training step, in order:
     megatron.pipeline.orders.Instruction, or an array with their numbers in rows.
 
-    Global stage g is chunk g // pipeline_size of rank g % pipeline_size. Messages are put in
-    between by build_schedule. Raises ConfigError for sizes that it does not take.
+    Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
+    messages. Raises ConfigError for sizes that it does not support.
     """
 
     def __call__(
@@ -96,27 +96,26 @@ class Order(Protocol):
 
 
 class Callback:
-    """Base class of callbacks, called on every rank of a run. Override the methods you need.
+    """Base class of callbacks, which are called on every rank of a run. Override the methods you
+    need.
 
-    `run` is a megatron.training.run.state.Run. Where ranks differ in what they do here, they must
-    not communicate.
+    `run` is a megatron.training.run.state.Run. Code that not all ranks execute must not
+    communicate.
     """
 
     def on_start(self, run: Any) -> None:
-        """Called before the first step, when a checkpoint has been loaded."""
+        """Called before the first step, after a checkpoint has been loaded."""
 
     def on_step(self, run: Any, step: Any) -> None:
         """Called when a step's figures are known (megatron.training.report.metrics.StepRecord), at
-        the latest in the next one: no step waits for its own."""
+        the latest during the next step: no step waits for its own."""
 
     def on_log(self, run: Any, figures: Any) -> None:
-        """Called at a log line, with its figures
-        (megatron.training.report.metrics.IterationReport), all ranks' loss among them."""
+        """Called at a log line with its figures (megatron.training.report.metrics.IterationReport),
+        which include the loss over all ranks."""
 
     def on_save(self, run: Any) -> None:
-        """Called when a checkpoint is complete; run.saves.saved_iteration says of which
-        iteration.
-        """
+        """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""
 
     def on_end(self, run: Any) -> None:
-        """Called after the last step and its save; not where the run failed."""
+        """Called after the last step and its save; not if the run failed."""

@@ -3,9 +3,9 @@
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
 
-The manifest has size and digest of every file but the data files, and of itself. Shards in data
-files have their digests in the shard lists (shards.py), which the manifest covers in turn. So a
-flipped bit or a truncation anywhere in a checkpoint is found by the reader of the affected part,
+The manifest has size and digest of every file except the data files, and its own digest. Shards in
+data files have their digests in the shard lists (shards.py), which the manifest covers in turn. So
+a flipped bit or a truncation anywhere in a checkpoint is found by the reader of the affected part,
 before it is used.
 
 The generation gives the order in which the checkpoints of a folder were saved. Iterations do not
@@ -13,7 +13,7 @@ when a run went back, and clocks may be wrong. Each save counts one up from the 
 there; checkpoints without a generation are older than all others.
 
 Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
-fast as memory can be read. They detect accidents and are no signature.
+fast as memory can be read. They detect accidents but are not a signature.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def file_digest(path: str | os.PathLike[str]) -> Written:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Return JSON text. Raises CheckpointError naming `what` for values that JSON cannot hold or
-    that could not be read back."""
+    """Return JSON text. Raises CheckpointError, naming `what`, for values that JSON cannot represent
+    or that could not be read back."""
     try:
         text = json.dumps(value, indent=1, sort_keys=True) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -78,7 +78,7 @@ def to_json(value: Any, what: str) -> str:
 def write_text(path: Path, text: str) -> Written:
     """Write a file, sync it to disk, and return its size and digest. Raises OSError.
 
-    Use it for files that are not looked for yet: a crash may leave a partial one.
+    Use it only for files that nobody reads yet: a crash may leave a partial one.
     """
     data = text.encode()
     with open(path, "wb") as f:
@@ -132,7 +132,7 @@ def write_manifest(
     OSError.
 
     known   {name: (bytes, digest)} from write_text. These files are not read again, so that
-            corruption on their way to the disk is found when they are loaded
+            corruption on the way to the disk is found when they are loaded
     """
     known = known or {}
     files = {name: known[name] if name in known else file_digest(folder / name) for name in names}
@@ -173,8 +173,8 @@ def _checked(name: str, size: Any, value: Any) -> Written:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """Return the text of a manifest: `content` and the digest of its compact form. Every byte
-    follows from it.
+    """Return the text of a manifest: `content`, which determines every byte, and the digest of its
+    compact form.
     """
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps(content | {"digest": own}, indent=1, sort_keys=True) + "\n"

@@ -36,7 +36,7 @@ ARCHITECTURE = (
     "rotary_base",
     "apply_residual_connection_post_layernorm",
 )
-"""Fields of config.model that determine which weights there are, or what they mean."""
+"""Fields of config.model that determine which weights exist or what they mean."""
 
 
 def plain(value: Any) -> Any:
@@ -75,7 +75,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: 4 for each weight and, with the optimizer, those of its
+    """Return the size of a checkpoint: 4 bytes for each weight and, with the optimizer, its
     state.
     """
     state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes

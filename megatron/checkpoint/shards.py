@@ -82,7 +82,7 @@ def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
 
 
 def totals(stored: Mapping[str, Stored]) -> Totals:
-    """Return how much there is of each tensor, for `check_complete`."""
+    """Return shape and number of stored elements of each tensor, for `check_complete`."""
     return {name: (tuple(s["shape"]), _elements(s)) for name, s in stored.items()}
 
 
@@ -109,7 +109,7 @@ def check_complete(parts: Iterable[Totals]) -> None:
 
 
 def incomplete(stored: Mapping[str, Stored]) -> list[str]:
-    """List the tensors whose shards leave elements out, overlap, or lie outside of the tensor."""
+    """List the tensors whose shards omit elements, overlap, or exceed the tensor."""
     problems = []
     for name, entry in stored.items():
         shape, boxes = tuple(entry["shape"]), entry["boxes"]
@@ -128,7 +128,7 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
 
 
 def _intersect(boxes: list[Shard]) -> bool:
-    """Return whether two of sorted shards have elements in common: a sweep along the first
+    """Return whether two of the sorted shards have elements in common, by a sweep along the first
     dimension.
     """
     running: list[Shard] = []
@@ -143,8 +143,8 @@ def _intersect(boxes: list[Shard]) -> bool:
 def overlap(
     offset: Index, sizes: Index, other: Index, other_sizes: Index
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of two boxes, in coordinates of the one and of the other; None where
-    it is empty.
+    """Return the intersection of two boxes, in coordinates of the first and of the second; None
+    where it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))
@@ -180,7 +180,7 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
 
 
 def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
-    """Write all shards in torch's form, with torch's own writer."""
+    """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
     tensors: dict[str, Any] = {}
     files: list[WriteResult] = []
     for name, s in stored.items():
@@ -263,6 +263,6 @@ def piece_name(number: int) -> str:
 
 
 def named(names: list[str]) -> str:
-    """Return the first few of many names, as text."""
+    """Return the first few of many names as text."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
