@@ -1,4 +1,4 @@
-"""Comparison of weights that several ranks hold copies of: bit for bit, by digests.
+"""Bitwise comparison, by digests, of weights that several ranks hold copies of.
 
 Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the ends
 of the pipeline a tied embedding. Each rank updates its own copy, so a copy that differs stays
@@ -7,22 +7,20 @@ different, and nothing else would show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from megatron.errors import ConfigError, MegatronError, TrainingError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology, compress_ranks
 
-# digested at a time on a device, 8 MiB of weights with three temporary tensors of that size
+# digested at a time: 8 MiB of weights, with three temporary tensors of that size
 _WORDS = 1 << 20
-_SHOWN = 4  # values of a parameter, those of most ranks first
+_SHOWN = 4  # digests of a parameter in a message, those of most ranks first
 
 
 @dataclass(frozen=True)
@@ -30,37 +28,22 @@ class FirstGradients:
     """Gradients of this rank's first step for the parameters that all tensor ranks hold, before any
     reduction.
 
-    partial  whether each gradient is treated as a term of a sum
+    partial  whether the gradient of each is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
     """
 
-    parameters: Sequence[torch.nn.Parameter]
-    partial: Sequence[bool]
+    partial: Mapping[torch.nn.Parameter, bool]
     digests: torch.Tensor
 
 
 @torch.no_grad()
-def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """64 bits of each tensor, int64 [tensors] on its device: XXH3 in host memory, `mixed_sum`
-    elsewhere.
-    """
-    return torch.stack(
-        [(_xxh3 if t.device.type == "cpu" else mixed_sum)(t.detach().reshape(-1)) for t in tensors]
-    )
-
-
-def _xxh3(flat: torch.Tensor) -> torch.Tensor:
-    data: Any = flat.view(torch.uint8).numpy()
-    value = xxhash.xxh3_64_intdigest(data)
-    return torch.tensor(value - (value >> 63 << 64), dtype=torch.int64)
-
-
-def mixed_sum(flat: torch.Tensor) -> torch.Tensor:
-    """A digest of a flat tensor by torch's operators, an int64 scalar.
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a digest of a tensor on its device, an int64 scalar, by torch's operators.
 
     Integers are added up, so that the order of additions does not matter, and a change within one
     word of 8 bytes always changes the sum. About 16 times the tensor's bytes are read and written.
     """
+    flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     places = (
         torch.arange(1, min(_WORDS, flat.nbytes // 8 + 1) + 1, device=flat.device)
@@ -88,14 +71,15 @@ def check_copies(
     when: str,
     first: FirstGradients | None = None,
 ) -> None:
-    """Compare all copies of `parameters`, whose values are there; with `first` also what the first
-    step gave them.
+    """Compare all copies of `parameters`, whose values have arrived; with `first` also the
+    gradients of the first step.
 
     All ranks call it. Raises TrainingError on every rank where copies differ, ConfigError where
-    gradients are not what they are taken for. `when` goes into the message.
+    gradients are not of the kind that they are taken for. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
-    found, shardings = digests(parameters), [sharding_of(p) for p in parameters]
+    found = torch.stack([digest(p) for p in parameters])
+    shardings = [sharding_of(p) for p in parameters]
     for group, cause, which in (
         (topology.tensor, _TENSOR, [i for i, s in enumerate(shardings) if s.dim is None]),
         (topology.embedding, _EMBEDDING, [i for i, s in enumerate(shardings) if s.tied]),
@@ -112,18 +96,18 @@ def check_copies(
 
 
 _TENSOR = (
-    "Tensor-parallel ranks must hold the same. Likely causes: in some steps its gradient is "
+    "Tensor-parallel ranks must hold the same values. Likely causes: in some steps its gradient is "
     "a term of a sum over them but is taken as whole (partial_gradient in docs/extending.md), an "
-    "operator that does not repeat its bits, or a fault of memory"
+    "operator that is not deterministic, or a memory fault"
 )
 _EMBEDDING = (
     "The first and the last stage must hold the same tied embedding. Likely causes: code "
-    "that writes the weight on one of them, or a fault of memory"
+    "that writes the weight on one of them, or a memory fault"
 )
 _DATA = (
     "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, "
-    "of a device or of a link, or code that writes weights on some ranks. Leave the node out and "
-    "resume from a checkpoint"
+    "of a device or of a link, or code that writes weights on some ranks only. Exclude the node "
+    "and resume from a checkpoint"
 )
 
 
@@ -134,15 +118,15 @@ def _differing(found: torch.Tensor, group: Group) -> list[int]:
 
 
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
-    """Gradients of the first step that are taken as whole but differ between ranks; terms that do
-    not differ.
+    """Return errors for gradients of the first step that are taken as whole but differ between
+    ranks, and for terms that do not differ.
 
-    Where all tokens of a batch are alike, so may be the terms of all ranks, but not only those of
-    some parameters.
+    If all tokens of a batch are the same, the terms of all ranks may be equal too, but never those
+    of some parameters only.
     """
     differing, given = set(_differing(first.digests, group)), first.digests.tolist()
-    terms = {i for i, partial in enumerate(first.partial) if partial}
-    shardings = [sharding_of(p) for p in first.parameters]
+    terms = {i for i, partial in enumerate(first.partial.values()) if partial}
+    shardings = [sharding_of(p) for p in first.partial]
     whole = [s.name for i, s in enumerate(shardings) if i in differing - terms]
     same = [
         s.name
@@ -158,7 +142,7 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
                 "copies. Likely causes: the parameter works on heads, features or tokens of each "
                 "rank, behind messages that autograd does not show (declare it with "
                 "partial_gradient=True, docs/extending.md), or an operator or a message does not "
-                "give all the same bits"
+                "give all ranks the same bits"
             )
         )
     if same:
@@ -166,16 +150,16 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
             ConfigError(
                 f"{_listed(same)}: the gradient is taken to be a sum of terms of the "
                 f"tensor-parallel ranks, but in the first step it is the same on ranks {ranks}, "
-                f"and would count {group.size} times. Likely cause: the parameter works on what "
-                "all ranks hold alike (declare it with partial_gradient=False, or not at all, "
-                "docs/extending.md)"
+                f"and would count {group.size} times. Likely cause: the parameter works on values "
+                "that are the same on all ranks (declare it with partial_gradient=False, or not at "
+                "all, docs/extending.md)"
             )
         )
     return errors
 
 
 def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
-    """Raise on all ranks the error of the first rank that has one; those of gradients come before
+    """Raise on all ranks the error of the first rank that has one; errors of gradients come before
     those of weights.
     """
     world, none = topology.world, 2 * topology.world.size
@@ -191,7 +175,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _places(values: Sequence[int], group: Group) -> str:
-    """Return which ranks hold which value, as text."""
+    """Return which ranks hold which digest, as text."""
     ranks: dict[int, list[int]] = {}
     for rank, value in zip(group.ranks, values, strict=True):
         ranks.setdefault(value, []).append(rank)

@@ -236,7 +236,7 @@ def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.clip_grad,
-        "steps_per_print": _NEVER,
+        "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             **extra.get("zero_optimization", {}),
@@ -248,9 +248,6 @@ def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
         "bf16": {"enabled": config.precision.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-
-
-_NEVER = 10**9
 
 
 def start_engine(

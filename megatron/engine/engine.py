@@ -59,11 +59,11 @@ class LossScale:
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.dynamic = precision.fp16 and not precision.loss_scale
-        self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
-        self._good_steps, self._allowance = 0, int(precision.hysteresis)
+        self.scale = precision.loss_scale or 1.0 if precision.fp16 else 1.0
+        self._good_steps, self._allowance = 0, precision.hysteresis
         self._precision = precision
         if self.dynamic:
-            self.scale = float(max(precision.initial_loss_scale, precision.min_loss_scale))
+            self.scale = max(precision.initial_loss_scale, precision.min_loss_scale)
 
     def update(self, overflow: bool) -> None:
         """Count a step that was taken, or skipped by overflow."""
@@ -73,11 +73,11 @@ class LossScale:
             self._good_steps = 0
             self._allowance -= 1
             if self._allowance <= 0:
-                self.scale = max(self.scale / 2.0, float(self._precision.min_loss_scale))
+                self.scale = max(self.scale / 2.0, self._precision.min_loss_scale)
             return
         self._good_steps += 1
         if self._good_steps == self._precision.loss_scale_window:
-            self._good_steps, self._allowance = 0, int(self._precision.hysteresis)
+            self._good_steps, self._allowance = 0, self._precision.hysteresis
             self.scale *= 2.0
 
     def state(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Engine:
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
         mpu = ModelParallelUnit(topology, stage)
-        limit = None
+        limit = math.inf
         if topology.data.size > 1:
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
         own = config.pieces.optimizer
@@ -187,14 +187,13 @@ class Engine:
         groups = parameter_groups(parameters, config.optimizer.weight_decay, limit, whole)
         ensure_process_group(topology.device)
         check_groups(groups, topology)
-        ordered = [p for g in groups for p in g["params"]]
 
         # DeepSpeed would round the weights before it makes master weights of them. The exact ones
         # are kept in host memory, since device memory is scarce.
         exact = (
             {}
             if self._dtype == torch.float32
-            else {p: p.detach().cpu().contiguous() for p in ordered}
+            else {p: p.detach().cpu().contiguous() for p in parameters}
         )
         deepspeed = import_deepspeed(topology.device)
         self._basic = (
@@ -222,6 +221,11 @@ class Engine:
         for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
             group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
+        self._own_gradients = {
+            p: bucket.own_gradients[place]
+            for bucket in self._zero.buckets
+            for p, _, place in bucket.owned()
+        }
         owned = [
             (p, first, place.stop - place.start, master, place)
             for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
@@ -253,8 +257,6 @@ class Engine:
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
         place = {p: i for i, p in enumerate(parameters)}
-        self._bucket_of = {p: bucket for bucket in self._zero.buckets for p in bucket.parameters}
-
         buckets = sorted(
             self._zero.buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters)
         )
@@ -404,13 +406,10 @@ class Engine:
 
     @torch.no_grad()
     def _count_zeros(self) -> torch.Tensor:
-        terms = []
-        for f in self._counted():
-            bucket = self._bucket_of[f.parameter]
-            start, stop = bucket.held(f.parameter)
-            gradient = bucket.own_gradients[start:stop]
-            terms += [view.numel() - view.count_nonzero() for _, view in f.real(gradient)]
-        return self._over_model(terms)
+        views = [
+            view for f in self._counted() for _, view in f.real(self._own_gradients[f.parameter])
+        ]
+        return self._over_model([view.numel() - view.count_nonzero() for view in views])
 
     @torch.no_grad()
     def _params_squares(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.engine.copies import FirstGradients, mixed_sum
+from megatron.engine.copies import FirstGradients, digest
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import (
     all_reduce,
@@ -164,7 +164,10 @@ class Gradients:
         works = (
             [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
         )
-        sum_over(self._partial, topology.tensor)
+        if self._partial:
+            joined = torch.cat(self._partial)  # one message
+            all_reduce(joined, topology.tensor)
+            torch._foreach_copy_(self._partial, joined.split([len(t) for t in self._partial]))
         for work in works:
             work.wait()
 
@@ -180,10 +183,8 @@ class Gradients:
         terms = [p for p, is_term in partial.items() if is_term]
         self._partial = owned_gradients(self.buckets, terms)
         if partial:
-            found = torch.stack(
-                [mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial]
-            )
-            self._looked = FirstGradients(list(partial), list(partial.values()), found)
+            found = torch.stack([digest(self.of(p)) * self.of(p).any() for p in partial])
+            self._looked = FirstGradients(partial, found)
 
     def counts(self) -> None:
         """Note that the step of the last `reduce` was not skipped: later steps may overlap."""
@@ -229,15 +230,6 @@ def to_sink(p: torch.Tensor) -> None:
     if p.grad is not None:
         p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
         p.grad = None
-
-
-def sum_over(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Sum flat tensors over a group in place, in one message."""
-    if group.size == 1 or not tensors:
-        return
-    joined = torch.cat(list(tensors))
-    all_reduce(joined, group)
-    torch._foreach_copy_(list(tensors), list(joined.split([len(t) for t in tensors])))
 
 
 class Terms:
@@ -524,13 +516,8 @@ class WholeParameters:
 
     def __init__(self, bucket: Bucket, topology: Topology) -> None:
         self._bucket, self._topology = bucket, topology
-        loads = [0] * bucket.ranks
-        self._mine = list[torch.nn.Parameter]()
-        for p in sorted(bucket.parameters, key=torch.numel, reverse=True):
-            rank = loads.index(min(loads))
-            loads[rank] += p.numel()
-            if rank == bucket.rank:
-                self._mine.append(p)
+        by_size = sorted(bucket.parameters, key=torch.numel, reverse=True)
+        self._mine = by_size[bucket.rank :: bucket.ranks]
 
     @torch.no_grad()
     def __call__(self, flat: torch.Tensor, change: Change) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Learning rate and weight decay as functions of how far training has come.
+"""Learning rate and weight decay as functions of the progress of training.
 
 Both schedules are pure: they take what was consumed before a step (iterations, samples, tokens) and
 return the value for that step. With warm-up the very first step therefore has learning rate 0, as
 in Megatron.
 
-The unit is the one in which the decay is given: tokens before samples before iterations. A warm-up
-given in another unit is converted with the full global batch and the sequence length.
+The unit is that of the decay: tokens before samples before iterations. A warm-up given in another
+unit is converted with the full global batch and the sequence length.
 
 With n what was consumed, w the warm-up and d the decay length (warm-up included), all in one unit:
 
@@ -42,19 +42,20 @@ _FINAL_DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""By --lr-wsd-decay-style, what is left of the learning rate after the part q of the last phase of
-WSD, from 1 to 0.
+"""Factor of the learning rate, from 1 to 0, after the part q of the last phase of WSD; by
+--lr-wsd-decay-style.
 """
+
+_ENDLESS = ("constant", "inverse-square-root")  # forms that need no length
+_UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """The counter that runs the schedule, and the conversion of the others into it."""
+    """The counter that runs a schedule, and the conversion of the others into it."""
 
+    config: Config
     unit: str
-    samples_per_iteration: int
-    tokens_per_sample: int
-    ramps: bool
 
     def now(self, iteration: int, samples: int, tokens: int) -> int:
         return {"iterations": iteration, "samples": samples, "tokens": tokens}[self.unit]
@@ -63,27 +64,25 @@ class _Clock:
         """Return `amount` of `unit` in this clock's unit."""
         if unit == self.unit or not amount:
             return amount
-        if self.ramps and "iterations" in (unit, self.unit):
+        batch = self.config.batch
+        if batch.rampup_batch_size is not None and "iterations" in (unit, self.unit):
             raise ConfigError(
                 f"{what} is given in {unit} but the decay in {self.unit}, and the batch size ramps "
-                f"up, so that they do not translate: give both in {self.unit}"
+                f"up, so that one cannot be converted into the other: give both in {self.unit}"
             )
         per_iteration = {
             "iterations": 1.0,
-            "samples": float(self.samples_per_iteration),
-            "tokens": float(self.samples_per_iteration * self.tokens_per_sample),
+            "samples": float(batch.global_batch_size),
+            "tokens": float(batch.global_batch_size * self.config.model.seq_length),
         }
         return amount * per_iteration[self.unit] / per_iteration[unit]
-
-
-_UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, or in another
-    order, with its unit.
+    """Return the first of PREFIX_tokens, PREFIX_samples and PREFIX_iters that is given, in this or
+    another order, with its unit.
     """
     for suffix in order:
         amount = getattr(section, f"{prefix}_{suffix}", None)
@@ -93,17 +92,10 @@ def _length(
 
 
 def _run_length(config: Config) -> tuple[float, str] | None:
-    """Return the length of the run; samples and iterations come before the token limit, which only
-    shortens it.
+    """Return the length of the run. Samples and iterations take precedence over the token limit,
+    which only shortens it.
     """
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
-
-
-def _clock(config: Config, unit: str) -> _Clock:
-    batch = config.batch
-    return _Clock(
-        unit, batch.global_batch_size, config.model.seq_length, batch.rampup_batch_size is not None
-    )
 
 
 class LearningRateSchedule:
@@ -113,35 +105,31 @@ class LearningRateSchedule:
     warmup    length of the linear warm-up
     decay     when the learning rate has come down to `min_lr`, warm-up included
 
-    Raises ConfigError when lengths contradict each other in ways that megatron.config does not see:
-    in several units.
+    Raises ConfigError for lengths in several units that contradict each other; megatron.config
+    checks the others.
     """
 
     def __init__(self, config: Config) -> None:
         o = config.optimizer
         self.max_lr, self.min_lr, self.style = float(o.lr), float(o.min_lr), o.lr_decay_style
         found = _length(o, "lr_decay") or _run_length(config)
-        if found is None:
-            if self.style not in ("constant", "inverse-square-root"):
-                raise ConfigError(
-                    f"lr-decay-style {self.style} needs a length: set train-iters, train-samples "
-                    "or lr-decay-iters"
-                )
-            found = (math.inf, "iterations")
-        self.decay, self.unit = found
-        self._clock = _clock(config, self.unit)
+        ends = self.style not in _ENDLESS
+        if found is None and ends:
+            raise ConfigError(
+                f"lr-decay-style {self.style} needs a length: set train-iters, train-samples or "
+                "lr-decay-iters"
+            )
+        self.decay, self.unit = found or (math.inf, "iterations")
+        self._clock = _Clock(config, self.unit)
         self.warmup = self._warmup_length(o)
-        if self.decay <= self.warmup and self.style not in ("constant", "inverse-square-root"):
+        if ends and self.decay <= self.warmup:
             raise ConfigError(
                 f"the learning rate's decay ends after {self.decay:g} {self.unit}, which is not "
                 f"after its warm-up of {self.warmup:g}: shorten the warm-up or lengthen the decay"
             )
-        self._final = 0.0
         if self.style == "WSD":
-            self._final, self._final_decay = (
-                self._final_length(o),
-                _FINAL_DECAYS[o.lr_wsd_decay_style],
-            )
+            self._final = self._final_length(o)
+            self._final_decay = _FINAL_DECAYS[o.lr_wsd_decay_style]
 
     def _warmup_length(self, o: OptimizerConfig) -> float:
         if o.lr_warmup_fraction is not None:
@@ -161,7 +149,7 @@ class LearningRateSchedule:
         return final
 
     def lr(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
-        """Learning rate of the step that starts after this much was consumed."""
+        """Return the learning rate of the step that starts after this much was consumed."""
         n = self._clock.now(iteration, samples, tokens)
         if self.warmup > 0 and n <= self.warmup:
             return self.max_lr * n / self.warmup
@@ -174,7 +162,7 @@ class LearningRateSchedule:
         return self.min_lr + self._part(n) * (self.max_lr - self.min_lr)
 
     def _part(self, n: float) -> float:
-        """Return the learning rate after the warm-up, between 0 (`min_lr`) and 1 (`max_lr`)."""
+        """Return how far the learning rate after the warm-up is from `min_lr` (0) to `max_lr` (1)."""
         if self.style == "WSD":
             start = self.decay - self._final
             return 1.0 if n <= start else self._final_decay((n - start) / self._final)
@@ -201,10 +189,10 @@ class WeightDecaySchedule:
                 f"weight-decay-incr-style {self.style} needs train-iters or train-samples: set one"
             )
         self.length, self.unit = found or (1.0, "iterations")
-        self._clock = _clock(config, self.unit)
+        self._clock = _Clock(config, self.unit)
 
     def weight_decay(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
-        """Weight decay of the step that starts after this much was consumed."""
+        """Return the weight decay of the step that starts after this much was consumed."""
         x = min(1.0, self._clock.now(iteration, samples, tokens) / self.length)
         if self.style == "constant" or x >= 1.0:
             return float(self.end)

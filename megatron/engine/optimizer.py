@@ -35,53 +35,45 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def parameter_groups(
     parameters: Iterable[torch.nn.Parameter],
     weight_decay: float,
-    bucket_elements: int | None = None,
+    bucket_elements: float = math.inf,
     whole: WantsWhole | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups: first those with weight decay, then those without, cut into buckets.
 
     Each kind is in the reverse of the order given, which is about the order in which a backward
-    pass produces gradients. A group has at most `bucket_elements` unless one parameter has more;
-    with None all parameters of a kind form one group. The tied embedding is a group of its own, so
-    that the first and the last stage divide it alike over their data-parallel ranks. So are
-    parameters that the optimizer wants `whole`, by global name and shape.
+    pass produces gradients. A group has at most `bucket_elements` unless one parameter has more.
+    The tied embedding is a group of its own, so that the first and the last stage divide it alike
+    over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
+    name and shape.
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters.
     """
-    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[list[torch.nn.Parameter]]] = {}
     for p in list(parameters)[::-1]:
         s = sharding_of(p)
         wanted = whole is not None and bool(whole(s.name, s.global_shape))
-        kinds.setdefault((not s.decay, wanted, s.tied), []).append(p)
-    groups = []
-    for (spared, wanted, tied), kind in sorted(kinds.items(), key=lambda item: item[0]):
-        for bucket in [kind] if tied else _cut(kind, bucket_elements):
-            decay = 0.0 if spared else weight_decay
-            groups.append(
-                {"params": bucket, "weight_decay": decay, "decays": not spared, "whole": wanted}
-            )
-    return groups
-
-
-def _cut(
-    parameters: list[torch.nn.Parameter], elements: int | None
-) -> list[list[torch.nn.Parameter]]:
-    buckets: list[list[torch.nn.Parameter]] = [[]]
-    count = 0
-    for p in parameters:
-        if elements is not None and count and count + p.numel() > elements:
+        buckets = kinds.setdefault((not s.decay, wanted, s.tied), [[]])
+        elements = sum(q.numel() for q in buckets[-1])
+        if elements and elements + p.numel() > bucket_elements and not s.tied:
             buckets.append([])
-            count = 0
         buckets[-1].append(p)
-        count += p.numel()
-    return buckets
+    return [
+        {
+            "params": bucket,
+            "weight_decay": 0.0 if spared else weight_decay,
+            "decays": not spared,
+            "whole": wanted,
+        }
+        for (spared, wanted, _), buckets in sorted(kinds.items())
+        for bucket in buckets
+    ]
 
 
 def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
     """Raise ConfigError, on every rank, where a model-parallel rank has no parameters to train."""
-    counts = gather_objects(len(groups), topology.model)
-    without = [rank for rank, n in zip(topology.model.ranks, counts, strict=True) if not n]
+    trains = gather_objects(bool(groups), topology.model)
+    without = [rank for rank, some in zip(topology.model.ranks, trains, strict=True) if not some]
     if without:
         raise ConfigError(
             f"ranks {without} have no parameters to train: use fewer pipeline stages or another "

@@ -1,5 +1,5 @@
-"""State of an optimizer for each weight, and the size of a bucket. Needs torch for a user's own
-optimizer only.
+"""What an optimizer keeps for each weight, and the size of a bucket. Needs torch only for a user's
+own optimizer.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 class OptimizerState(NamedTuple):
-    """Names of its tensors, fp32 and one element for each weight, and whether each tensor of
-    weights has a "step", which is a tensor itself or a number."""
+    """State of an optimizer.
+
+    tensors  names of its fp32 tensors, which have one element for each weight
+    step     type of the "step" that each tensor of weights has, a tensor or a number; None without
+    """
 
     tensors: tuple[str, ...]
     step: type | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors, for each weight."""
+        """Return the bytes of the tensors for each weight."""
         return 4 * len(self.tensors)
 
     def traffic_bytes(self, gradient_bytes: float) -> float:
-        """Read and written for each weight by an update that touches everything once: gradient in;
-        master weight and state in and out."""
+        """Return the bytes read and written for each weight by an update that touches everything
+        once: gradient in; master weight and state in and out."""
         return gradient_bytes + 2.0 * (4 + self.bytes)
 
 
@@ -37,13 +40,11 @@ OPTIMIZERS = {
     "adam": OptimizerState(("exp_avg", "exp_avg_sq")),
     "sgd": OptimizerState(("momentum_buffer",)),
 }
-"""State of the choices of --optimizer. Steps are counted by the group or made with the rest
-(engine/optimizer.py).
-"""
+"""State by --optimizer. Steps are counted by group, or created with the rest (engine/optimizer.py)."""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
-    """Return the state of the optimizer of a configuration, or of a user's own.
+    """Return the state of a configuration's optimizer, which may be the user's own.
 
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
@@ -62,8 +63,8 @@ def has_kernel(config: Config) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _state_of(make: Optimizer, settings: OptimizerConfig) -> OptimizerState:
-    """Return what a step on a few weights leaves, with those of whole parameters where it takes
-    such.
+    """Return what a step on a few weights leaves, also as weights of whole parameters where it asks
+    for such.
     """
     kinds = [None, lambda flat, change: flat] if hasattr(make, "whole") else [None]
     found = [_after_a_step(make, settings, whole) for whole in kinds]
@@ -90,20 +91,13 @@ def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> Opt
     optimizer.step()
     tensors, step = [], None
     for name, value in optimizer.state[weights].items():
-        if (
-            isinstance(value, torch.Tensor)
-            and value.shape == weights.shape
-            and value.dtype == torch.float32
-        ):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.shape == weights.shape and value.dtype == torch.float32:
             tensors.append(name)
-        elif name == "step" and (not isinstance(value, torch.Tensor) or value.numel() == 1):
-            step = torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+        elif name == "step" and (not is_tensor or value.numel() == 1):
+            step = torch.Tensor if is_tensor else type(value)
         else:
-            kind = (
-                f"{list(value.shape)} of {value.dtype}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
+            kind = f"{list(value.shape)} of {value.dtype}" if is_tensor else type(value).__name__
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights "
                 f"{list(weights.shape)}: ZeRO and checkpoints take fp32 tensors of their shape, "
@@ -120,9 +114,9 @@ def bucket_elements(most: int, ranks: int) -> int:
     """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most
     `most` unless 0.
 
-    A million for each rank, so that each gets a message that is worth its latency (4 MB in fp32)
-    and a checkpoint has few pieces; 4 million, where the ranks are few, so that many buckets can be
-    on their way during a backward pass.
+    A million for each rank, so that each gets a message worth its latency (4 MB in fp32) and a
+    checkpoint has few pieces; at least 4 million, where the ranks are few and many buckets can be on
+    their way during a backward pass.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size

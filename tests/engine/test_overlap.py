@@ -4,6 +4,7 @@ test_engine.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -123,12 +124,12 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     ps = [parameter("e", 100, tied=True), parameter("n", 3, decay=False)]
     ps += [parameter(f"w{i}", size) for i, size in enumerate((4, 4, 30, 4, 5))]
 
-    def names(elements: int | None) -> list[list[str]]:
+    def names(elements: float) -> list[list[str]]:
         groups = parameter_groups(ps, 0.1, elements)
         assert [g["weight_decay"] for g in groups] == [0.1] * (len(groups) - 1) + [0.0]
         return [[p.sharding.name for p in g["params"]] for g in groups]
 
-    assert names(None) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
+    assert names(math.inf) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
     assert names(9) == [["w4", "w3"], ["w2"], ["w1", "w0"], ["e"], ["n"]]
     assert names(1) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"], ["e"], ["n"]]
 
