@@ -14,13 +14,12 @@ factor and the decision whether the step counts stay on the device, where the up
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import importlib
 import logging
+import math
 import operator
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
 from megatron.engine.optimizer import FusedAdamW, is_copy
@@ -202,7 +202,6 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")
@@ -285,17 +284,11 @@ def start_engine(
         patch.object(accelerator, "is_fp16_supported", fp16_supported),
         _no_collections(),
     ):
-        if not deepspeed.comm.is_initialized():
-            # unused: the process group exists and keeps its own
-            timeout = datetime.timedelta(minutes=30)
-            deepspeed.comm.init_distributed(
-                auto_mpi_discovery=False, verbose=False, timeout=timeout
-            )
         # The device is the one the topology chose: LOCAL_RANK is not its number where each task
         # sees one device.
         args = SimpleNamespace(device_rank=index)
         try:
-            engine, *_ = deepspeed.initialize(args=args, dist_init_required=False, **arguments)
+            engine, *_ = deepspeed.initialize(args=args, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(
@@ -310,10 +303,7 @@ _USE_A_TESTED_ONE = (
 
 
 def _check_version(version: str) -> None:
-    oldest, found = (
-        [int(n) for n in re.findall(r"\d+", text)[:3]] for text in (OLDEST_TESTED, version)
-    )
-    if found < oldest:
+    if TorchVersion(version) < OLDEST_TESTED:
         raise ConfigError(f"deepspeed {version} is too old: {_USE_A_TESTED_ONE}")
 
 
@@ -328,11 +318,9 @@ def _check_names(owner: Any, kind: str, names: Mapping[str, str], version: str) 
             ) from None
 
 
-def _check_object(thing: Any, version: str, kind: str | None = None) -> None:
-    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS, by default its own, and has
-    each of its names.
-    """
-    kind = kind or type(thing).__name__
+def _check_object(thing: Any, version: str) -> None:
+    """Raise ConfigError unless `thing` is of a class of OF_OBJECTS and has each of its names."""
+    kind = type(thing).__name__
     if kind not in OF_OBJECTS:
         raise ConfigError(
             f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: "
@@ -425,8 +413,7 @@ class ZeroStep:
         self._squares = (
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
-        self._clip = float(outer.clip_grad)
-        self._norm = torch.zeros((), device=topology.device)
+        self._clip = float(outer.clip_grad) or math.inf
         # apex's optimizers and most of a user's own need the host to decide: it then reads the norm
         # before them.
         self._on_device = isinstance(inner, FusedAdamW) or getattr(
@@ -464,7 +451,7 @@ class ZeroStep:
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             master.data = bucket.own_weights
         for p in self._parameters:
-            _check_object(p, version, "Parameter")  # of another class in a dry run
+            _check_names(p, "Parameter", OF_OBJECTS["Parameter"], version)
             p._hp_mapping = None  # type: ignore[attr-defined]
 
     def _prepare_bf16(self) -> None:
@@ -488,8 +475,6 @@ class ZeroStep:
         outer.scaled_global_norm = self._norm_for_deepspeed
         outer._update_model_bit16_weights = _nothing
         outer.loss_scaler = SimpleNamespace(cur_scale=1.0, dynamic=False, update_scale=_nothing)
-        for p in self._parameters:
-            p.grad_accum = None  # type: ignore[attr-defined]
         if self._on_device:
             outer.unscale_and_clip_grads = _nothing
 
@@ -568,11 +553,7 @@ class ZeroStep:
         divided by the loss scale. It is computed in fp64, as on the host."""
         norm = (self._norm / loss_scale).double()
         good = torch.isfinite(norm)
-        factor = (
-            (self._clip / (norm + 1e-6)).clamp(max=1.0)
-            if self._clip > 0.0
-            else torch.ones_like(norm)
-        )
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.where(good, factor / loss_scale, torch.nan)
         inner: Any = self._inner
         if isinstance(inner, FusedAdamW):

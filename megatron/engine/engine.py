@@ -59,11 +59,12 @@ class LossScale:
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.dynamic = precision.fp16 and not precision.loss_scale
-        self.scale = precision.loss_scale or 1.0 if precision.fp16 else 1.0
         self._good_steps, self._allowance = 0, precision.hysteresis
         self._precision = precision
-        if self.dynamic:
-            self.scale = max(precision.initial_loss_scale, precision.min_loss_scale)
+        self.scale = 1.0
+        if precision.fp16:
+            first = max(precision.initial_loss_scale, precision.min_loss_scale)
+            self.scale = precision.loss_scale or first
 
     def update(self, overflow: bool) -> None:
         """Count a step that was taken, or skipped by overflow."""
@@ -221,17 +222,13 @@ class Engine:
         for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
             group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
-        self._own_gradients = {
-            p: bucket.own_gradients[place]
-            for bucket in self._zero.buckets
-            for p, _, place in bucket.owned()
-        }
         owned = [
-            (p, first, place.stop - place.start, master, place)
+            (p, first, place.stop - place.start, place, bucket, master)
             for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
             for p, first, place in bucket.owned()
         ]
-        for p, first, count, master, place in owned:
+        self._own_gradients = {p: bucket.own_gradients[place] for p, *_, place, bucket, _ in owned}
+        for p, first, count, place, _, master in owned:
             if p in exact:
                 master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
         exact.clear()
@@ -251,7 +248,7 @@ class Engine:
                 master.detach()[place],
                 {name: self._basic.state[master][name][place] for name in self.moment_names},
             )
-            for p, first, count, master, place in owned
+            for p, first, count, place, _, master in owned
         ]
 
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:

@@ -9,8 +9,9 @@ alone, which have a data-parallel size'th of the elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,10 +107,9 @@ class Gradients:
 
     def collect(self) -> None:
         """Take gradients that were put into `.grad` without autograd, where no hook sees them."""
-        for p, sink in self._sinks.items():
+        for p in self._sinks:
             if p.grad is not None:
-                sink.add(p.grad)
-                p.grad = None
+                to_sink(p)
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._seen[p] += 1
@@ -348,44 +348,35 @@ class Bucket:
         """Return the whole gradient sum of a parameter, in its shape."""
         return self.gradients.narrow(0, self.starts[p], p.numel()).view(p.shape)
 
-    def held(self, p: torch.nn.Parameter) -> tuple[int, int]:
-        """Return [start, stop) of a parameter within what this rank owns; empty where other ranks
-        own all of it.
-        """
-        size = len(self.own_weights)
-        start = self.starts[p] - self.rank * size
-        return min(max(start, 0), size), min(max(start + p.numel(), 0), size)
-
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield each parameter of which this rank owns elements, the first of them, and where they
         are in its part.
         """
-        begin = self.rank * len(self.own_weights)
+        size = len(self.own_weights)
         for p in self.parameters:
-            start, stop = self.held(p)
+            begin = self.starts[p] - self.rank * size
+            start, stop = max(begin, 0), min(begin + p.numel(), size)
             if start < stop:
-                yield p, max(0, begin - self.starts[p]), slice(start, stop)
-
-    def reduced(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Return this rank's part of the gradients of some parameters; adjacent ones are one flat
-        tensor.
-        """
-        wanted, runs = set(parameters), list[tuple[int, int]]()
-        for p in self.parameters:
-            start, stop = self.held(p)
-            if p not in wanted or start == stop:
-                continue
-            if runs and runs[-1][1] == start:
-                start = runs.pop()[0]
-            runs.append((start, stop))
-        return [self.own_gradients[start:stop] for start, stop in runs]
+                yield p, start - begin, slice(start, stop)
 
 
 def owned_gradients(
     buckets: Iterable[Bucket], parameters: Collection[torch.nn.Parameter]
 ) -> list[torch.Tensor]:
-    """Return this rank's part of the gradients of some parameters, as flat tensors."""
-    return [part for bucket in buckets for part in bucket.reduced(parameters)]
+    """Return this rank's part of the gradients of some parameters; adjacent ones are one flat
+    tensor.
+    """
+    found, wanted = list[torch.Tensor](), set(parameters)
+    for bucket in buckets:
+        runs = list[slice]()
+        for p, _, place in bucket.owned():
+            if p not in wanted:
+                continue
+            if runs and runs[-1].stop == place.start:
+                place = slice(runs.pop().start, place.stop)
+            runs.append(place)
+        found += [bucket.own_gradients[run] for run in runs]
+    return found
 
 
 def reduce_to_owners(bucket: Bucket, group: Group) -> list[Any]:
@@ -465,20 +456,10 @@ class WeightGather:
         for chunk in chunks:
             users = getattr(chunk, "weight_users", None)
             for module, parameters in users() if users else [(chunk, list(chunk.parameters()))]:
-                module.register_forward_pre_hook(self._waits_for(parameters, of))
+                needed = list(dict.fromkeys(of[p] for p in parameters if p in of))
+                module.register_forward_pre_hook(partial(self._wait, needed))
             for module in chunk.modules():
                 module.register_state_dict_pre_hook(lambda *_: self.wait())
-
-    def _waits_for(
-        self, parameters: Sequence[torch.nn.Parameter], of: Mapping[torch.nn.Parameter, Bucket]
-    ) -> Callable[..., None]:
-        needed = list(dict.fromkeys(of[p] for p in parameters if p in of))
-
-        def before(*_: Any) -> None:
-            if self._works:
-                self._wait(needed)
-
-        return before
 
     @torch.no_grad()
     def start(self) -> None:
@@ -494,10 +475,11 @@ class WeightGather:
         """Wait until all weights are there."""
         self._wait(list(self._works))
 
-    def _wait(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            for work in self._works.pop(bucket, ()):
-                work.wait()
+    def _wait(self, buckets: Iterable[Bucket], *_: Any) -> None:
+        if self._works:
+            for bucket in buckets:
+                for work in self._works.pop(bucket, ()):
+                    work.wait()
 
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]

@@ -178,7 +178,7 @@ class SGD(Untraced, torch.optim.SGD):
 class FusedAdamW(Untraced, torch.optim.Optimizer):
     """AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients in fp32 or 16 bit.
 
-    params  as torch's optimizers take them; lr, betas, eps, weight_decay are numbers
+    params  parameter groups as torch's optimizers take them, with weight_decay in each
 
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
     left out. State: `exp_avg` and `exp_avg_sq`, fp32.
@@ -193,14 +193,11 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "step": 0})
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0

@@ -1,10 +1,10 @@
 """The time of each pass of a training step, from seconds per stage and per boundary: the executor's
 lists on a clock.
 
-Each rank goes through its own list of a schedule, with receives posted ahead, sends in
-flight and messages that follow each other on their links, as the executor runs it (schedule.py,
-executor.py). Nothing is a formula for a bubble. Times are counted in whole ticks, a power of two of
-the caller's unit, so that sums are exact in any order.
+Each rank goes through its own list of a schedule as the executor does: receives are posted ahead,
+sends are in flight, and messages follow each other on their links (schedule.py, executor.py). There
+is no formula for a bubble. Times are counted in whole ticks, a power of two of the caller's unit, so
+that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class StageTimes:
     forward   a forward pass
     backward  a whole backward pass; for 'zb-h1' its first half, the gradient of the input (and
               recomputation)
-    weight    for 'zb-h1' the second half, the gradients of the weights; for other schedules not
-              looked at
-    first     what the stage's first forward pass takes longer, for instance waiting for gathered
+    weight    for 'zb-h1' the second half, the gradients of the weights; other schedules ignore it
+    first     extra time of the stage's first forward pass, for instance to wait for gathered
               weights
     """
 
@@ -79,9 +78,9 @@ class Boundaries:
 
     forward   to the next rank, from the last one to the first (only where there are several chunks)
     backward  to the previous rank, from the first one to the last
-    duplex    the two directions of a pair of ranks do not hold each other up. Without, a pair's
-              messages follow each other in the order of being posted, as in the one communicator
-              that NCCL and RCCL have for a pair.
+    duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
+              messages follow each other in the order in which they are posted, as in the one
+              communicator that NCCL and RCCL have for a pair.
     """
 
     forward: tuple[Boundary, ...]
@@ -96,8 +95,8 @@ class Pipeline:
     schedule, size, chunks, micro_batches   as build_schedule takes them
     times        by global stage: size * chunks values each
     boundaries   by pipeline rank; None for messages that cost nothing
-    cores        number of cores that the ranks share: while more are wanted, all compute more
-                 slowly, alike. None: nothing is shared.
+    cores        number of cores that the ranks share: while more are needed, all ranks slow down
+                 equally. None: nothing is shared.
     demand       cores that a rank keeps busy while it computes
     """
 
@@ -121,11 +120,11 @@ class PipelineRun:
 
     busy           time spent computing
     waited         time spent waiting until the rank is done
-    message_wait   the part of `waited` after the result waited for had been computed: what messages
-                   cost, and what is lost where stages differ so that a receive is posted late
+    message_wait   the part of `waited` after the awaited result had been computed: the cost of
+                   messages, and of receives that are posted late because stages differ
     ends           when the rank is done: its last pass, and what it has sent
 
-    By global stage, for what is done behind passes (gathering weights, reducing gradients):
+    By global stage, for what overlaps with passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
     last_backward_start   start of the last pass that makes gradients of weights (under 'zb-h1' a
@@ -177,15 +176,15 @@ def run_pipeline(pipeline: Pipeline) -> PipelineRun:
 
 @lru_cache(maxsize=1)  # a plot and a trace are made of the same run
 def timeline(run: PipelineRun) -> Timeline:
-    """Return the passes of each rank of a run with start and end, in order. Takes memory for large
-    pipelines.
+    """Return the passes of each rank of a run with start and end, in order. Large pipelines take
+    much memory.
     """
     lists, done, scale = _run(run.pipeline)
     return _timeline(lists, done.starts / scale, done.ends / scale)
 
 
 def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0) -> Timeline:
-    """Run the computations of all ranks, with results that travel by themselves in `latency`."""
+    """Run the computations of all ranks; results arrive `latency` later without being posted."""
     passes = [
         np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
         for instructions in schedule
@@ -226,7 +225,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
     )
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
-        # as on a pipeline of one rank, or where an order splits some
+        # a whole pass, as on a pipeline of one rank, or where an order splits only some
         passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
     messages, boundaries = np.zeros((4, stages)), pipeline.boundaries
     if boundaries is not None:

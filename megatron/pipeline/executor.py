@@ -1,5 +1,5 @@
-"""Run this rank's instructions of a pipeline schedule on any callables that map a hidden state to a
-hidden state.
+"""Execution of this rank's instructions of a pipeline schedule, on any callables that map a hidden
+state to a hidden state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Executor:
                       chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
                       returns the scalar loss of the micro-batch, the others a tensor of
                       `message_shape` and `message_dtype`. In training the value of the loss is read
-                      after its backward pass, which may be what fills it in.
+                      after its backward pass, which may be where it is computed.
     schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with
                       `num_chunks` chunks on every rank.
     message_shape     shape of the hidden state between stages, or a function of the micro-batch
@@ -101,11 +101,11 @@ class Executor:
     ) -> list[torch.Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
-        `loss_weights` are one per micro-batch, by default 1 / the number of them on all
-        data-parallel ranks: what is rounded to 16 bits on the way does not depend on the layout.
-        Each is a number or a scalar on the device, and is asked for behind the forward pass of its
+        `loss_weights` are one per micro-batch, by default 1 / the number of micro-batches on all
+        data-parallel ranks, so that what is rounded to 16 bits does not depend on the layout. Each
+        is a number or a scalar on the device, and is read after the forward pass of its
         micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
-        of the last stage, an empty list elsewhere. No value is read from the device.
+        of the last stage, an empty list elsewhere. No value is copied from the device.
 
         Raises LaunchError, with the peer's rank, when a neighbour is lost.
         """
@@ -125,14 +125,14 @@ class Executor:
         return _Pass(self, micro_batches, loss_scale, weights).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
-        """The losses of the micro-batches on the rank of the last stage, an empty list elsewhere;
-        no gradients.
+        """Return the losses of the micro-batches on the rank of the last stage, an empty list
+        elsewhere; without gradients.
         """
         with torch.no_grad():
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
 
     def expected_shape(self, micro_batch: Any) -> tuple[int, ...]:
-        """Shape of the hidden state that goes from stage to stage for this micro-batch."""
+        """Return the shape of the hidden state between stages for this micro-batch."""
         return tuple(
             self.message_shape(micro_batch) if callable(self.message_shape) else self.message_shape
         )
@@ -159,8 +159,8 @@ class _Root(torch.autograd.Function):
     """A scalar from which a chunk's graph is run backward, without keeping the chunk's output
     alive.
 
-    Autograd wants the output tensor for the shape of its gradient only. Through this node the
-    gradient is handed over in a list, so the output's memory is free as soon as it has been sent.
+    Autograd needs the output tensor only for the shape of its gradient. This node takes the
+    gradient from a list instead, so the output's memory is free as soon as it has been sent.
     """
 
     @staticmethod
@@ -271,7 +271,7 @@ class _Pass:
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ConfigError(
                 f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
-                f"next stage waits for shape {list(shape)} of {dtype}: make message_shape and "
+                f"next stage expects shape {list(shape)} of {dtype}: make message_shape and "
                 "message_dtype those of the chunk's output"
             )
 
@@ -316,9 +316,9 @@ class _Pass:
 #
 # Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the
 # messages of a communicator run in the order in which they were posted, and the first message of a
-# pair sets up its communicator, which holds up both hosts. Neither can deadlock, because a schedule
-# lists the messages of all ranks in one common sequence (schedule.py). Do not post a message that is
-# not in the schedule.
+# pair sets up its communicator, which blocks both hosts. Neither can deadlock, because a schedule
+# lists the messages of all ranks in one common sequence (schedule.py). So never post a message that
+# is not in the schedule.
 
 
 class _Message(NamedTuple):
@@ -336,9 +336,7 @@ class Exchange:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
-        """Start to send `tensor`; it is kept alive until it has left and must not change until
-        then.
-        """
+        """Start to send `tensor`. It is kept alive until it has left, and must not change before."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
@@ -352,14 +350,14 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Post a receive; `take` with the same instruction hands over the tensor."""
+        """Post a receive; `take` with the same instruction returns the tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         with self._recorded(instruction, buffer):
             work = dist.irecv(buffer, self._peer(instruction), group=self._pipeline.handle)
         self._received[instruction] = _Message(instruction, work, buffer)
 
     def take(self, instruction: Instruction) -> torch.Tensor:
-        """The tensor of a posted receive, once it is there."""
+        """Wait for a posted receive and return its tensor."""
         message = self._received.pop(instruction)
         with self._recorded(instruction, message.tensor):
             message.work.wait()
@@ -370,9 +368,7 @@ class Exchange:
         self._release(0)
 
     def _release(self, keep: int) -> None:
-        """Let go of sent tensors: of those that have left, and of the oldest until at most `keep`
-        remain.
-        """
+        """Release sent tensors that have left, and wait for the oldest until at most `keep` remain."""
         while self._sent:
             oldest = self._sent[0]
             with self._blame(oldest.instruction):
@@ -390,7 +386,7 @@ class Exchange:
 
     @contextmanager
     def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:
-        """A message that may hold up this rank; an error names the neighbour."""
+        """Record a message that may block this rank; an error in it names the neighbour."""
         flight, call = self._pipeline.flight, b"send" if instruction.op in SENDS else b"receive"
         flight.enter_message(call, self._pipeline.kind, tensor.nbytes, self._peer(instruction))
         with self._blame(instruction):

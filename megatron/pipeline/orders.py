@@ -48,9 +48,9 @@ SENDS = frozenset((Op.SEND_FORWARD, Op.SEND_BACKWARD))
 RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
-"""Messages that a rank has on their way at most: their tensors are kept until they have left, and
-some backends (gloo) only report it to a wait, so the oldest is waited for. Waiting cannot deadlock:
-the schedules run even where every send blocks."""
+"""Most messages that a rank has in flight. Their tensors are kept until they have left, which some
+backends (gloo) report only to a wait, so the oldest is waited for. Waiting cannot deadlock: the
+schedules run even where every send blocks."""
 
 _PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
 
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
     """One step of one rank.
 
     `stage` is the global stage that computes, sends or receives: chunk * pipeline size + pipeline
-    rank. A message appears twice, as SEND under the stage that produced it and as RECV under the
+    rank. A message appears twice: as SEND under the stage that produces it, and as RECV under the
     stage that needs it.
     """
 
@@ -69,7 +69,7 @@ class Instruction(NamedTuple):
 
     @property
     def peer_stage(self) -> int:
-        """The global stage at the other end of this message."""
+        """Return the global stage at the other end of this message."""
         return self.stage + _PEER_OFFSET[self.op]
 
     def __str__(self) -> str:
@@ -95,11 +95,11 @@ def one_forward_one_backward(
 
 
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients wait for idle
-    time.
+    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients are deferred to
+    idle time.
 
-    Rank r keeps r of them back, so that live micro-batches plus waiting weight gradients stay
-    within pipeline_size on every rank, which is what the first rank of 1F1B holds.
+    Rank r defers r of them, so that live micro-batches plus deferred weight gradients stay within
+    pipeline_size on every rank, which is what the first rank of 1F1B holds.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -112,12 +112,12 @@ def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: in
 
 
 def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
-    """The groups of micro-batches that pass through one chunk before the next chunk starts, larger
-    ones first.
+    """Return the sizes of the groups of micro-batches that pass through one chunk before the next
+    chunk starts, larger ones first.
 
-    Groups have pipeline_size micro-batches when these divide; what is left over is spread, so that
-    a group is never smaller than the pipeline (a rank would wait for its own output to come round)
-    and rarely much larger.
+    Groups have pipeline_size micro-batches where that divides their number. Otherwise the remainder
+    is spread over the groups, so that none is smaller than the pipeline (a rank would wait for its
+    own output to come round) and few are much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -174,7 +174,7 @@ def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
 
 
 def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
-    """Return `warm_up` forward passes, then forward and backward passes by turns, then the other
+    """Return `warm_up` forward passes, then forward and backward passes in turn, then the remaining
     backward passes.
     """
     warm_up = min(warm_up, len(forward))
@@ -184,8 +184,11 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 
 
 class Order(NamedTuple):
-    """interleaves: with several chunks per rank, where there are several ranks, not with one;
-    splits: backward passes, in two."""
+    """A named order.
+
+    interleaves  takes several chunks per rank, not one, where there are several ranks
+    splits       whether it splits backward passes in two
+    """
 
     passes: Callable[..., Any]
     interleaves: bool = False
@@ -207,10 +210,10 @@ def name_of(schedule: AnyOrder) -> str:
 def passes_of_rank(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Rows:
-    """The passes of one rank in order. A pipeline of one rank computes micro-batch by micro-batch
-    under any name.
+    """Return the passes of one rank in order. A pipeline of one rank computes micro-batch by
+    micro-batch under any name.
 
-    Raises ConfigError for passes that are not all of the rank's, each once, and forward before
+    Raises ConfigError unless they are all passes of the rank, each once, and forward before
     backward.
     """
     if isinstance(schedule, str):
@@ -243,7 +246,8 @@ def _check_passes(
     wrong |= (micro_batch < 0) | (micro_batch >= micro_batches)
     if wrong.any():
         raise ConfigError(
-            f"{what}: {tuple(rows[wrong][0].tolist())} is no (op, stage, micro-batch) of this rank"
+            f"{what}: {tuple(rows[wrong][0].tolist())} is not an (op, stage, micro-batch) of this "
+            "rank"
         )
     place = np.full((4, chunks, micro_batches), -1)
     place[op, chunk, micro_batch] = np.arange(len(rows))
@@ -253,13 +257,13 @@ def _check_passes(
     right &= np.where(split, weights > inputs, weights < 0)
     if not right.all() or (place >= 0).sum() < len(rows):
         raise ConfigError(
-            f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one "
-            "BACKWARD pass, or BACKWARD_INPUT and behind that BACKWARD_WEIGHT"
+            f"{what}: each micro-batch needs one FORWARD pass in each chunk, and after it one "
+            "BACKWARD pass, or BACKWARD_INPUT and after that BACKWARD_WEIGHT"
         )
 
 
 def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> None:
-    """Raises ConfigError for a name, a size or a combination that does not exist."""
+    """Raise ConfigError for a name, a size or a combination that does not exist."""
     if isinstance(schedule, str) and schedule not in ORDERS:
         raise ConfigError(
             f"pipeline schedule {schedule!r} does not exist: choose one of {', '.join(SCHEDULES)}"

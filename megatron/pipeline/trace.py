@@ -22,8 +22,7 @@ NAMES = {
     Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
 }
-# Above this number of passes the arrows of messages are left out: they make the file three times as
-# large.
+# Arrows of messages, which triple the size of the file, are left out above this number of passes.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
@@ -31,9 +30,9 @@ _MICROSECONDS = 1e6  # the format's unit
 def write_trace(run: PipelineRun, path: Path) -> None:
     """Write a run whose times are seconds to `path`, compressed if it ends in .gz.
 
-    One event of the trace event format (phase X) for each pass, named by what it is and its
-    micro-batch, and, in steps of up to 20,000 passes, an arrow for each message. Raises ConfigError
-    where the file cannot be written.
+    Each pass is one event of the trace event format (phase X), named by its kind and its
+    micro-batch; in steps of up to 20,000 passes each message is an arrow. Raises ConfigError where
+    the file cannot be written.
     """
     lanes = timeline(run).ranks
     try:
@@ -46,7 +45,7 @@ def write_trace(run: PipelineRun, path: Path) -> None:
                 else io.TextIOWrapper(raw, "utf-8")
             ) as file,
         ):
-            # Event by event: a large step has hundreds of thousands.
+            # Written event by event: a large step has hundreds of thousands.
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for number, event in enumerate(_events(run, lanes)):
                 file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))

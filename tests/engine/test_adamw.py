@@ -12,6 +12,7 @@ from megatron.engine.optimizer_state import OPTIMIZERS
 
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
+USUAL: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 
 # -- the optimizer alone ---------------------------------------------------------------------------
 
@@ -62,13 +63,13 @@ def test_equals_torch_in_float64() -> None:
 def test_copies_and_gradient_scale() -> None:
     """Copies for some parameters of a group only, and gradients of two types in one group."""
     mine, plain = weights(), weights()
-    ours = FusedAdamW(groups(mine), lr=1e-2)
+    ours = FusedAdamW(groups(mine), **USUAL)
     ours.gradient_scale = torch.tensor(0.5)
     ours.copies = {
         mine[0]: torch.zeros(7, 5, dtype=torch.bfloat16),
         mine[1]: torch.zeros(33, dtype=torch.float16),
     }
-    other = FusedAdamW(groups(plain), lr=1e-2)
+    other = FusedAdamW(groups(plain), **USUAL)
     for step in range(3):
         for i, (p, q) in enumerate(zip(mine, plain, strict=True)):
             q.grad = (
@@ -92,11 +93,11 @@ def test_copies_and_gradient_scale() -> None:
 def test_resumes_where_it_stood() -> None:
     """By its own state_dict, and by the engine's moments and step."""
     straight = weights()
-    optimizer = FusedAdamW(groups(straight))
+    optimizer = FusedAdamW(groups(straight), **USUAL)
     train(optimizer, straight, range(3))
     state, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in straight]
     loaded, by_hand = weights(), weights()
-    second, third = FusedAdamW(groups(loaded)), FusedAdamW(groups(by_hand))
+    second, third = (FusedAdamW(groups(of), **USUAL) for of in (loaded, by_hand))
     second.load_state_dict(state)
     create_state(third, OPTIMIZERS["adam"])
     for p, q in zip(by_hand, straight, strict=True):
