@@ -1,3 +1,1 @@
-"""What can be known before a job and read off after it: machines, placement, experiments, scaling
-reports.
-"""
+"""Prediction of a job's memory and time: machines, placement, traces, cost models and search."""

@@ -1,27 +1,25 @@
 """Time of messages and collectives on the links and network cards that they cross.
 
-A collective takes its start, its steps and its bytes over the bandwidth of the slowest group of its
-kind while all such groups run. As NCCL and RCCL count steps when they choose an algorithm
-(src/graph/tuning.cc of both):
+The time of a collective is its start, plus the latency of its steps, plus its bytes divided by the
+bandwidth of the slowest group of its kind while all such groups run. Steps are counted as NCCL and
+RCCL do when they choose an algorithm (src/graph/tuning.cc of both):
 
-    ring  (ranks - 1) steps around, of which (nodes - 1) between nodes; an all-reduce goes around
-          twice
+    ring  (ranks - 1) steps, of which (nodes - 1) between nodes; twice that for an all-reduce
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The shorter one counts. A message between stages occupies its link for its bytes, on the busiest
-link or card while all boundaries send in the same direction, and arrives a latency later. Where a
-machine's file has measured seconds (`compute.collectives`, `compute.messages`), these are
-interpolated linearly between sizes instead.
+The faster algorithm counts. A message between stages occupies its link in proportion to its bytes,
+on the busiest link or card while all boundaries send in the same direction, and arrives one latency
+later. If a machine's file has measured seconds (`compute.collectives`, `compute.messages`), these
+are interpolated linearly between sizes instead.
 
 Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in
-AxoNN's published table. A rate is *published* where that table has exactly these groups on these
-devices. Elsewhere it is *estimated* from the link table, with efficiencies that are ratios of
-published rates to it. For Frontier these are:
+AxoNN's published table. A rate is *published* if that table has exactly these groups on these
+devices. Otherwise it is *estimated*: the link table times an efficiency, the ratio of published
+rates to link widths. The efficiencies for Frontier are:
 
-    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is put
-             on the straight line between them, 76.3; a curve that saturates would lie above that
-             line
+    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is
+             interpolated linearly to 76.3; a saturating curve would give more
     cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52
              over two links of 50
     detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach
@@ -30,16 +28,16 @@ published rates to it. For Frontier these are:
              for 1, 2, 4, 8 a node
 
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One
-ring can run around a spanning tree, there and back, because links carry both directions at once; it
-is as fast as the narrowest link of the widest spanning tree. Several rings together carry no more
-than the narrowest cut, the division of the group in two with the least bandwidth across. Checked on
-published groups that no efficiency is taken from, the rules give 130 for 135 (the whole node) and
-52 for 72 (every other device): at worst a quarter too low.
+ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
+the narrowest link of the widest spanning tree. Several rings together carry no more than the
+narrowest cut: the bisection of the group with the least bandwidth. On published groups that were
+not used to fit the efficiencies, the rules give 130 against 135 (the whole node) and 52 against 72
+(every other device): at worst a quarter too low.
 
-The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide where that of {0, 1, 2, 3} is 50,
-which makes it 76 GB/s, against the published 52 and the published 72 of {0, 2, 4, 6}; the narrowest
-cut of all three is 100 GB/s. If RCCL gets no more out of that cut than in {0, 1, 2, 3}, the rate is
-52. Switches between nodes are not modelled.
+The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide, where that of {0, 1, 2, 3} is 50.
+The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for
+{0, 2, 4, 6}; the narrowest cut of all three is 100 GB/s. If RCCL gets no more out of that cut than
+in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
 """
 
 from __future__ import annotations
@@ -69,9 +67,7 @@ Step = tuple[int, int]
 """A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
 _OUT, _IN = -1, -2
 _NOWHERE, _AWAY = -1, -2
-"""Where a message goes or comes from, beside positions on the same node: it does not exist, or
-another node.
-"""
+"""Ends of a message other than a position on the same node: no message, or another node."""
 
 
 class Rate(NamedTuple):
@@ -83,10 +79,9 @@ class Rate(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Ranks that run collectives: their number, the number of nodes they span, and the stride
-    between members.
+    """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
-    rate: the slowest such group's while all of them run; None for a group of one.
+    rate: of the slowest such group while all of them run; None for a group of one.
     """
 
     ranks: int
@@ -114,8 +109,7 @@ class Channels:
 
     tensor_lane, data_lane   the tensor- and data-parallel groups
     boundaries               for each pipeline rank's boundary to the next: whether both ends are on
-                             one node -> seconds that a byte occupies the link, in the slowest
-                             replica placed so
+                             one node -> seconds per byte on the link, in the slowest such replica
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
@@ -139,9 +133,7 @@ class Channels:
         return self._collective("data-parallel", kind, n_bytes, self.data_lane)
 
     def tied_s(self, n_bytes: float) -> float:
-        """Time the sum of a tied embedding's gradients over the first and the last stage, n_bytes
-        on each.
-        """
+        """Time the all-reduce of a tied embedding's gradients, n_bytes on first and last stage."""
         return self._collective("tied embedding", "all_reduce", n_bytes, self._ends)
 
     def _collective(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
@@ -172,20 +164,18 @@ class Channels:
         return start + latency + sent / (group.rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds that a message occupies its link, and its latency after that, in the
-        slowest replica.
+        """Return the seconds that a message occupies its link, and its latency after that.
 
-        The message goes from pipeline rank `sender` to the next one (forward) or the one before.
-        The first and the last rank are neighbours where chunks are interleaved.
+        Both are those of the slowest replica. The message goes from pipeline rank `sender` to the
+        next one (forward) or the one before. With interleaved chunks, the first and the last rank
+        are neighbours.
         """
         edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
         worst = max(self._message(*ends, n_bytes) for ends in self.boundaries[edge].items())
         return worst[1], worst[0] - worst[1]
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds from sending to arrival, and those of them that the link is
-        occupied.
-        """
+        """Return the seconds from sending to arrival, and how many of them occupy the link."""
         measured = self._cluster.figures.get("messages")
         points = (
             []
@@ -226,16 +216,15 @@ class Channels:
 
     @property
     def confidence(self) -> Confidence:
-        """The figures that the results so far rest on."""
+        """Figures that the results so far are based on."""
         return Confidence.of(self._used.values())
 
 
 def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
-    """List the measured bytes and seconds of groups like this one: as many ranks, on one node or on
-    several.
+    """List the measured bytes and seconds of groups like this one.
 
-    Where several such groups were measured, the one with the nearest number of nodes counts, then
-    the nearest stride.
+    Such a group has as many ranks and, like this one, is on one node or on several. If several were
+    measured, the one with the nearest number of nodes counts, then the nearest stride.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -247,11 +236,10 @@ def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
 
 
 def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
-    """Interpolate linearly. Before the first point its value holds, after the last one the slope of
-    the last line.
+    """Interpolate linearly; constant before the first point, last slope after the last point.
 
-    A last line that falls is noise: beyond it, as beyond a single point, values grow in proportion
-    to the last point.
+    A negative last slope is noise: beyond it, as beyond a single point, values are proportional to
+    the last point.
     """
     last, end = points[-1]
     if x <= last:
@@ -265,10 +253,9 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
 
 @functools.cache
 def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-    """List the paths from device a to b with the fewest links and, among those, the widest
-    narrowest link.
+    """List the shortest paths from device a to b that have the widest bottleneck link.
 
-    Which of several the hardware takes is not known.
+    If there are several, it is not known which one the hardware takes.
     """
     paths: list[tuple[int, ...]] = [(a,)]
     while not (found := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
@@ -287,8 +274,9 @@ def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
 
 
 class NodeLinks:
-    """Bandwidth of a node's links and cards. card, detour, cut: the efficiencies that the module's
-    text explains.
+    """Bandwidth of a node's links and cards.
+
+    card, detour, cut: efficiencies, as explained in the module's docstring
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -322,7 +310,7 @@ class NodeLinks:
     def rate_of_link(self, width: float) -> float:
         """Return the GB/s of one message, or of a ring, over direct links of this width.
 
-        The rate is interpolated between published widths; beyond them it is the same share of the
+        The rate is interpolated between published widths; beyond them it is proportional to the
         width.
         """
         if not self._by_width:
@@ -333,15 +321,13 @@ class NodeLinks:
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
-        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 if it is
-        not connected.
-        """
+        """Return the GB/s of one ring, there and back on a spanning tree; 0 if not connected."""
         group, through = frozenset(group), frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
     def narrowest_cut(self, group: Iterable[int]) -> float:
-        """Return the GB/s across the division of the group in two that has the least."""
+        """Return the GB/s across the bisection of the group that has the least bandwidth."""
         first, *others = sorted(group)
         return min(
             sum(
@@ -374,17 +360,16 @@ class NodeLinks:
         width = self.widest_ring(group)
         if not width:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
-            # Which links the detours take is not known: all groups are counted as if they took the
-            # same.
+            # It is not known which links the detours take: assume that all groups share the same.
             return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
         ring, cut = self.rate_of_link(width), self.cut * self.narrowest_cut(group)
         return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
 
     def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
-        """Return the rate between nodes of each of a node's groups that have members elsewhere, all
-        running at once.
+        """Return the inter-node rate of each group of a node that spans nodes, all running at once.
 
-        A group uses the cards of all its devices here; groups that use a card share it evenly.
+        A group uses the cards of all its devices here; groups that use the same card share it
+        evenly.
         """
         cluster, sizes = self.cluster, set(map(len, crossing))
         cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
@@ -418,8 +403,7 @@ node_links = functools.cache(NodeLinks)
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
 ) -> tuple[Group, Group, Group, list[dict[bool, float]], Rate]:
-    """Return the groups of tensor and data parallelism and of the first and last stage,
-    Channels.boundaries, and the rate of the slowest boundary."""
+    """Return the tensor, data and tied-embedding groups, the boundaries and their slowest rate."""
     devices, links = len(order), node_links(cluster)
     tensor = _group(links, layout.world_size, order, layout.strides[0], layout.tensor)
     data = _group(links, layout.world_size, order, layout.strides[1], layout.data)
@@ -442,9 +426,7 @@ def _lanes(
 
 
 def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int) -> Group:
-    """Describe groups of `size` ranks by the slowest one; a ring between nodes counts its members
-    on each node.
-    """
+    """Describe groups of `size` ranks by the slowest one."""
     if size == 1:
         return Group(1, 1, stride)
     rates, devices = list[Rate](), len(order)
@@ -460,8 +442,7 @@ def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, si
 def groups_on_nodes(
     world: int, devices: int, stride: int, size: int
 ) -> set[frozenset[tuple[int, ...]]]:
-    """Find all different ways in which groups lie on a node: the positions there of each group's
-    members.
+    """Find all distinct arrangements of groups on a node, as the positions of their members.
 
     stride  ranks from one member of a group to the next; rank r is at position r % devices of node
             r // devices
@@ -478,21 +459,19 @@ def groups_on_nodes(
 
 @functools.lru_cache(maxsize=1024)
 def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
-    """Find the different kinds of nodes and of messages to next stages, over all ranks.
+    """Find the distinct kinds of nodes and of messages to the next stage, over all ranks.
 
-    nodes     for each kind where the message of each position goes, and where that to it comes
-              from: a position of the node, _AWAY or _NOWHERE
-    messages  (pipeline rank that sends, its position, position that receives or _AWAY)
-    wraps     the last rank of a pipeline sends to its first one, too
+    nodes     for each kind of node and each position: the destination of its message and the source
+              of the one it receives, each a position of the node, _AWAY or _NOWHERE
+    messages  (sending pipeline rank, its position, receiving position or _AWAY)
+    wraps     the last rank of a pipeline also sends to the first one
     """
     stride, size = layout.strides[2], layout.pipeline
     ranks = np.arange(layout.world_size)
     stage, node = ranks // stride % size, ranks // devices
 
     def places(step: int, end: int) -> Any:
-        """Locate the neighbours, one `step` on and from the `end` of the pipeline all the way
-        around.
-        """
+        """Locate the neighbours one `step` further; the `end` of the pipeline wraps around."""
         found = ranks + np.where(stage == end, -step * (size - 1), step)
         place = np.where(found // devices == node, found % devices, _AWAY)
         return np.where((stage == end) & (not wraps), _NOWHERE, place)
@@ -508,8 +487,10 @@ def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[A
 def _boundaries(
     links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool
 ) -> list[dict[bool, float]]:
-    """Find for each boundary, by whether its ends are on one node, the most seconds that a byte
-    occupies a link or a card while all boundaries send forward."""
+    """Find each boundary's most seconds per byte on a link or card, within and between nodes.
+
+    All boundaries send forward at the same time.
+    """
     nodes, messages = _messages_on_nodes(layout, len(order), wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
@@ -537,9 +518,11 @@ def _boundaries(
 def _path(
     links: NodeLinks, source: int | None, target: int | None
 ) -> tuple[frozenset[Step], float]:
-    """Return the links and cards that a message between two devices takes (None: a device of
-    another node), and the factor by which it takes longer than they allow. A message with several
-    equal paths is counted on all of them."""
+    """Return the links and cards that a message takes, and its slowdown against their bandwidth.
+
+    A device of None is on another node. A message with several equal paths is counted on all of
+    them.
+    """
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"

@@ -1,6 +1,4 @@
-"""Seconds of a pass: its computations on the device, its messages on the links, one clock for
-each.
-"""
+"""Simulated time of a pass: a clock for computations on the device, one for its messages."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ if TYPE_CHECKING:
     from megatron.planner.cluster import Cluster
 
 MessageSeconds = Callable[[str, float], float]
-"""Seconds of a collective of the tensor-parallel group, by kind and bytes of the whole tensor."""
+"""Function from a tensor-parallel collective's kind and whole tensor's bytes to its seconds."""
 
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
-    """Return the rates of a machine and format, one object for each: it keeps what it has
-    computed.
-    """
+    """Return the rates of a machine and dtype; one object for each, which caches its results."""
     return Rates(cluster, dtype_name)
 
 
@@ -45,9 +41,7 @@ def seconds_of(operation: Computation, rates: Rates) -> float:
 
 
 def crowding(config: Config, cluster: Cluster) -> float:
-    """Count the ranks that share a core while all of a node compute; 1 where devices compute by
-    themselves.
-    """
+    """Count the ranks that share a core while a whole node computes; 1 for GPUs."""
     if cluster.shared_cores is None:
         return 1.0
     return max(
@@ -56,7 +50,7 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass: computations, those of recomputation, and waiting for messages."""
+    """Seconds of one pass: computation, recomputation, and waiting for messages."""
 
     compute: float
     again: float
@@ -69,8 +63,7 @@ class PassSeconds(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
-    """Return messages with the seconds of computations between them, and the seconds of
-    computations and of recomputation."""
+    """Return a pass's messages and the seconds between them, then its compute and recompute time."""
     found: list[float | Post | Wait] = []
     sums = {False: 0.0, True: 0.0}
     since = 0.0
@@ -88,11 +81,10 @@ def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, fl
 def pass_seconds(
     of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
 ) -> PassSeconds:
-    """Run a pass on a clock. A message that nobody waits for in it is hidden behind the next pass.
+    """Simulate a pass. A message without a wait in it overlaps with the next pass.
 
     message_s  None: messages take no time
-    hides      the device computes while a message travels; without, who posts a message waits for
-               it at once
+    hides      messages overlap with computation; otherwise each is waited for when it is posted
     """
     timed, compute, again = _timed(of, rates)
     if message_s is None:

@@ -1,8 +1,7 @@
-"""Description of a machine: devices and links of a node, its network, its queue limits, and
-published figures.
+"""Description of a machine: a node's devices and links, network, queues, published figures.
 
-The facts are in TOML files beside this module (`clusters/`), one for each known machine; a file of
-the same form describes another one. Needs no torch, so that a login node can read it.
+Each known machine has a TOML file in `clusters/`; a file of the same form describes another one.
+This module does not need torch, so that it works on a login node.
 
 >>> load_cluster("frontier").link_gb_per_s(0, 1)
 200.0
@@ -29,11 +28,11 @@ CLUSTERS = Path(__file__).with_name("clusters")
 
 # -- dataclasses as TOML files ---------------------------------------------------------------------
 #
-# Each field names its key (`at`); pydantic reads and checks it by its annotation. A NamedTuple with
-# defaults is a table in the file; any other one is a row, as are the entries of a mapping whose
-# keys are tuples.
+# `at` gives each field its key; pydantic reads and checks the value against the annotation. A
+# NamedTuple with defaults is a table in the file. Any other NamedTuple is a row, and so is each
+# entry of a mapping whose keys are tuples.
 
-_MOST_BYTES = 1 << 22  # of a file: measured ones have some ten thousand
+_MOST_BYTES = 1 << 22  # of a file: measured ones have about ten thousand
 _MOST_COUNT, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
 
 Whole = Annotated[int, Strict(), Field(ge=0, le=_MOST_COUNT)]
@@ -43,9 +42,7 @@ Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
 def at(key: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that stands under `key` ("table.name") in the file; without a default it has
-    to be there.
-    """
+    """Declare a field under `key` ("table.name") of the file; required without a default."""
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -53,8 +50,9 @@ def at(key: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 class Facts:
-    """Contents of a parsed file. Raises ConfigError, with file and key, for what is missing, wrong
-    or misspelt.
+    """Contents of a parsed file.
+
+    Raises ConfigError with file and key for a missing, wrong or misspelt value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +75,7 @@ class Facts:
         value = self.find(key)
         if value is None:
             if default is dataclasses.MISSING:
-                raise self.error(key, "is missing: see the files of known machines for what it is")
+                raise self.error(key, "is missing: see the files of known machines for its meaning")
             return default
         if get_origin(kind) is Mapping and get_args(kind)[0] is not str and isinstance(value, list):
             value = {tuple(row[:-1]): row[-1] for row in value if isinstance(row, list) and row}
@@ -106,7 +104,7 @@ class Facts:
         for key in self._unknown(self._tables, ""):
             raise self.error(
                 key,
-                "is no fact that is known here: see the files of known machines for all of them",
+                "is not a known key: see the files of known machines for all keys",
             )
 
     def _unknown(self, table: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -148,20 +146,19 @@ class Cluster:
     nic_of_device        the card, by its place in `nics`, that each device uses; nic_on_device: the
                          devices with a card
     cores_of_device      first and last core next to each device
-    local_order          local rank i of a full node runs next to device local_order[i]
-    device_orders        orders of a node's devices worth a try
+    local_order          device that is closest to the cores of local rank i of a full node
+    device_orders        orders of a node's devices that are worth trying
     collective_gb_per_s  (devices of faster directions inside, size of the group) -> published GB/s
                          of one group's collectives while all groups of a node run them, devices in
                          order; size 0: on several nodes
-    bands                the least that a healthy node measures
-    wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the default
-                         ones
-    nvme_path            node-local disk; "" where there is none
-    sources              where each figure is from: published, computed or assumed
-    device_type          "cuda" for a GPU of any make, as torch calls it, or "cpu"
-    compute              what its devices and links do in how much time (compute.py)
-    shared_cores         cores that all processes of a node compute on together, where devices are
-                         no more than that (a CPU machine); None: every device computes by itself
+    bands                lower bounds of the figures that a healthy node measures
+    wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
+    nvme_path            node-local disk; "" for none
+    sources              source of each figure: published, computed or assumed
+    device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
+    compute              figures of the speed of devices and links (compute.py)
+    shared_cores         on a CPU machine, the cores that all processes of a node share; None if each
+                         device computes by itself
     """
 
     name: str = at("name")
@@ -194,7 +191,7 @@ class Cluster:
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """Figures of `compute`, with assumed ones where it has none."""
+        """Figures of `compute`, completed with assumed ones."""
         return {**assumed_figures(self.peak_tflops), **self.compute.figures}
 
     def with_bandwidths(self, factor: float) -> Cluster:
@@ -209,16 +206,15 @@ class Cluster:
         )
 
     def link_gb_per_s(self, a: int, b: int) -> float:
-        """Return the bandwidth of the direct link between two devices of a node; 0 where there is
-        none.
-        """
+        """Return the bandwidth of the direct link between two devices of a node; 0 for none."""
         return self.links.get((min(a, b), max(a, b)), 0.0)
 
     def reached(
         self, group: Collection[int], least: float = 0.0, through: Collection[int] = ()
     ) -> bool:
-        """Return whether links of at least `least` GB/s connect a group of devices, over its
-        members and `through`.
+        """Return whether links of `least` GB/s or more connect a group of devices.
+
+        Paths lead over its members and over `through`.
         """
         reached, before = {min(group)}, 0
         while len(reached) > before:
@@ -231,10 +227,10 @@ class Cluster:
     def wall_limit_hours(
         self, nodes: int, partition: str | None = None, qos: str | None = None
     ) -> float:
-        """Return the longest job of so many nodes, in hours.
+        """Return the longest wall time of a job of this many nodes, in hours.
 
-        Raises ConfigError for a partition or qos that is not known, and for more nodes than it or
-        the machine gives.
+        Raises ConfigError for an unknown partition or qos, and for more nodes than it or the
+        machine allows.
         """
         where = self._queue("partition", self.partitions, partition)
         how = self._queue("qos", self.qos, qos)
@@ -246,10 +242,10 @@ class Cluster:
         ):
             if allowed is not None and nodes > allowed:
                 raise ConfigError(
-                    f"{nodes} nodes are more than the {allowed} that {text} gives a job: use fewer"
+                    f"{nodes} nodes are more than the {allowed} that {text} allows: use fewer"
                 )
         if nodes < 1:
-            raise ConfigError(f"a job has at least one node, got {nodes}")
+            raise ConfigError(f"a job needs at least one node, got {nodes}")
         by_size = [
             limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
         ]
@@ -263,17 +259,17 @@ class Cluster:
             if name in (None, queue.name):
                 return queue
         raise ConfigError(
-            f"cluster {self.name} has no {kind} '{name}': known are "
+            f"cluster {self.name} has no {kind} '{name}': choose one of "
             f"{', '.join(q.name for q in known)}"
         )
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield keys of facts that contradict others, each with what is wrong with it."""
+        """Yield the key of each fact that contradicts another one, and the problem."""
         devices, n = set(range(self.devices_per_node)), self.devices_per_node
         if not {device for pair in self.links for device in pair} <= devices or any(
             a == b for a, b in self.links
         ):
-            yield "links.gb_per_s", f"has a row that is no pair of the devices 0 to {n - 1}"
+            yield "links.gb_per_s", f"has a row that is not a pair of devices 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
         if len(self.cores_of_device) != n:
@@ -283,7 +279,7 @@ class Cluster:
             ("nics.on_device", self.nic_on_device, len(self.nics), n),
         ):
             if len(values) != count or not set(values) <= set(range(known)):
-                yield key, f"{list(values)} are not {count} numbers of 0 to {known - 1}"
+                yield key, f"{list(values)} are not {count} numbers from 0 to {known - 1}"
         for key, orders in (
             ("cores.local_order", [self.local_order]),
             ("placement.device_orders", self.device_orders),
@@ -293,11 +289,11 @@ class Cluster:
                     yield key, f"{list(order)} does not name each of the devices 0 to {n - 1} once"
         for key, queues in (("slurm.partitions", self.partitions), ("slurm.qos", self.qos)):
             if not queues:
-                yield key, 'is empty: name one at least, such as { name = "batch" }'
+                yield key, 'is empty: name at least one, such as { name = "batch" }'
 
 
 def known_clusters() -> tuple[str, ...]:
-    """List the machines whose description comes with this package."""
+    """List the machines that this package describes."""
     return tuple(sorted(path.stem for path in CLUSTERS.glob("*.toml")))
 
 
@@ -320,7 +316,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 @functools.cache
 def read_cluster(path: Path) -> Cluster:
-    """Load the machine that a file describes; a path is read once.
+    """Load the machine that a file describes; each path is read only once.
 
     Raises ConfigError with the file and the fact that is wrong.
     """
@@ -345,9 +341,7 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """Return all figures of a machine of which nothing is known but the peaks of matrix products,
-    by dtype.
-    """
+    """Return assumed figures for a machine with only its peak TFLOP/s by dtype known."""
     found, largest = {}, max(peak_tflops.values(), default=100.0)
     for name, figure in _for_a_peak_of_one().items():
         kind, _, dtype = name.partition(".")
@@ -388,30 +382,27 @@ def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
     if not source:
         raise facts.error(
             f"sources.{key.replace('.', '_')}",
-            f"missing: expected a text that says where {key} is from",
+            f"missing: expected a text that names the source of {key}",
         )
     return Figure(name, points, basis, source, low, high)
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
-    """Return the text of [sources] for a figure of [compute], under the longest beginning of its
-    name; "" for none.
-    """
+    """Return the text of [sources] under the longest prefix of a figure's name; "" for none."""
     parts = f"compute.{figure}".replace(".", "_").split("_")
     names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((sources[known] for known in names if known in sources), "")
 
 
 def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
-    """Write a file that `read_cluster` reads as the same machine; `heading` becomes comments at its
-    top.
+    """Write a file that `read_cluster` reads back as the same machine.
 
-    Raises ConfigError when it cannot be written.
+    `heading` becomes comments at its top. Raises ConfigError if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose a file that can be written") from error
+        raise ConfigError(f"{path}: {error.strerror}: choose a writable path") from error
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     tables, sources = tables_of(cluster), dict(cluster.sources)
     for name, figure in cluster.compute.figures.items():
@@ -419,7 +410,7 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
         if source_of(sources, name) != figure.source:
             sources[f"compute_{name.replace('.', '_')}"] = figure.source
     text = render_tables({**tables, "sources": sources})
-    write_text(path, comments + text, choose="a file that can be written")
+    write_text(path, comments + text, choose="a writable path")
 
 
 def _facts_of(figure: Figure) -> dict[str, Any]:
@@ -432,9 +423,7 @@ def _facts_of(figure: Figure) -> dict[str, Any]:
 
 
 def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
-    """Return the fields of a dataclass by table ("" for none) and name, without those that are None
-    or empty.
-    """
+    """Return a dataclass's fields by table ("" for none) and name, without None and empty ones."""
     found: dict[str, dict[str, Any]] = {"": {}}
     for field in dataclasses.fields(facts):
         table, _, name = field.metadata.get("key", "").rpartition(".")
@@ -449,7 +438,7 @@ def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
 
 
 def render_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write TOML that is read as the same tables."""
+    """Render tables as TOML that parses to the same tables."""
     lines: list[str] = []
     for name, values in tables.items():
         lines += ["", f"[{name}]"] if name else []
@@ -464,8 +453,8 @@ def _key(name: str) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        # A basic string of TOML is one of JSON, where characters beyond 16 bits are not escaped in
-        # halves, and DEL is.
+        # A basic string of TOML is a JSON string, except that characters beyond 16 bits are not
+        # escaped as surrogate pairs, and that DEL is escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if getattr(value, "_field_defaults", None):
         value = {name: item for name, item in value._asdict().items() if item is not None}

@@ -1,11 +1,11 @@
-"""Figures of a machine's speed in computing and sending, each with its source.
+"""Figures of a machine's compute and communication speed, each with its source.
 
-A figure is one number or a set of points; its last column is what was measured, the others say for
-what. In a machine's file (`clusters/*.toml`) it is a table under [compute], with `value` or
-`points`, a `basis` and, where that is known, a `range`: factors between which it is believed to
-lie. [sources] has its source under `compute_` and its name with underscores for dots, or under a
-beginning of that. What a file does not give is assumed (`assumed.toml`), rates as a share of the
-peak.
+A figure is one number or a set of points, whose last column is the measured value and whose other
+columns are the arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
+with `value` or `points`, a `basis` and, if known, a `range`: lower and upper factor of its
+uncertainty. Its source is in [sources], under `compute_` plus its name with underscores for dots,
+or under a prefix of that. Figures that a file lacks are assumed (`assumed.toml`), rates as a share
+of the peak.
 
 Names of figures, columns, units:
 
@@ -14,15 +14,15 @@ Names of figures, columns, units:
                                pairs counted
     attention.DTYPE.backward   the same; counted as 2.5 times the forward's operations
     memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is
-                               copy, norm, activation, residual, loss or embedding; where one is not
-                               there, copy counts
-    kernel_s                   s that a kernel takes at least
+                               copy, norm, activation, residual, loss or embedding; copy replaces a
+                               missing one
+    kernel_s                   shortest s of a kernel
     update_gb_per_s            GB/s of the optimizer's update, bytes read and written
     layer_overhead_s           s of the host for one layer's pass that device work does not hide;
-                               also layer_forward_overhead_s and layer_backward_overhead_s where the
+                               also layer_forward_overhead_s and layer_backward_overhead_s if the
                                two differ
-    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 where
-                               it is not there
+    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 if
+                               missing
     step_overhead_s            s of the host for a step
     collective_start_s         s that a collective takes to start
     hop_within_s, hop_between_s          s of one step of a ring within a node and between nodes
@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 BASES = (MEASURED, PUBLISHED, ASSUMED)
-"""From the best to the worst."""
+"""Bases of figures, from the most to the least reliable."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
@@ -81,7 +81,7 @@ COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
     "messages": 3,
 }
-"""Names of all figures and how many columns their points have."""
+"""Names of all figures, each with the number of columns of its points."""
 
 Points = tuple[tuple[float, ...], ...]
 
@@ -95,9 +95,7 @@ def is_time(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Figure:
-    """Numbers and their source. `low` and `high`: factors between which they are believed to
-    lie.
-    """
+    """Numbers and their source; `low` and `high` are the factors of their uncertainty."""
 
     name: str
     points: Points
@@ -108,7 +106,7 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """Number of a figure that has one point."""
+        """Value of a figure with a single point."""
         return self.points[0][-1]
 
     def scaled(self, factor: float) -> Figure:
@@ -119,7 +117,7 @@ class Figure:
 
     @functools.cached_property
     def used(self) -> Used:
-        """Describe the figure by its number, or by the least and the most of its points."""
+        """Summarize the figure by its value, or by the range of its points."""
         values = [point[-1] for point in self.points]
         low, high = min(values), max(values)
         text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
@@ -137,14 +135,12 @@ class Compute:
         return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
 
     def with_figures(self, figures: Iterable[Figure]) -> Compute:
-        """Return the figures with these in place of those of the same names."""
+        """Return the figures with these replacing those of the same names."""
         return Compute({**self.figures, **{figure.name: figure for figure in figures}})
 
 
 class Used(NamedTuple):
-    """Summary of a figure that an estimate rests on: its name, its numbers in short, and their
-    source.
-    """
+    """Summary of a figure that an estimate uses: name, short values, basis and source."""
 
     figure: str
     value: str
@@ -154,13 +150,13 @@ class Used(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """Figures that an estimate rests on, the best known first."""
+    """Figures that an estimate uses, the most reliable first."""
 
     used: tuple[Used, ...] = ()
 
     @classmethod
     def of(cls, used: Iterable[Used]) -> Confidence:
-        """Sort what is used by its basis, each once."""
+        """Sort distinct figures by their basis."""
         return cls(tuple(sorted(set(used), key=lambda one: (BASES.index(one.basis), one))))
 
     def __or__(self, other: Confidence) -> Confidence:
@@ -168,7 +164,7 @@ class Confidence:
 
     @property
     def worst(self) -> str:
-        """Weakest basis; measured where nothing is used."""
+        """Least reliable basis; "measured" if no figure is used."""
         return self.used[-1].basis if self.used else MEASURED
 
     @property
@@ -179,9 +175,7 @@ class Confidence:
         }
 
     def describe(self) -> str:
-        """Return one line: the number of figures of each basis, and the names of the assumed
-        ones.
-        """
+        """Return one line: the number of figures by basis, and the names of the assumed ones."""
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
         assumed = self.by_basis[ASSUMED]
         return f"inputs: {', '.join(counts) or 'none'}" + (

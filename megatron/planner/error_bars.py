@@ -1,9 +1,8 @@
-"""Uncertainty of a prediction when the figures it rests on vary within the ranges that their
-sources leave.
+"""Uncertainty of a prediction, from the ranges of the figures that it uses.
 
 Every figure of a machine's file may have a range of factors (`compute.py`). Bandwidths of links
-have none there; they are varied together by `LINK_RANGE`, which is about as far as the published
-ones of like groups lie apart.
+have none; they are varied together by `LINK_RANGE`, about the spread of published bandwidths of
+similar groups.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ LINKS = "bandwidth of links"
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one figure on a value, and its factors: `slow` where it makes steps longer, `fast`
-    the other way.
-    """
+    """Effect of one figure on a value, and the factors that make it `slow` and `fast`."""
 
     figure: str
     basis: str
@@ -37,9 +34,8 @@ class Effect:
 class Spread:
     """Predicted value and its uncertainty.
 
-    low, high   all figures at their slow, and all at their fast ends at once
-    likely      half width if the figures are off independently: root of the sum of squares of half
-                of each effect
+    low, high   range of the value with all figures at their fast or all at their slow ends
+    likely      half width for independent errors: root of the sum of squares of half the effects
     effects     one figure at a time, the strongest first
     """
 
@@ -51,8 +47,10 @@ class Spread:
 
 
 def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> Spread:
-    """Evaluate `value` on the machine as it is described, and with each figure varied whose source
-    leaves a range and that a prediction in this dtype may use."""
+    """Evaluate `value` on the machine, and with each figure varied over its range.
+
+    Only figures that have a range and that a prediction in this dtype may use are varied.
+    """
     ends = {LINKS: ("published or estimated", LINK_RANGE)}
     for name, figure in cluster.figures.items():
         other = name.startswith(("products.", "attention.")) and name.split(".")[1] != dtype
@@ -79,6 +77,6 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """Return the machine with figures, and under `LINKS` all bandwidths, multiplied."""
+    """Return the machine with figures multiplied; the key `LINKS` multiplies all bandwidths."""
     varied = dataclasses.replace(cluster, compute=Compute(cluster.figures).varied(factors))
     return varied.with_bandwidths(factors.get(LINKS, 1.0))

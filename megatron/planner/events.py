@@ -1,9 +1,9 @@
-"""Steps of one device in a pass of a stage, in order, as planner/recorder.py notes them.
+"""Steps of one device in a pass of a stage, in order, as planner/recorder.py records them.
 
-Computations follow each other on the device; messages follow each other on the links of their
-group, each from where it is posted, and a `Wait` holds the device until its message is there. So
-what hides a message is what stands between its `Post` and its `Wait`. A `Take` is a tensor's
-memory, a `Give` the moment from which nothing refers to it any more.
+Computations run one after the other on the device, messages one after the other on the links of
+their group, and a `Wait` blocks the device until its message has arrived. The computations between
+a `Post` and its `Wait` therefore overlap with the message. A `Take` allocates a tensor's memory, a
+`Give` releases it once no reference is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Again(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Collective of the tensor-parallel group over a tensor of `bytes` bytes in all."""
+    """Collective of the tensor-parallel group over a whole tensor of `bytes` bytes."""
 
     kind: str
     bytes: int
@@ -37,15 +37,13 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Point at which the device needs the message of this number; one posted in an earlier pass has
-    long arrived.
-    """
+    """Wait for the message of this number; one posted in an earlier pass has already arrived."""
 
     number: int
 
 
 class Take(NamedTuple):
-    """Memory of `bytes` bytes, before an allocator rounds them, for the tensor `id` of the trace.
+    """Allocation of `bytes` bytes, before the allocator's rounding, for the trace's tensor `id`.
 
     category  "activations" (made in a forward pass), "temporary" or "logits" (made in a backward
               pass)
@@ -67,15 +65,13 @@ Step = Product | Attention | Memory | Again | Post | Wait | Take | Give
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Steps of a pass, and for each the path of the module that runs it ("" for none)."""
+    """Steps of a pass, each with the path of the module that runs it ("" for none)."""
 
     steps: tuple[Step, ...]
     labels: tuple[str, ...]
 
     def computations(self, *, again: bool | None = None) -> Iterator[Computation]:
-        """Yield the computations in order; `again` True or False: only those of recomputation, or
-        only the others.
-        """
+        """Yield computations in order; `again` selects only (True) or no (False) recomputation."""
         return (operation for _, operation in self.labelled(again=again))
 
     def labelled(self, *, again: bool | None = None) -> Iterator[tuple[str, Computation]]:
@@ -97,10 +93,11 @@ class Pass:
 
 
 class Parameter(NamedTuple):
-    """Parameter on one tensor rank. shape: here, with padding; whole: of the model's, without.
+    """Parameter on one tensor rank.
 
-    dim      that tensor ranks divide; None where all hold the same
-    partial  its gradients on the tensor ranks are terms of a sum
+    shape    on this rank, with padding; whole: of the model's parameter, without padding
+    dim      dimension that tensor ranks divide; None if all hold the same values
+    partial  whether the gradients of the tensor ranks have to be summed
     """
 
     name: str
@@ -118,11 +115,15 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Part of the model. backward is whole; inputs and weights are the halves of a split backward
-    pass. Tensors and messages have numbers that are the same in all four: what `forward` takes and
-    does not give is kept for `backward`, or for `inputs`, whose rest is kept for `weights`.
-    hands_on: bytes of the output, which the next part keeps; tables: bytes that the first pass of a
-    run makes and all later ones use."""
+    """Part of the model with its passes.
+
+    backward is the whole backward pass; inputs and weights are its two halves if it is split.
+    Numbers of tensors and messages are shared by all four: what `forward` takes and does not give
+    is kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
+
+    hands_on  bytes of the output, which the next part keeps
+    tables    bytes that the first pass of a run allocates and all later ones use
+    """
 
     parameters: tuple[Parameter, ...]
     hands_on: int
@@ -134,13 +135,11 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Number of all parameters on one tensor rank."""
+        """Number of parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Return the share of the matrices that tensor ranks divide, of so many ranks, that only
-        pads.
-        """
+        """Return the share of padding in the matrices that this many tensor ranks divide."""
         whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
         return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
 
@@ -151,8 +150,8 @@ class Trace:
 
     embedding  on the first stage
     layer      one layer; with selective recomputation as it is set
-    again      one layer that keeps its input alone and runs forward once more in its backward pass;
-               None where no layer does (recomputation is not "full")
+    again      one layer that keeps only its input and repeats its forward pass in the backward
+               pass; None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
     """
 

@@ -1,8 +1,8 @@
-"""Device memory of a training step: a trace's tensors, added up as the schedule holds them.
+"""Device memory of a training step: the tensors of a trace, summed over those that are alive.
 
 States follow from the parameters of each pipeline rank. Not counted: the runtime and the
-communication library, which take a gigabyte or more on a GPU before training begins, buffers inside
-of kernels, and what an allocator cannot reuse. Needs torch where a trace has to be made.
+communication library, which take a gigabyte or more on a GPU before training begins, workspaces
+inside kernels, and fragmentation. Needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
-"""Bytes to a multiple of which a tensor's size is rounded up: by the caching allocator of CUDA and
-ROCm (kMinBlockSize in CUDACachingAllocator), and by torch's allocator of host memory."""
+"""Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
+CUDACachingAllocator), and of torch's allocator of host memory."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on each device of one pipeline rank, at the peak of a step.
 
-    weights      in the format of computation, embedding and output layer included
-    master       fp32 weights of the optimizer; none in fp32, where the weights are it. Under ZeRO-1
-                 a replica's part
-    moments      of the optimizer, likewise divided
+    weights      in the training dtype, including embedding and output layer
+    master       fp32 weights of the optimizer, under ZeRO-1 this replica's partition; none in fp32
+    moments      of the optimizer, partitioned likewise
     gradients    sums in fp32 or bf16
     activations  made by forward passes and kept for backward passes
     logits       of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
-    temporary    what a backward pass makes for itself, recomputed activations among it
+    temporary    tensors within a backward pass, including recomputed activations
     """
 
     rank: int
@@ -62,7 +61,7 @@ class RankMemory:
 
     @property
     def states(self) -> float:
-        """Memory held through all steps: weights, gradients and optimizer."""
+        """Memory held for the whole run: weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -81,10 +80,9 @@ _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buff
 
 
 def changes(steps: Iterable[Step], block: int, made: dict[int, Take]) -> Bytes:
-    """Write a row for each tensor that is taken or given back, its size rounded up to `block`.
+    """Write a row for each tensor that is allocated or freed, its size rounded up to `block`.
 
-    made  what there is before, and then what is left; what is given back but not in it does not
-          count
+    made  live tensors, updated in place; freeing any other tensor does not count
     """
     rows = []
     for step in steps:
@@ -102,7 +100,7 @@ def changes(steps: Iterable[Step], block: int, made: dict[int, Take]) -> Bytes:
 
 
 def find_peak(rows: Bytes) -> tuple[Bytes, int]:
-    """Add rows up until they take the most; return the sum, and how many rows these are."""
+    """Return the largest running sum of the rows, and the number of rows it adds up."""
     now = np.concatenate([NOTHING, rows]).cumsum(axis=0)
     at = int(now.sum(axis=1).argmax())
     return now[at], at
@@ -119,9 +117,7 @@ def _passes(part: Part, block: int) -> dict[str, Bytes]:
 
 
 def _as_temporary(rows: Bytes) -> Bytes:
-    """Return the rows with activations counted as temporary, as they are when a backward pass
-    recomputes them.
-    """
+    """Return the rows with activations counted as temporary, as for recomputed ones."""
     found = rows.copy()
     found[:, _TEMPORARY] += found[:, _ACTIVATIONS]
     found[:, _ACTIVATIONS] = 0.0
@@ -132,12 +128,12 @@ def _as_temporary(rows: Bytes) -> Bytes:
 
 
 class ChunkMemory(NamedTuple):
-    """Bytes of one micro-batch in one chunk, beyond what was held before.
+    """Bytes that one micro-batch adds in one chunk.
 
     kept      after the forward pass
     forward   at the peak of the forward pass
-    backward  at that of the backward pass, what was kept included
-    waiting   after a backward pass whose weight gradients wait
+    backward  at the peak of the backward pass, including what was kept
+    waiting   after a backward pass with deferred weight gradients
     """
 
     kept: Bytes
@@ -148,11 +144,13 @@ class ChunkMemory(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMemory:
-    """Follow the memory of a stage. group: layers that are recomputed together, at most; block:
-    what a tensor's size is rounded up to.
+    """Simulate the memory of a stage.
 
-    A part's output goes at the end of its forward pass, and is there as the input of the next: on
-    another stage as a message.
+    A part's output is freed at the end of its forward pass, and counts as the input of the next
+    part; on another stage it arrives as a message.
+
+    group  most layers that are recomputed together
+    block  granularity to which a tensor's size is rounded up
     """
     embedding, layer, head = (
         _passes(part, block) for part in (traced.embedding, traced.layer, traced.head)
@@ -202,7 +200,7 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
 
 
 def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
-    """List the layers of each recomputed group, and the number of such groups, in their order."""
+    """List (layers, number of groups) of the recomputed groups, in order."""
     if stage.groups_again == stage.layers_again:
         return [(1, stage.groups_again)]
     whole, rest = divmod(stage.layers_again, group)
@@ -215,18 +213,16 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
 def memory_of_ranks(
     config: Config, device: str = "cuda", *, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of every pipeline rank, or of `ranks`, in a step with the full global
-    batch.
+    """Return the memory of all pipeline ranks, or of `ranks`, in a step of the full global batch.
 
-    device   "cpu", or that of a GPU: they differ in the operators that run, and in how memory is
-             rounded
+    device   "cpu" or a GPU's: they differ in operators and in the rounding of memory
     """
     every = range(config.parallel.pipeline_model_parallel_size)
     return tuple(_memory(config, rank, device) for rank in (every if ranks is None else ranks))
 
 
 def sized_model(config: Config) -> ModelConfig:
-    """Return the model with a vocabulary: GPT-2's where only the tokenizer's files would tell."""
+    """Return the model with a vocabulary: GPT-2's if the size depends on tokenizer files."""
     model = config.model
     return (
         model
@@ -236,9 +232,7 @@ def sized_model(config: Config) -> ModelConfig:
 
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
-    """Count parameters on each device of a pipeline rank, the last one's copy of a tied embedding
-    included.
-    """
+    """Count parameters on each device of a pipeline rank, including a tied embedding's copy."""
     traced, own = (
         trace(config, device),
         stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size],
@@ -267,7 +261,7 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
 
 
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
-    """Add up passes and messages at the moment at which they take the most."""
+    """Return the bytes of passes and messages at their peak."""
     parallel, traced, m = config.parallel, trace(config, device), config.num_micro_batches()
     p, v, group = (
         parallel.pipeline_model_parallel_size,
@@ -280,7 +274,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     now = np.array([[c.backward, c.forward] for c in mine])[chunk, forward]
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     if p > 1:
-        more = int(m > 1)  # another message may be awaited while the one that came is used
+        more = int(m > 1)  # the next message may be received while the last one is in use
         awaited = np.where(
             forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)
         ) + int(v > 1)
@@ -294,9 +288,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
 
 
 def _sent(config: Config, rank: int) -> int:
-    """Count messages that a rank has sent and still keeps when it holds the most: few micro-batches
-    have few.
-    """
+    """Count sent messages that a rank still keeps at its peak; fewer with few micro-batches."""
     p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     passes = config.num_micro_batches() * v
     ahead = passes if rank < p - 1 or v > 1 else 0

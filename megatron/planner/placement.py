@@ -1,10 +1,10 @@
-"""Choice of the device of each rank, and the cost of a step's messages there.
+"""Placement of ranks on devices, and the cost of a step's messages there.
 
-A node's ranks are numbered along `device_order`; which direction varies fastest over the ranks is
-the layout's order. So both together give every rank its node, device and place in the model. They
-are chosen by the seconds that a step's messages would take if nothing hid them (channels.py), an
-upper bound, among the six orders of directions and the device orders that a machine's description
-names. For Frontier's those are the best of all 40,320 for the layouts in tests/planner.
+A node's ranks are numbered along `device_order`; the layout's order says which parallel dimension
+varies fastest over the ranks. Together they give every rank its node, device and place in the
+model. They are chosen by the seconds of a step's messages without any overlap (channels.py), an
+upper bound. Candidates are the six orders of dimensions, and the device orders in the machine's
+description. Frontier's are the best of all 40,320 for the layouts in tests/planner.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ _DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
 class StepMessages(NamedTuple):
-    """Messages of the busiest rank in a step. Bytes are of the whole tensor of one collective, or
-    of one message.
+    """Messages of the busiest rank in a step.
 
-    tensor, data   collectives of its groups -> how many
-    message_bytes  of a message between stages; messages: how many over a boundary, in each
-                   direction
-    tied_bytes     of the sum of a tied embedding's gradients over the first and the last stage; 0
-                   for none
+    Bytes are those of the whole tensor of one collective, or of one message.
+
+    tensor, data   collectives of its groups -> their number
+    message_bytes  of a message between stages; messages: number over a boundary in each direction
+    tied_bytes     of the all-reduce of a tied embedding's gradients; 0 for none
     """
 
     tensor: Counter[Message]
@@ -54,9 +53,7 @@ class StepMessages(NamedTuple):
 
 
 def step_messages(config: Config, device: str) -> StepMessages:
-    """Count the messages of a step on a "cuda" or "cpu" device, by the trace of the model's
-    parts.
-    """
+    """Count the messages of a step on a "cuda" or "cpu" device, from the model's trace."""
     parallel, precision, traced, stages = (
         config.parallel,
         config.precision,
@@ -88,8 +85,7 @@ def step_messages(config: Config, device: str) -> StepMessages:
 
 
 class MessageCost(NamedTuple):
-    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step,
-    seconds, whether the bandwidth was published, and what limits it."""
+    """Cost of one kind of message in a step of the busiest rank, with basis and bottleneck."""
 
     direction: str
     name: str
@@ -101,7 +97,7 @@ class MessageCost(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementCost:
-    """Seconds of a step's messages on a placement, as if nothing hid them."""
+    """Seconds of a step's messages on a placement, without any overlap."""
 
     parts: tuple[MessageCost, ...]
 
@@ -114,9 +110,10 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Key by which placements are compared: the time in tensor-parallel collectives, which
-        every layer waits for, while the other messages overlap with computations; then all time.
-        Rounded, so that equal costs compare equal.
+        """Key that orders placements: time of tensor-parallel collectives, then of all messages.
+
+        Every layer waits for tensor-parallel collectives, whereas other messages overlap with
+        computation. Times are rounded so that equal costs compare equal.
         """
         return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
@@ -185,14 +182,13 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 
 
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """Find the cheapest placement (PlacementCost.order); --rank-order and --device-order, where
-    given, are kept.
+    """Find the cheapest placement (PlacementCost.order), subject to --rank-order, --device-order.
 
-    Among equals the default order of directions and the plain order of devices win.
+    Ties go to the default rank order and the plain device order.
 
     Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more
-    nodes than the machine has, and for a device order that does not name each device of a node
-    once.
+    nodes than the machine has, and for a device order that is not a permutation of a node's
+    devices.
     """
     given, devices, device_orders = (
         config.parallel,
@@ -215,7 +211,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
-    """Return the placement with Megatron's order of directions, and device i for local rank i."""
+    """Return the placement with Megatron's rank order, and device i for local rank i."""
     return Placement(
         cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster)))
     )
@@ -241,13 +237,14 @@ def _layout(config: Config, order: str) -> Layout:
 
 
 def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:
-    """Raise ConfigError, which begins with what was given, for an order that is not all devices of
-    a node once each.
+    """Raise ConfigError for an order that is not a permutation of a node's devices.
+
+    The message begins with `given`.
     """
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
             f"{given or f'--device-order {plain(order)}'} does not name each device of a node of "
-            f"{cluster.name} once: they are 0 to {cluster.devices_per_node - 1}, as in "
+            f"{cluster.name} exactly once: expected 0 to {cluster.devices_per_node - 1}, as in "
             f"{plain(cluster.local_order)}"
         )
 
@@ -257,17 +254,15 @@ def plain(order: tuple[int, ...]) -> str:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Count the devices of each node that have a rank. Raises ConfigError where they do not fill
-    whole nodes.
-    """
+    """Count the used devices of each node. Raises ConfigError unless they fill whole nodes."""
     world, each = config.parallel.world_size, cluster.devices_per_node
     if world <= each:
         return world
     if world % each:
         raise ConfigError(
-            f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes "
-            f"of {each} devices: start {world // each * each} or {-(-world // each) * each} "
-            "processes, or leave ranks as launched with --cluster none"
+            f"world size {world} does not fill whole nodes of {cluster.name} ({each} devices): "
+            f"start {world // each * each} or {-(-world // each) * each} processes, or keep the "
+            "launcher's ranks with --cluster none"
         )
     if world // each > cluster.nodes:
         raise ConfigError(
@@ -278,10 +273,9 @@ def _devices_used(config: Config, cluster: Cluster) -> int:
 
 
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
-    """Choose devices and order of the ranks of this job on the machine --cluster; every process
-    finds the same.
+    """Choose the order and devices of this job's ranks on --cluster, alike in every process.
 
-    Raises ConfigError for a cluster that is not known, and orders that do not fit it.
+    Raises ConfigError for an unknown cluster, and for orders that do not fit it.
     """
     parallel = config.parallel
     assert parallel.cluster is not None
@@ -297,13 +291,13 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
         return RankPlan(
             placing,
             lambda: [
-                f" placement: rank order {order}; nothing is chosen for {launch.world_size} "
-                f"processes, which fill no whole number of nodes of {cluster.devices_per_node} "
-                f"devices ({cluster.name})"
+                f" placement: rank order {order}; devices as launched, since {launch.world_size} "
+                f"processes do not fill whole nodes of {cluster.devices_per_node} devices "
+                f"({cluster.name})"
             ],
         )
     chosen = choose_placement(config, cluster)
-    # else there are no devices to choose from
+    # otherwise there are no devices to choose from
     whole = len(chosen.device_order) == cluster.devices_per_node
     device_order = chosen.device_order if whole else ()
     placing = Placing(
@@ -316,9 +310,7 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
 
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
-    """Render both orders, and the seconds of a step's messages beside those of the naive
-    placement.
-    """
+    """Render both orders, and the message times of a step beside those of the naive placement."""
     layout, naive = placement.layout, naive_placement(config, placement.cluster)
     cost, other = placement_cost(config, placement), placement_cost(config, naive)
     rows = list[tuple[str, ...]]()

@@ -1,6 +1,4 @@
-"""Results that Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to compare
-with.
-"""
+"""Published results of Dash et al. (arXiv 2312.12705) on Frontier, for comparison."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ SEQ_LENGTH, VOCABULARY = 2048, 51200
 
 @dataclass(frozen=True)
 class Published:
-    """One of their models.
+    """Results of one of their models.
 
     percent      of 191.5 TFLOP/s, the peak of an MI250X GCD in fp16
     tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, recomputation counted
     weak, strong (GCDs, efficiency) of the largest run
     per_replica, total
-                 sequences: of each replica in weak scaling, of all in strong scaling
+                 sequences of each replica in weak scaling, of all replicas in strong scaling
     replica_gcds GCDs of a replica, tensor x pipeline size
     tensor_size  GCDs that share a layer
     """
@@ -47,7 +45,7 @@ MODELS = (
 
 
 def published(num_layers: int | None, hidden_size: int | None) -> Published | None:
-    """Find their model of these sizes; None for others.
+    """Return the results of the model with these sizes; None for any other.
 
     >>> published(96, 12288).name
     '175b'
@@ -58,5 +56,5 @@ def published(num_layers: int | None, hidden_size: int | None) -> Published | No
 
 
 def published_by_name(name: str) -> Published | None:
-    """Find their model of this name, such as '175b'."""
+    """Return the results of the model with this name, such as '175b'."""
     return next((m for m in MODELS if m.name == name.lower()), None)

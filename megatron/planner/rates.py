@@ -1,30 +1,30 @@
-"""Seconds of a device's work: matrix products by shape, attention, memory-bound kernels, the
-optimizer's update.
+"""Seconds of a device's work: products, attention, memory-bound kernels, optimizer update.
 
-**Products.** A product of [m, k] and [k, n] is put in line with others by e = 3 / (1/m + 1/n +
-1/k), the side of the cube with as many operations for each matrix element: 2 m n k operations on m
-n + m k + n k elements are 2 e / 3 each, the arithmetic intensity of a roofline. Between points, 1 /
-rate is a straight line over 1 / e, so that
+**Products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the side of
+the cube with the same number of operations per matrix element: 2 m n k operations on m n + m k + n
+k elements are 2 e / 3 per element, the arithmetic intensity of a roofline. Between points, 1 / rate
+is linear in 1 / e, so that
 
     seconds = a * operations + b * elements
 
-with a and b of the two points around it: time for arithmetic, and time for traffic and for filling
-and draining the pipeline. Beyond the outermost points the lines go on, toward large products at
-most with the peak. a and b are never negative, so that along the lines a product takes longer when
-any side grows, and has a lower rate when any side shrinks: points whose rate falls with e are
-averaged with their neighbours first (isotonic regression), and a rate that falls faster than e
-toward small ones is taken to fall like e. What is then left between a point and the lines is given
-back near that point, by a weight that falls with the squared distance of the logarithms of the
-sides: measured shapes come out as measured.
+where a and b follow from the two neighbouring points: a is the time for arithmetic, b the time for
+traffic and for filling and draining the pipeline. The lines are extended beyond the outermost
+points; for large products the rate is limited to the peak. a and b are never negative, so that
+along the lines a product takes longer if any side grows, and has a lower rate if any side shrinks.
+To this end, points whose rate falls with e are averaged with their neighbours first (isotonic
+regression), and a rate that falls faster than e toward small sizes is taken to fall like e. The
+remaining deviation of each point from the lines is added back near that point, with a weight that
+falls with the squared distance of the logarithms of the sides, so that measured shapes keep their
+measured times.
 
-**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length), between head
-sizes on a straight line over their logarithm. Operations of causal attention are half of all pairs,
-the backward pass has 2.5 times those of the forward one (Dao, arXiv 2307.08691, section 4.1).
-Attention over all pairs has twice the operations at the same rate, which is a little too slow: a
+**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length); between head
+sizes, linear in their logarithm. Causal attention counts the operations of half of all pairs, the
+backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1). Attention
+over all pairs has twice the operations at the same rate. That is slightly too slow, because a
 causal mask leaves half-filled blocks.
 
-**Memory.** Bytes over the bandwidth, on a straight line over the logarithm of the bytes between
-points, and the least time of each kernel.
+**Memory.** Bytes divided by a bandwidth that is linear in the logarithm of the bytes between
+points; at least the shortest time of a kernel.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Confidence, Figure
 
 BACKWARD_OPERATIONS = 2.5
-"""Operations of attention's backward pass for each one of its forward pass, scores made again."""
+"""Ratio of operations, backward to forward pass of attention, with recomputed scores."""
 
 _NEAR = math.log(1.5) ** 2
-"""Squared distance of logarithms at which half of a point's own deviation is given back."""
+"""Squared distance of logarithms at which half of a point's deviation is added back."""
 
 
 class Rates:
-    """Seconds of one device of a machine, computing in a dtype: 'float16', 'bfloat16' or 'float32'.
+    """Compute times of one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
-    Raises ConfigError for a dtype of which the machine's file knows no peak and no figures.
+    Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
     """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
@@ -61,8 +61,8 @@ class Rates:
         ):
             if name not in self._figures:
                 raise ConfigError(
-                    f"{cluster.path or cluster.name}: compute.{name}: neither this nor "
-                    f"device.peak_tflops.{dtype} is there: give one of them, or train in "
+                    f"{cluster.path or cluster.name}: compute.{name} and device.peak_tflops."
+                    f"{dtype} are both missing: give one of them, or train in "
                     f"{', '.join(cluster.peak_tflops) or 'another dtype'}"
                 )
         self._used: dict[str, Figure] = {}
@@ -99,9 +99,7 @@ class Rates:
         backward: bool,
         causal: bool = True,
     ) -> float:
-        """Time one pass of attention that stores no scores; queries, keys, values are [batch, seq,
-        heads, head_dim].
-        """
+        """Time one pass of flash attention over [batch, seq, heads, head_dim]."""
         figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rate = np.interp(
@@ -123,19 +121,17 @@ class Rates:
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
-        """Time the optimizer's update of `elements` parameters, of each of which it reads and
-        writes so many bytes.
-        """
+        """Time the optimizer's update of `elements` parameters; bytes are read and written."""
         return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
 
     @property
     def confidence(self) -> Confidence:
-        """Figures that the results so far rest on."""
+        """Figures that the results so far are based on."""
         return Confidence.of(figure.used for figure in self._used.values())
 
 
 def size_of(m: float, n: float, k: float) -> float:
-    """Return the side of the cube with as many operations for each matrix element.
+    """Return the side of the cube with the same number of operations per matrix element.
 
     >>> size_of(4096, 4096, 4096)
     4096.0
@@ -144,11 +140,9 @@ def size_of(m: float, n: float, k: float) -> float:
 
 
 class _Line:
-    """1 / rate over 1 / size through points of (size, rate), made monotone: rates grow with the
-    size, up to a peak.
+    """Monotone interpolation of 1 / rate over 1 / size: rates grow with the size, up to a peak.
 
-    `two_parts`: made so that seconds are a sum of a part for arithmetic and a part for traffic,
-    neither negative.
+    two_parts  constrain the time to a sum of non-negative parts for arithmetic and traffic
     """
 
     def __init__(
@@ -167,20 +161,21 @@ class _Line:
         self._least = 1.0 / peak
 
     def inverse(self, size: float) -> float:
-        """Return the seconds of one operation."""
+        """Return the seconds per operation."""
         x, xs, ys = 1.0 / size, self._x, self._y
         if len(xs) == 1:
             return ys[0]
         i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-        # Toward large ones the rate grows no faster than the size, and no further than the peak.
+        # Toward large sizes the rate grows at most like the size, and at most to the peak.
         least = min(self._least, ys[0]), ys[0] * min(1.0, x / xs[0])
         return max(ys[i - 1] + slope * (x - xs[i - 1]), *least)
 
 
 def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Isotonic regression over the logarithm of the rate (pool adjacent violators); sizes are
-    distinct after it.
+    """Make rates monotone by isotonic regression of their logarithms (pool adjacent violators).
+
+    The sizes in the result are distinct.
     """
     blocks: list[tuple[float, float, float]] = []  # sum of log sizes, sum of log rates, count
     last_size = None
@@ -210,7 +205,7 @@ class _ProductLaw:
         if distance.min() < 1e-12:
             off = self._off[distance.argmin()]
         else:
-            # points on the line pull nothing to it
+            # points on the line have no deviation
             weights = _NEAR / distance * (np.abs(self._off) > 1e-9)
             off = weights @ self._off / (1.0 + weights.sum())
         return 2.0 * m * n * k * self._line.inverse(size_of(m, n, k)) * math.exp(off)

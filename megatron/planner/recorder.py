@@ -1,11 +1,10 @@
-"""Recorder of what the stages of a model compute, send and keep, in order, from the code that
-trains.
+"""Recorder of the computations, messages and tensors of a model's parts, from the training code.
 
-The project's own modules run forward and backward on tensors without data (tensors.py): the
-embedding, one layer, and the last norm with the output layer and the loss. A dispatch mode notes
-every operator that does something, every message where it is posted and where it is waited for, and
-every storage where it is made and where nothing refers to it any more. Nothing here knows what a
-layer is made of. Seconds, FLOPs, traffic and memory are folds over what is noted.
+The modules that train run forward and backward on tensors without data (tensors.py): the embedding,
+one layer, and the last norm with the output layer and the loss. A dispatch mode records every
+operator that does work, the post and the wait of every message, and the allocation and release of
+every storage. This module has no knowledge of a layer's structure. Seconds, FLOPs, traffic and
+memory are folds over the record.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ _FREE = frozenset(
         "as_strided_",
     )
 )
-"""Operators that make a tensor without writing to it, beside views."""
+"""Operators other than views that allocate a tensor without writing to it."""
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_"))
 _ROWS_OUT = frozenset(("embedding", "index_select", "gather", "index"))
 _ROWS_IN = {"index_add_": 3, "index_put_": 2, "_index_put_impl_": 2, "index_copy_": 3}
-"""Operators on rows of a table: where the rows are among their inputs."""
+"""Operators on rows of a table, with the position of the rows among their inputs."""
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 _KINDS = {
     "norm": (
@@ -94,7 +93,7 @@ _KINDS = {
     ),
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-"""Kinds of torch's operators; those that are not listed copy."""
+"""Kinds of torch's operators; any other one is a copy."""
 _MESSAGES = {
     "reduce_scatter": "reduce_scatter",
     "allgather": "all_gather",
@@ -104,13 +103,11 @@ _MESSAGES = {
 Call = tuple[Any, Any, Any]
 """Operator, positional arguments, keyword arguments."""
 Calls = tuple[Computation, list[Call]]
-"""Computation and the operators that it consists of."""
+"""Computation with its operators."""
 
 
 class _Recorder(Follower):
-    """Notes what is done while a pass is recorded. calls: where a list, also the operators of each
-    computation.
-    """
+    """Record a pass. calls: a list that also collects the operators of each computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +124,7 @@ class _Recorder(Follower):
 
     @contextlib.contextmanager
     def recorded(self, category: str) -> Iterator[list[Pass]]:
-        """Note a pass, and hand it out at the end. category: of what is made in it."""
+        """Record a pass, and append it at the end. category: of the memory allocated in it."""
         found: list[Pass] = []
         self._steps, self._labels, self.category, self._label = [], [], category, ""
         try:
@@ -137,7 +134,7 @@ class _Recorder(Follower):
             self._steps = None
 
     def begin(self) -> None:
-        """Number what follows alike each time."""
+        """Reset numbers, so that each recording is numbered alike."""
         self.number = self._sent = 0
 
     def _note(self, step: Step) -> None:
@@ -160,9 +157,7 @@ class _Recorder(Follower):
         self._owners.append(self._modules[-1] if self._modules else "")
 
     def _look(self) -> None:
-        """Find whose operator this is: of the module that runs, or in a backward pass of the one
-        whose node runs.
-        """
+        """Find the operator's module: the running one, or in a backward pass that of the node."""
         if self._modules:
             self._label = self._modules[-1]
         elif self.category == "activations":
@@ -236,15 +231,13 @@ _Rule = Callable[[Any, Any, Any], Computation | None]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes that reading or writing each of them moves: of one that repeats rows, those
-    that there are.
-    """
+    """Count the bytes moved by reading or writing the tensors; repeated rows count once."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
 @functools.cache
 def _rule(func: Any) -> _Rule:
-    """Tell how an operator's work follows from its arguments and results."""
+    """Return the rule that derives an operator's work from its arguments and results."""
     name = func._schema.name.partition("::")[2]
     declared = WORK[name] if func.namespace == "megatron" else _KIND.get(name, "copy")
     if not isinstance(declared, str):
@@ -275,7 +268,7 @@ def _rule(func: Any) -> _Rule:
         results = tensors_of((*into, *(kwargs[n] for n in names if n in kwargs))) or tensors_of(
             (out,)
         )
-        # none where a tensor is only asked about: its device, its shape
+        # none for queries of a tensor's device or shape
         written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None
 
@@ -288,8 +281,8 @@ def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
     (m, k), n = a.shape[-2:], b.shape[-1]
     moved = 0
     if sums and out.element_size() > a.element_size():
-        # Of a sum in the factors' own format the old values cost no more than the lines that a
-        # result is written to.
+        # With a sum in the factors' dtype, reading the old values costs no more than writing the
+        # result.
         moved = _bytes(sums) + _bytes([out]) - out.numel() * a.element_size()
     return Product(m, n, k, batch, moved)
 
@@ -298,7 +291,7 @@ def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
 
 
 class _Before(torch.autograd.Function):
-    """Stand-in for the previous stage: makes a chunk's input and takes its gradient."""
+    """Dummy previous stage: produces a chunk's input and consumes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -310,7 +303,7 @@ class _Before(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """Stand-in for the next stage: makes the gradient of its input."""
+    """Dummy next stage: produces the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -324,9 +317,7 @@ class _Behind(torch.autograd.Function):
 
 
 class _Piece:
-    """Part of the model, "embedding", "layer" or "head", with its sums of gradients, as an engine
-    would put it up.
-    """
+    """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
     def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
         first, last = kind == "embedding", kind == "head"
@@ -350,8 +341,9 @@ class _Piece:
             recorder.vocabulary = self.chunk.output_weight.shape[0]
 
     def forward(self) -> tuple[Pass, list[torch.Tensor]]:
-        """Record a forward pass; return it and the graph's root, alone in a list so that `backward`
-        can free it.
+        """Record a forward pass; return it and a list of the graph's root.
+
+        The list lets `backward` free the root.
         """
         self.recorder.begin()
         config, device, chunk = self.config, self.device, self.chunk
@@ -391,9 +383,7 @@ class _Piece:
         return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """List the parameters, after a forward pass, which tells whether their gradients are
-        partial sums.
-        """
+        """List the parameters; a forward pass must have found out which gradients are partial."""
         found = []
         for p in self.chunk.parameters():
             s = sharding_of(p)
@@ -406,9 +396,7 @@ class _Piece:
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Make a rank of a tensor-parallel group whose messages go nowhere, without the rest of the
-    job.
-    """
+    """Create one rank of a tensor-parallel group whose messages are dropped."""
     size = config.parallel.tensor_model_parallel_size
     alone, tensor = Group((0,), 0), Group((0,), 0, kind="tensor")
     if size > 1:
@@ -422,9 +410,7 @@ def _topology(config: Config, device: str) -> Topology:
 
 @contextlib.contextmanager
 def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
-    """Follow what a part of the model runs inside, on a "cuda" or "cpu" device that need not be
-    here.
-    """
+    """Record a part of the model, for a "cuda" or "cpu" device that this machine may lack."""
     on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_data(on, recorder))
@@ -443,7 +429,7 @@ def record(config: Config, device: str, kind: str) -> Part:
     """Run one part of the model, "embedding", "layer" or "head"."""
     with _followed(config, device, kind) as piece:
         before = piece.recorder.held()
-        piece.backward(piece.forward()[1])  # makes tables, and asks what is asked of a device once
+        piece.backward(piece.forward()[1])  # builds tables and runs one-time device queries
         tables = piece.recorder.held() - before
         forward, root = piece.forward()
         backward = piece.backward(root)
@@ -452,9 +438,7 @@ def record(config: Config, device: str, kind: str) -> Part:
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
-    """List what one part computes, forward and backward, in order: the operators, on tensors
-    without data.
-    """
+    """List one part's computations in order, forward and backward, as operators without data."""
     with _followed(config, device, kind) as piece:
         piece.recorder.calls = found = list[Calls]()
         piece.backward(piece.forward()[1])

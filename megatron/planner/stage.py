@@ -1,6 +1,4 @@
-"""Work of a pipeline stage for one micro-batch, put together from the parts of a trace, and its
-seconds.
-"""
+"""Work of a pipeline stage for one micro-batch, composed from a trace's parts, and its time."""
 
 from __future__ import annotations
 
@@ -20,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class Stage(NamedTuple):
-    """Work of a global stage. again: groups of layers that are recomputed, and the layers in them;
-    split: the backward pass is run in two halves."""
+    """Work of a global stage.
+
+    again  (recomputed groups of layers, layers in them)
+    split  whether the backward pass runs in two halves
+    """
 
     layers: int
     first: bool
@@ -52,9 +53,7 @@ def _stages(
     )
 
     def again(count: int) -> tuple[int, int]:
-        """Count groups and layers of a stage that run forward a second time
-        (GPTChunk._run_layers).
-        """
+        """Count a stage's recomputed groups and layers (GPTChunk._run_layers)."""
         if recompute.recompute_granularity != "full":
             return 0, 0
         return (
@@ -70,8 +69,11 @@ def _stages(
 
 
 class Run(NamedTuple):
-    """Pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again:
-    all of it is recomputation."""
+    """Pass that a stage runs `times` times in a row.
+
+    part   "embedding", "layer" or "head"
+    again  whether all of it is recomputation
+    """
 
     part: str
     times: int
@@ -80,13 +82,13 @@ class Run(NamedTuple):
 
 
 def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
-    """List what a stage runs for one micro-batch: "forward", "backward" (or its first half),
-    "weight" (the second).
+    """List a stage's runs for one micro-batch: "forward", "backward" and "weight".
 
-    Runs are in order, except that recomputation and backward pass of layers alternate.
+    If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
+    order, except that recomputation and backward passes of layers alternate.
 
-    In a group of layers whose input alone is kept, all run forward again before the first one runs
-    backward: the last as torch does it for one alone, which ends at the last tensor that is kept.
+    In a group of layers of which only the input is kept, all layers are recomputed before the first
+    backward pass. The last one stops early, as in torch: at the last tensor that is kept.
     """
     first, last, alone = int(stage.first), int(stage.last), stage.groups_again
     inside = stage.layers_again - alone
@@ -119,9 +121,7 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
-    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has
-    it.
-    """
+    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as in Pass.flops."""
     return {
         name: sum(
             run.times * run.of.flops(again=None if run.again else again)
@@ -134,9 +134,7 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
 
 @functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
-    """Count the parameters that one tensor rank of a stage holds, a tied embedding on the last
-    stage included.
-    """
+    """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
     count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements
     if not stage.last:
         return count
@@ -144,14 +142,12 @@ def parameters_of(trace: Trace, stage: Stage) -> int:
 
 
 def owners(config: Config) -> int:
-    """Count the devices over which the optimizer's part of a parameter is divided."""
+    """Count the devices over which a parameter's optimizer state is partitioned."""
     return config.parallel.data_parallel_size if config.engine.zero_stage else 1
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Count the elements of a tied embedding's gradient that a device of the first stage sums with
-    one of the last.
-    """
+    """Count a tied embedding's gradient elements that first and last stage sum per device."""
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / owners(config)
@@ -159,8 +155,10 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch. `backward` is the first half where the backward pass is split,
-    `weight` the second. overhead: of the host, for each of the three."""
+    """Seconds of one micro-batch; `backward` and `weight` are the halves of a split backward pass.
+
+    overhead  of the host, for each of the three passes
+    """
 
     forward: PassSeconds
     backward: PassSeconds

@@ -1,4 +1,4 @@
-"""A table of texts: for a terminal, or for a document."""
+"""Tables of texts, for a terminal or a document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Table:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def text(self, width: int) -> str:
-        """Render for a terminal; numbers stand to the right."""
+        """Render for a terminal, numbers aligned to the right."""
         from rich import box
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -40,7 +40,7 @@ class Table:
 
 
 def print_table(table: Table) -> None:
-    """Print for a terminal; piped, it is wide."""
+    """Print for a terminal, or at a wide width into a pipe."""
     from shutil import get_terminal_size
 
     print(table.text(get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH))

@@ -1,9 +1,8 @@
-"""Operators on tensors without data: answers in place of values, messages that go nowhere, memory
-that is only noted.
+"""Operators on tensors without data: no values, dropped messages, memory only counted.
 
-A GPU's tensors are torch's meta tensors, a CPU's are fake ones (torch._subclasses.fake_tensor),
-because the code decides by the device of a tensor what it does. The planner's recorder and the dry
-run follow the operators.
+GPU tensors are torch's meta tensors, CPU tensors are fake ones (torch._subclasses.fake_tensor),
+because the code branches on the device of a tensor. The planner's recorder and the dry run build on
+this module.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _aten = torch.ops.aten
 
 
 class Follower(TorchDispatchMode):
-    """Runs operators on tensors without data, and hears of their memory and messages.
+    """Run operators on tensors without data, and observe their memory and messages.
 
-    category    of the memory that is taken next; rows of `vocabulary` numbers outside of forward
-                passes are "logits"
+    category    of memory that is allocated from now on; outside of forward passes, rows of
+                `vocabulary` numbers are "logits"
     vocabulary  length of those rows; -1 for none
 
     Subclasses extend `taken`, `given`, `sent` and `arrived`.
@@ -45,33 +44,31 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # else torch imports its compiler, for seconds, to keep it away from here, at each operator
+        # otherwise torch imports its compiler (seconds) to exclude it here, at each operator
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             return self._communicate(func, args)
         if func is _aten._local_scalar_dense.default and is_empty(args[0]):
-            # A finite number, so that no step is skipped; nothing is wrong with it.
+            # a finite number, so that no step is skipped
             return (
                 False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             )
         if func is _aten.equal.default and is_empty(args[0]):
             return True
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
-            return None  # torch has no rule for it; it makes nothing
+            return None  # torch has no rule for it, and it has no result
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an operator, and note the memory of its results."""
+        """Run an operator, and record the memory of its results."""
         out = func(*args, **kwargs)
         self.see(out)
         return out
 
     def see(self, out: Any, *, counts: bool = True) -> None:
-        """Note the storages of these results that are new; without `counts` only remember that they
-        are known.
-        """
+        """Record the new storages of these results; without `counts`, only mark them as known."""
         for tensor in tensors_of((out,)):
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -90,11 +87,11 @@ class Follower(TorchDispatchMode):
                 )
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of such a tensor is noted."""
+        """Return whether the memory of such a tensor is recorded."""
         return is_empty(tensor)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage; None where it is not followed."""
+        """Return the number of a tensor's storage; None if it is not recorded."""
         return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def held(self) -> int:
@@ -111,23 +108,19 @@ class Follower(TorchDispatchMode):
         return gone
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
-        """Note that a storage was made, by an operator that returned this tensor."""
+        """Handle a storage's allocation by the operator that returned this tensor."""
 
     def given(self, step: Give) -> None:
-        """Note that nothing refers to a storage any more; one that does not count has a number,
-        too.
-        """
+        """Handle a storage's release; storages that do not count have numbers, too."""
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
-        """Note a message that was posted: torch's name for it, and the tensors that it reads and
-        writes.
-        """
+        """Handle a posted message: torch's name, and the tensors that it reads and writes."""
 
     def arrived(self, work: Work) -> None:
-        """Note that the code waits for a message."""
+        """Handle a wait for a message."""
 
     def _communicate(self, func: Any, args: Any) -> Any:
-        # What is on its way holds its tensors until somebody waits for it; nothing arrives before.
+        # A message holds its tensors until it is waited for; it arrives no earlier.
         work = Work(tensors_of(args), self)
         self._works[id(work)] = work
         self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, work.tensors, work)
@@ -139,9 +132,7 @@ class Follower(TorchDispatchMode):
 
 
 class Work(dist.Work):
-    """Handle of a message that arrives once it is waited for. number: for the follower's own
-    use.
-    """
+    """Handle of a message that arrives when it is waited for. number: used by the follower."""
 
     def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
         super().__init__()
@@ -182,9 +173,11 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention as a GPU does it, in one kernel that keeps no scores: without a
-    mask and in 16 bits flash attention, else the memory-efficient one. Of meta tensors torch would
-    take the explicit softmax."""
+    """Replace scaled_dot_product_attention by a GPU's single kernel, which keeps no scores.
+
+    That is flash attention without a mask in 16 bits, otherwise the memory-efficient kernel. For
+    meta tensors torch would choose the explicit softmax.
+    """
     if attn_mask is None and q.dtype != torch.float32:
         out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale
@@ -202,10 +195,9 @@ def _fused_attention(
 
 
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """torch.nn.Module._apply as it is for tensors with data: parameters stay the same objects.
+    """Replace torch.nn.Module._apply, so that parameters stay the same objects.
 
-    For fake ones torch puts new objects in their place, without the attributes that hang on the old
-    ones.
+    For fake tensors torch would create new ones, without the attributes of the old ones.
     """
     for each in module.modules() if recurse else [module]:
         with torch.no_grad():
@@ -220,13 +212,11 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 
 @contextlib.contextmanager
 def without_data(device: str, follower: Follower) -> Iterator[None]:
-    """Give tensors on `device` ("cpu", or "meta" for a GPU) no data, and let `follower` run the
-    operators.
-    """
+    """Create tensors on `device` ("cpu"; "meta" for a GPU) without data; `follower` runs them."""
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if device == "cpu":
-            # DeepSpeed asks for the alignment of its flat weights, which is that of address 0 here.
+            # DeepSpeed queries the alignment of its flat weights, here that of address 0.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

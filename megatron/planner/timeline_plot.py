@@ -1,7 +1,7 @@
-"""Picture of a pipeline's step: what each rank computes when. Needs matplotlib.
+"""Plot of a pipeline's step: a timeline of each rank's passes. Needs matplotlib.
 
-Of a step with too many passes to tell apart, only the beginning and the end are drawn, where the
-pipeline fills and empties; the rest repeats.
+If a step has too many passes to distinguish, only its beginning and end are drawn, where the
+pipeline fills and drains; the rest repeats.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _PASSES_AT_ONCE = 100  # of one rank, in one panel
 
 
 def plot_timeline(run: PipelineRun, path: Path) -> None:
-    """Draw a run whose times are seconds to an image file. Raises ConfigError without matplotlib,
-    or where the file cannot be written."""
+    """Draw a run whose times are in seconds into an image file.
+
+    Raises ConfigError without matplotlib, or if the file cannot be written.
+    """
     pipeline = run.pipeline
     title = (
         f"{pipeline.name}: {pipeline.size} ranks, {pipeline.chunks} chunk(s), "

@@ -1,9 +1,8 @@
-"""Traces of a model's parts, recorded once from the code (recorder.py) and cached by all that they
-depend on.
+"""Traces of a model's parts, recorded from the code (recorder.py) and cached by their inputs.
 
-In memory, and in files of the user's cache folder ($XDG_CACHE_HOME/megatron/traces, ~/.cache
-without that) under a digest of the sources: one that was made by other code is never read.
-MEGATRON_TRACE_CACHE names another folder, or "none". Needs torch where a trace has to be made.
+They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
+a digest of the sources, so that traces of other code are never read. MEGATRON_TRACE_CACHE names
+another folder, or "none". Needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ _DOES_NOT_COUNT = {
     "kernels": ("optimizer_implementation",),
 }
 _COUNTS = {"data": ("reset_position_ids",)}
-"""Settings of the other sections that count."""
+"""Settings of the other sections that a trace depends on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
     "layers",
@@ -99,14 +98,13 @@ _SOURCES = (
     "planner/trace.py",
 )
 GPT2_VOCABULARY = 50257
-"""Entries that a model is taken to have where only the tokenizer's files would tell."""
+"""Vocabulary size that is assumed if it depends on the tokenizer's files."""
 
 
 def trace(config: Config, device: str) -> Trace:
-    """Trace the parts of this model for one micro-batch on one rank of a "cuda" (any GPU) or "cpu"
-    device.
+    """Trace the model's parts for one micro-batch on one "cuda" (any GPU) or "cpu" device.
 
-    On a GPU, which need not be here, all kernels count as built; on a CPU they are those of this
+    For a GPU, which this machine need not have, all kernels count as built; for a CPU, those of this
     machine.
     """
     device = "cpu" if device == "cpu" else "cuda"
@@ -154,9 +152,7 @@ def _counted() -> Callable[[Any], Any]:
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """Return the configuration with the default for every setting that a trace does not depend
-    on.
-    """
+    """Return the configuration with defaults for all settings that do not affect a trace."""
     sections = {}
     for name, section in SECTIONS.items():
         reset = {
@@ -188,7 +184,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
     key = repr((kind, device, _counted()(config)))
     found = _parts.get((key, config.pieces))
     if found is None:
-        # Nobody knows the sources of pieces of one's own: these are kept in memory only.
+        # The sources of user-supplied pieces are unknown: keep their traces in memory only.
         folder = _folder(device) if config.pieces == PLAIN else None
         path = (
             None
@@ -210,7 +206,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
 
 @functools.cache
 def _folder(device: str) -> Path | None:
-    """Return the folder for traces of these sources; None where there is none."""
+    """Return the folder for traces of these sources; None without a cache."""
     wanted = os.environ.get(FOLDER)
     if wanted == "none":
         return None
@@ -221,10 +217,10 @@ def _folder(device: str) -> Path | None:
         depends = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise NeedsTorch(
-            "what a layer computes, sends and keeps is read off the code, which needs torch, "
-            "though no device: install any build of torch"
+            "the planner traces the model's code with torch, which is not installed: install any "
+            "build of torch (no GPU is needed)"
         ) from None
-    if device == "cpu":  # whose operators are those of this machine
+    if device == "cpu":  # operators depend on this machine
         import torch
 
         from megatron.kernels import library
@@ -247,7 +243,7 @@ def _read(path: Path | None) -> Part | None:
     try:
         found = None if path is None else _made(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # not there, or cut off
+        return None  # missing or truncated
     return found if isinstance(found, Part) else None
 
 

@@ -1,3 +1,1 @@
-"""Measure the machine at hand, and write what was found as the description of a cluster
-(planner/cluster.py).
-"""
+"""Calibration: measure this machine, and write the results as a cluster file (cluster.py)."""

@@ -1,9 +1,8 @@
-"""Tasks that measure one device: the products, attention and memory-bound kernels of a model, the
-optimizer's update.
+"""Tasks that measure one device: a model's products, attention, other kernels and optimizer.
 
-What a trace of the model lists (planner/recorder.py) is called as the code calls it: the same
-operators, with tensors of the same shapes and strides. In each call they are others, as in a model
-that no cache holds, and so are outputs.
+The operators in a trace of the model (planner/recorder.py) are called as in the code, on tensors of
+the same shapes and strides. Each call uses other tensors, for inputs and outputs, as in a model
+that is larger than the caches.
 """
 
 from __future__ import annotations
@@ -38,17 +37,19 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES = 1, 4
 _CACHE, _MOST_SETS = 1 << 26, 32
-"""Bytes of the tensors that are taken in turn, and how many sets of them there are at most."""
-# of the largest kernel of its kind: smaller ones take the least time of a kernel
+"""Bytes of the tensors that calls cycle through, and the largest number of sets of them."""
+# of the largest kernel of its kind: smaller ones take the shortest time of a kernel
 _LEAST_SHARE = 1 / 16
-_VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it multiplies
+_VALUES = 99_991  # distinct values in a tensor: a GPU's clock depends on its operands
 
 
 def compute_tasks(
     config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)
 ) -> list[Task]:
-    """List all tasks of one device, for the shapes of a model cut over these tensor-parallel sizes;
-    attention also for sequences of other lengths."""
+    """List all tasks of one device, for a model's shapes at these tensor-parallel sizes.
+
+    Attention is also measured for other sequence lengths.
+    """
     found: dict[tuple[str, tuple[float, ...]], Task] = {}
     s = config.model.seq_length
     for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
@@ -69,9 +70,7 @@ def _calls(
     seq: int,
     parts: tuple[str, ...] = ("embedding", "layer", "head"),
 ) -> list[Calls]:
-    """List what a model computes for one micro-batch on one of so many tensor ranks, without
-    recomputation.
-    """
+    """List a model's computations per micro-batch on one tensor rank, without recomputation."""
     longest = max(seq, config.model.max_position_embeddings)
     model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
     batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
@@ -91,8 +90,10 @@ def _calls(
 
 
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
-    """Put data into tensors of the same shapes and strides, those of one storage on one again:
-    floats between -1 and 1, indices below the lengths of the matrices that they are of."""
+    """Return the operators on tensors with data, of the same shapes, strides and shared storages.
+
+    Floats are between -1 and 1, indices within the matrix that they index.
+    """
     values, storages = (
         torch.empty(_VALUES, device=device).uniform_(-1, 1),
         dict[int, torch.Tensor](),
@@ -127,9 +128,7 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
-    """Make work that calls all of these operators, each time on the next of several sets of
-    tensors.
-    """
+    """Return work that calls all operators, cycling through several sets of tensors."""
     empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
     n_bytes = sum(
         {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values()
@@ -156,20 +155,21 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Generate the tasks of a model: products and attention one by one; memory-bound kernels of a
-    kind together, each once, by their mean size."""
+    """Yield a model's tasks: each product and attention, and memory-bound kernels by kind.
+
+    The kernels of a kind are measured together, at their mean size.
+    """
     dtype_name, kinds = config.precision.dtype_name, dict[str, dict[Any, Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
-            # Into a matrix that is there: what an operator does with its result beside is no part
-            # of a product.
+            # Into an existing matrix: other work on an operator's result is not part of a product.
             a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
             yield Task(
                 f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12
             )
         elif isinstance(work, Attention):
-            # As planner/rates.py counts: half of all pairs, and so many more in the backward pass.
+            # Counted as in planner/rates.py: half of all pairs, times a factor if backward.
             direction, more = (
                 ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
             )
@@ -195,7 +195,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> Task:
-    """Norm of the gradients and AdamW over the elements of a layer or more."""
+    """Task for gradient norm and AdamW, over the elements of a layer or more."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name, kernels = config.precision.dtype_name, config.kernels
 

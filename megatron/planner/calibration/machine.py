@@ -1,6 +1,4 @@
-"""One process's part of a calibration: measure together with the others; the first one describes
-the machine.
-"""
+"""Calibration in one process of a job: all processes measure, the first describes the machine."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ _KIND = (
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of one layer's forward and backward pass, of a micro-batch without layers, and of the
-    rest of a step.
-    """
+    """Host seconds per layer (forward and backward), per micro-batch, and per step."""
 
     forward: float
     backward: float
@@ -61,7 +57,7 @@ class HostSeconds(NamedTuple):
 
 
 def tiny(config: Config, layers: int) -> Config:
-    """Configure the same kind of model with hardly any data."""
+    """Configure a tiny model of the same kind."""
     kind = {name: config.given[name] for name in _KIND if name in config.given}
     return Config.create(
         num_layers=layers,
@@ -79,9 +75,9 @@ def tiny(config: Config, layers: int) -> Config:
 
 
 def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
-    """Measure in a process that is alone in its job, for about `seconds`.
+    """Measure the host for about `seconds`, in the only process of a job.
 
-    On a GPU these are the times after which the host may go on, without those of the device.
+    On a GPU these are the times until the host can continue, without those of the device.
     """
     few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
     forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
@@ -89,8 +85,10 @@ def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSe
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a
-    micro-batch by the executor, and of the optimizer's step."""
+    """Measure median seconds of the host's parts of a step.
+
+    These are: forward, backward, dropping gradients, a micro-batch in the executor, optimizer step.
+    """
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
@@ -125,23 +123,22 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
 
 
 _HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
-"""Shares of the time for what the host does, and of the rest for computations where there are
-messages.
-"""
+"""Share of the time for the host, and share of the rest for compute if messages are measured."""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
-_KERNEL = "assumed: least time of an operator on a CPU, or of a small kernel on a GPU"
+_KERNEL = "assumed: shortest time of an operator on a CPU, or of a small kernel on a GPU"
 
 Points = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The measurements of all processes.
+    """Measurements of all processes.
 
-    points   by figure; the other fields say on what they were taken
-    threads  of each process; cores: of a node that the processes may use; memory_gib: of a device,
-             or of a CPU node
+    points      by figure; the other fields describe the hardware
+    threads     of each process
+    cores       of a node that the processes may use
+    memory_gib  of a device, or of a CPU node
     """
 
     points: Points
@@ -156,8 +153,10 @@ class Found:
 
 
 def run(config: Config, launch: Launch, seconds: float) -> Found | None:
-    """Measure for about `seconds`; the first rank returns what was found, the others None. All
-    ranks call it. Raises MegatronError."""
+    """Measure for about `seconds`; return the results on the first rank, None on the others.
+
+    A collective call. Raises MegatronError.
+    """
     together = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
         launch, device = rendezvous.launch, rendezvous.device
@@ -165,7 +164,7 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
         points = _points(config, launch, device, together)
     if launch.rank:
         return None
-    # Once the job of all processes has ended, as a job of one.
+    # As a job of one process, after the job of all processes has ended.
     os.environ.update(environment({}, 0, 1, "0"))
     host = host_seconds(config, device, seconds - together)
     if device.type == "cuda":
@@ -189,13 +188,15 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """Measure; the first rank returns the points of all figures: the mean over processes of what
-    each does alone, and messages of the slowest process."""
+    """Measure; return the points of all figures on the first rank.
+
+    Compute is the mean over processes, messages are those of the slowest process.
+    """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
     tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
-    # More processes than cores would wait for each other: one for each core measures.
+    # More processes than cores would wait for each other: one per core measures.
     active = not on_cpu or launch.local_rank < cores
     own = (
         measure(tasks, device, seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0))
@@ -210,8 +211,8 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     groups = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
     messages = list(message_tasks(groups, device))
     sent = measure(messages, device, seconds * (1 - _COMPUTE_SHARE), largest)
-    # Where processes share cores, copies and sums do: the clock of a step expects the seconds of a
-    # core of one's own.
+    # Processes that share cores also share them for copies and sums, but the clock of a step
+    # expects the seconds of a dedicated core.
     share = max(1.0, per_node / cores) if on_cpu else 1.0
     every = collectives.gather_objects((own, sent), world, everywhere=False)
     seconds_of = [
@@ -225,7 +226,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 
 
 def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
-    """List the powers of two within a node by which heads and MLP divide."""
+    """List the powers of two within a node that divide heads and MLP."""
     model = config.model
     divided = (model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size)
     sizes = [1 << i for i in range(per_node.bit_length())]
@@ -236,9 +237,7 @@ def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
 
 
 def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
-    """Describe the machine by what was measured on it, over the shapes of a model with the flags
-    `argv`.
-    """
+    """Describe the machine by measurements over the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
         f"tools/calibrate.py, {found.nodes * found.per_node} process(es) of {found.threads} "
@@ -279,7 +278,7 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
         sources={
             **dict.fromkeys(("device", "links", "nics", "compute"), text),
             "compute_kernel_s": _KERNEL,
-            "cores": "assumed: cores in the order of processes",
+            "cores": "assumed: cores in process order",
         },
         device_type="cpu" if on_cpu else "cuda",
         compute=Compute({f.name: f for f in figures}),
@@ -288,8 +287,10 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
 
 
 def _overheads(found: Found) -> dict[str, float]:
-    """Return the seconds of the host; with a GPU only those of a step: it runs ahead of the device,
-    which hides the rest."""
+    """Return the host's overheads; with a GPU only that of a step.
+
+    The host runs ahead of a GPU, which hides the rest.
+    """
     host = found.host
     if found.device_type != "cpu":
         return {"step_overhead_s": host.step}
@@ -303,9 +304,7 @@ def _overheads(found: Found) -> dict[str, float]:
 
 
 def _peaks(found: Found) -> dict[str, float]:
-    """Peaks of the formats that were measured: of a GPU what is published, else the fastest
-    product.
-    """
+    """Return peaks by dtype: published ones of a known GPU, otherwise the fastest product."""
     rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
         dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
@@ -315,8 +314,6 @@ def _peaks(found: Found) -> dict[str, float]:
 
 
 def _gb_per_s(found: Found, nodes: int) -> float:
-    """Bandwidth by the largest messages within a node (1) or between nodes (2); 1 where there were
-    none.
-    """
+    """Return the bandwidth of the largest messages within (1) or between (2) nodes; 1 if none."""
     rows = [row for row in found.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

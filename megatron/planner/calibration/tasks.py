@@ -1,8 +1,7 @@
-"""Tasks of a calibration, one for each point of a figure, how they are timed, and those that
-measure messages.
+"""Tasks of a calibration: one for each point of a figure, their timing, and message tasks.
 
-Groups of messages are those of a layout: ranks a stride apart, all groups of a kind at once, as in
-a run.
+Message groups are those of a layout: ranks a stride apart, all groups of a kind at once, as in a
+run.
 """
 
 from __future__ import annotations
@@ -24,26 +23,21 @@ from megatron.planner.processes import seconds_waited
 Work = Callable[[], Any]
 Make = Callable[[], Work]
 Largest = Callable[[float], float]
-"""Returns the largest of the values of all processes that measure together, once each has given
-one.
-"""
+"""Function that returns the maximum over all processes that measure together; a collective."""
 
 PASSES, _ROUNDS = 3, 3
-"""Passes over all tasks, each with so many rounds: what disturbs a machine for seconds disturbs one
-pass of a task.
-"""
+"""Passes over all tasks, and rounds of each: a disturbance of seconds hits one pass of a task."""
 
 
 class Task(NamedTuple):
     """One point of a figure (planner/compute.py).
 
     figure, place  the figure's name, and the point's columns before its last
-    make           allocates what the work needs and gives the work
-    amount         of one call, of which a number per second is the value; None: the value is
+    make           allocates memory and returns the work
+    amount         amount of one call, if the value is an amount per second; None: the value is
                    seconds
-    calls          how many pieces one call of the work is made of
-    before         makes work that is done before each call and does not count: what a message meets
-                   in a step
+    calls          pieces in one call of the work
+    before         returns untimed work that precedes each call, as before a message in a step
     """
 
     figure: str
@@ -54,20 +48,21 @@ class Task(NamedTuple):
     before: Make | None = None
 
     def value(self, seconds: float) -> float:
-        """Return the point's last column, given the seconds of one piece."""
+        """Return the point's last column from the seconds of one piece."""
         return seconds if self.amount is None else self.amount / seconds
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> float:
-    """Time so many calls: on a GPU between events on its stream, on a CPU by the clock. The latter
-    without those in which this thread waited for a core that another program had, unless processes
-    wait for each other."""
+    """Time this many calls: on a GPU by events on its stream, on a CPU by the clock.
+
+    CPU times exclude waits of this thread for a core, unless processes wait for each other.
+    """
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -82,17 +77,18 @@ def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> fl
     elapsed, ran = time.perf_counter() - begin, time.thread_time() - ran
     if together:
         return elapsed
-    # A wait is counted when it ends, with what of it was before the beginning: never less than the
-    # time it ran.
+    # A wait is counted in full when it ends, even if it began earlier: never return less than the
+    # CPU time.
     return max(elapsed - ((seconds_waited() or 0.0) - waited), ran)
 
 
 def seconds_per_call(
     work: Work, device: torch.device, seconds: float, largest: Largest | None = None
 ) -> list[float]:
-    """Time one call, after one to warm up: in each of three rounds that take about `seconds` in
-    all, or of a single call that takes as long. largest: of the processes that do it together, as
-    often."""
+    """Time one call, after a warm-up, in three rounds of about `seconds` in total.
+
+    A call that takes that long is timed once. largest: synchronizes the processes that take part.
+    """
     work()
     finish(device)
     once = max(_elapsed(work, 1, device, largest is not None), 1e-7)
@@ -110,17 +106,17 @@ def measure(
     largest: Largest | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time one piece of each task, the median of its rounds, as a step of training is judged by.
+    """Time one piece of each task, as the median of its rounds.
 
-    All tasks take about `seconds`, more only where one pass takes more. largest: of the processes
-    that measure the same tasks together.
+    All tasks take about `seconds`, or one pass if that is longer. largest: synchronizes the
+    processes that measure the same tasks together.
     """
     rounds: list[list[float]] = [[] for _ in tasks]
     each, begin = seconds / (max(1, len(tasks)) * PASSES), clock()
     for number in range(PASSES):
         for task, found in zip(tasks, rounds, strict=True):
             works, took = [task.make()], clock() - begin
-            # All know alike when it is over.
+            # All processes agree on the end.
             if number and (took if largest is None else largest(took)) > seconds:
                 return [statistics.median(found) for found in rounds]
             alone = 0.0
@@ -150,11 +146,11 @@ SIZES = {
 }
 """Bytes of the whole tensor."""
 _SIDE = 512
-_BYTES, _MOST = 1 << 26, 64  # of the tensors that are taken in turn, and how many
+_BYTES, _MOST = 1 << 26, 64  # of the tensors that calls cycle through, and their number
 
 
 class Kind(NamedTuple):
-    """Groups of `ranks` members, `stride` ranks apart, each on so many nodes."""
+    """Groups of `ranks` members, `stride` ranks apart, each on `nodes` nodes."""
 
     stride: int
     ranks: int
@@ -162,8 +158,11 @@ class Kind(NamedTuple):
 
 
 def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
-    """Within a node every size and stride that is a power of two and fits; across nodes rings of
-    neighbouring ranks and of ranks that have the same place on each node."""
+    """List the kinds of groups to measure.
+
+    Within a node these are all sizes and strides that are powers of two and fit; across nodes,
+    rings of neighbouring ranks, and of ranks with the same local rank.
+    """
     found = []
     powers = [1 << i for i in range(world.bit_length())]
     for ranks, stride in itertools.product(powers[1:], powers):
@@ -177,14 +176,14 @@ def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
 
 
 def members(kind: Kind, rank: int) -> list[int]:
-    """Return the group of this kind that a rank is in."""
+    """Return the members of a rank's group of this kind."""
     span = kind.stride * kind.ranks
     first = rank // span * span + rank % kind.stride
     return list(range(first, first + span, kind.stride))
 
 
 def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
-    """This rank's group of each kind. A collective call of the world."""
+    """Create this rank's group of each kind; a collective call of the world."""
     found = {}
     for kind in kinds:
         for group in sorted({tuple(members(kind, r)) for r in range(world)}):
@@ -195,15 +194,15 @@ def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
 
 
 def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[Task]:
-    """Generate the tasks of all collectives and messages of this rank.
+    """Yield the tasks of all collectives and messages of this rank.
 
-    On a CPU each follows a product, as in a step: the cores are busy when it begins, ranks do not
-    come at the same moment, and what it sends is in no cache. Measured alone, messages took a third
-    of the time.
+    On a CPU each follows a product, as in a step: cores are busy when it begins, ranks arrive at
+    different times, and its data are not in a cache. Without the product, messages took a third of
+    the time.
     """
     before = _product if device.type == "cpu" else None
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
-    # Between the nearest ranks of a node, and between the farthest that are on two.
+    # Between the nearest ranks of a node, and the most distant ones of two nodes.
     neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
@@ -223,13 +222,13 @@ def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[T
 
 
 def _product() -> Work:
-    """Make work of some milliseconds of a CPU's core."""
+    """Return work of a few milliseconds on a CPU core."""
     a, b, out = torch.ones(3, _SIDE, _SIDE).unbind()
     return lambda: torch.mm(a, b, out=out)
 
 
 def _in_turn(device: torch.device, size: int) -> Iterator[torch.Tensor]:
-    """Cycle through tensors of so many bytes, of which a CPU's caches hold few."""
+    """Cycle through tensors of this many bytes, most of which are outside a CPU's caches."""
     many = max(1, min(_MOST, _BYTES // size)) if device.type == "cpu" else 1
     return itertools.cycle([torch.ones(max(1, size // 4), device=device) for _ in range(many)])
 
@@ -249,7 +248,7 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Mak
 
 
 def _reduce_to_all(x: torch.Tensor, group: Group) -> None:
-    """Reduce to each member, all at once, as the engine sends its buckets on a CPU."""
+    """Reduce to each member concurrently, as the engine does with its buckets on a CPU."""
     for work in [
         dist.reduce(x, dst=rank, group=group.handle, async_op=True) for rank in group.ranks
     ]:
@@ -257,7 +256,7 @@ def _reduce_to_all(x: torch.Tensor, group: Group) -> None:
 
 
 def _message(group: Group, size: int, device: torch.device) -> Make:
-    """Make work that sends a tensor to and fro."""
+    """Return work that sends a tensor back and forth."""
 
     def make() -> Work:
         tensors, peer = _in_turn(device, size), group.ranks[1 - group.rank]

@@ -1,3 +1,1 @@
-"""A training step without a device: the run's own code on tensors without data, one rank of each
-kind.
-"""
+"""Dry run: a training step of one rank of each kind, on tensors without data."""

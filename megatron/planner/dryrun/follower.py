@@ -1,6 +1,4 @@
-"""Record of what one rank of a job allocates and posts, over tensors without data, and the checks
-of what is posted.
-"""
+"""Record of one rank's allocations and messages in a dry run, and checks of the messages."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from megatron.planner.tensors import Work
 
 
 class Finding(NamedTuple):
-    """A problem of a rank.
+    """Problem of a rank.
 
     kind  "memory", "messages" or "error" (the code could not run)
     """
@@ -33,7 +31,7 @@ class Finding(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message between two pipeline ranks, as one of them posts it."""
+    """Message between two pipeline ranks, as posted by one of them."""
 
     instruction: Instruction
     shape: tuple[int, ...]
@@ -44,10 +42,10 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective of a group, as one member posts it.
+    """Collective of a group, as posted by one member.
 
-    shapes   of what goes in, then of what comes out
-    content  the dtype, or what is said where that is no tensor
+    shapes   of inputs, then of outputs
+    content  the dtype, or the value if it is not a tensor
     """
 
     call: str
@@ -62,7 +60,7 @@ class Collective(NamedTuple):
 
 
 Collectives = Mapping[tuple[int, ...], Sequence[Collective]]
-"""The collectives of one rank by the ranks of the group, in order."""
+"""Collectives of one rank in order, by the ranks of their group."""
 
 
 def check_messages(
@@ -72,17 +70,17 @@ def check_messages(
     shape: tuple[int, ...],
     dtype: str,
 ) -> list[Finding]:
-    """Find the first message of a rank that is not its schedule's, or not of this shape and dtype.
+    """Find a rank's first message that differs from its schedule, or from this shape and dtype.
 
     Messages have no tags: the n-th that one rank sends to another is the n-th that the other
-    receives from it. A schedule's own lists go together (pipeline/schedule.py), so each rank is
-    held to its list.
+    receives from it. The lists of a schedule match each other (pipeline/schedule.py), so it is
+    enough to compare each rank with its list.
     """
     expected = [Message(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
     for n, (here, there) in enumerate(itertools.zip_longest(posted, expected), 1):
         if here != there:
             text = (
-                f"its message {n} is {here or 'missing'}, and the other side waits for "
+                f"its message {n} is {here or 'missing'}, but the other rank expects "
                 f"{there or 'none'}"
             )
             return [Finding("messages", rank, text)]
@@ -90,9 +88,7 @@ def check_messages(
 
 
 def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
-    """Find, for each two ranks that are members of one group, the first collective that they do not
-    both post.
-    """
+    """Find the first differing collective of each two ranks that share a group."""
     findings = []
     for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
         for group in dict.fromkeys((*of_a, *of_b)):
@@ -115,10 +111,10 @@ _aten = torch.ops.aten
 
 
 class Follower(tensors.Follower):
-    """Record tensors that are taken and given back, and messages that are posted.
+    """Record allocations, releases and messages.
 
     device       "cpu", or "meta" for a GPU
-    steps        in order; a storage that changes its category is given back and taken again
+    steps        in order; a storage that changes its category is released and allocated again
     shapes       of storages, by number
     alive        storages by number
     messages, collectives   what was posted, collectives by group
@@ -149,8 +145,7 @@ class Follower(tensors.Follower):
         if to_host:
             kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
-        # The host's memory does not count, nor tensors in which DeepSpeed keeps shapes, on any
-        # device.
+        # Neither host memory counts, nor tensors in which DeepSpeed keeps shapes, on any device.
         self.see(
             out, counts=not to_host and not (func is _aten.zeros_like.default and to == "meta")
         )
@@ -166,7 +161,7 @@ class Follower(tensors.Follower):
             self.steps.append(step)
 
     def move(self, moved: Iterable[torch.Tensor], category: str) -> None:
-        """Give the storages of these tensors another category."""
+        """Move the storages of these tensors to another category."""
         for tensor in moved:
             step = self.alive.get(self.number_of(tensor) or 0)
             if step is not None and step.category != category:
@@ -174,7 +169,7 @@ class Follower(tensors.Follower):
                 self.steps += [Give(step.id), self.alive[step.id]]
 
     def begin(self, this: Instruction) -> None:
-        """Count what is made next under the category of this instruction."""
+        """Count further allocations under the category of this instruction."""
         self._now, self.vocabulary = this, -1
         if this.op is Op.FORWARD:
             self.category = "activations"
@@ -207,16 +202,14 @@ class Follower(tensors.Follower):
             )
 
     def gather_objects(self, found: list[Any], mine: Any, group: Any = None) -> None:
-        """Stand in for dist.all_gather_object: every member gives the same. The content is compared
-        later.
-        """
+        """Replace dist.all_gather_object: all members give this rank's value; compared later."""
         self._of(dist.group.WORLD if group is None else group).append(
             Collective("all_gather_object", (), repr(mine))
         )
         found[:] = [mine] * len(found)
 
     def _of(self, group: Any) -> list[Collective]:
-        name = group.group_name  # its ranks, of which there may be 75,000, are asked for once
+        name = group.group_name  # query its ranks only once: there may be 75,000
         if name not in self._calls:
             self._calls[name] = self.collectives.setdefault(
                 tuple(dist.get_process_group_ranks(group)), []
@@ -225,7 +218,7 @@ class Follower(tensors.Follower):
 
 
 class _Flight(FlightRecorder):
-    """A flight recorder that hands the executor's instructions on."""
+    """Flight recorder that forwards the executor's instructions."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
@@ -250,9 +243,7 @@ def _word(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Follow operations on tensors of the follower's device, which have no data inside this
-    context.
-    """
+    """Record operations on tensors of the follower's device; they have no data in this context."""
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
         yield

@@ -1,6 +1,4 @@
-"""One rank of a job that does not exist: its stages, engine and executor, as a run has them,
-without data.
-"""
+"""Dry run of one rank: the stages, engine and executor of a run, without data."""
 
 from __future__ import annotations
 
@@ -35,16 +33,16 @@ _LARGEST = 3
 
 @dataclass(frozen=True)
 class RankRun:
-    """The result of one rank's steps.
+    """Result of one rank's steps.
 
     parameters   elements on the device, padding included
     peak         peak memory of a training step
-    setup_bytes  the most before the first step
-    copy_bytes   of host memory that --async-save keeps for the copy that is written; 0 without it
-    largest      tensors at the peak: bytes, category and what it is
-    messages     those of the last step
-    collectives  those of set-up and steps
-    stands_for   ranks of the job that are of this kind, and need as much or less
+    setup_bytes  peak before the first step
+    copy_bytes   host memory for the copy that --async-save writes; 0 without that flag
+    largest      tensors at the peak: bytes, category and description
+    messages     of the last step
+    collectives  of set-up and steps
+    stands_for   number of ranks of this kind, which need as much memory or less
     """
 
     rank: int
@@ -60,7 +58,7 @@ class RankRun:
 
     @property
     def needed_bytes(self) -> float:
-        """The most memory at any time."""
+        """Peak memory of set-up and steps."""
         return max(self.peak.total, self.setup_bytes)
 
 
@@ -68,21 +66,20 @@ class RankRun:
 def member(
     config: Config, rank: int, device: str, flight: FlightRecorder | None = None
 ) -> Iterator[Topology]:
-    """Yield the topology of `rank` over a process group whose messages go nowhere; nothing of it is
-    left afterwards.
+    """Yield the topology of `rank` over a temporary process group whose messages are dropped.
 
-    Raises ConfigError where this process has a process group already.
+    Raises ConfigError if this process already has a process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ConfigError(
-            "a dry run makes a process group of its own, and this process has one: use another "
-            "process"
+            "a dry run creates its own process group, but this process already has one: use "
+            "another process"
         )
     parallel, deepspeed = config.parallel, import_deepspeed(device)
     accelerator = deepspeed.accelerator.get_accelerator()
-    # Which way set-up takes does not depend on how much memory this machine has left.
+    # Set-up must not depend on this machine's free memory.
     replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
     if device == "meta":
         replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
@@ -103,7 +100,7 @@ def member(
             "fake", store=FakeStore(), rank=rank, world_size=parallel.world_size
         )
         stack.callback(dist.destroy_process_group)
-        # else it would be that of the next rank
+        # otherwise it would be used for the next rank
         stack.callback(setattr, deepspeed.comm.comm, "cdb", None)
         yield Topology.create(
             parallel.tensor_model_parallel_size,
@@ -122,17 +119,18 @@ def run_rank(
     micro_batches: int,
     alter: Callable[[Any], object] | None = None,
 ) -> RankRun:
-    """Set up `rank` of the job that `config` describes and take two steps: a short one, from which
-    the engine learns how often each gradient is added to, and one of so many micro-batches, which
-    sends buckets early as all later ones.
+    """Set up `rank` of the job that `config` describes, and run two steps.
+
+    The first step is short: the engine counts in it how often each gradient is added to. The second
+    one has `micro_batches` micro-batches and sends buckets early, as all later steps do.
 
     device  "cpu", or "meta" for a GPU
     alter   called with the executor before the first step, for tests
 
-    Raises what the code raises.
+    Exceptions of the run's code are passed on.
     """
     import_deepspeed(device)
-    optimizer_state(config)  # of one's own is found by a step, with data
+    optimizer_state(config)  # a user's optimizer is measured by a step with data
     follower = Follower(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         follower.category = "weights"
@@ -186,7 +184,7 @@ def run_rank(
 
 
 def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
-    """Give categories to what set-up has made."""
+    """Assign categories to the tensors of set-up."""
     for fragment in engine.fragments():
         follower.move((fragment.moments[name] for name in engine.moment_names), "moments")
         follower.move([fragment.master], "master")
@@ -198,8 +196,10 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
 def _peak_of_steps(
     follower: Follower, setup: int, last: int, block: int
 ) -> tuple[list[float], float, tuple[tuple[int, str, str], ...]]:
-    """Add up what was taken: by category at the peak of the steps from number `last` on;
-    the most of the first `setup` ones; the largest tensors at that moment."""
+    """Return the peak from step `last` on by category, that of set-up, and the largest tensors.
+
+    Steps are allocations and releases; the first `setup` ones are those of set-up.
+    """
     made: dict[int, Take] = {}
     at_setup = changes(follower.steps[:setup], block, made)
     before = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
@@ -211,7 +211,7 @@ def _peak_of_steps(
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:
-    """Make all micro-batches of a step; empty ones on a stage that reads no data, as in a run."""
+    """Create a step's micro-batches; empty ones on a stage that reads no data, as in a run."""
     count, b, s = config.num_micro_batches(), config.batch.micro_batch_size, config.model.seq_length
     if not reads_data(config, topology):
         empty = torch.empty(0)

@@ -1,6 +1,4 @@
-"""A rehearsal of a job: one rank of each kind takes its training steps without data, and what they
-do is compared.
-"""
+"""Dry run of a job: one rank of each kind runs its steps without data, and they are compared."""
 
 from __future__ import annotations
 
@@ -35,9 +33,8 @@ from megatron.planner.table import Table
 
 GIB = 2.0**30
 RESERVE_GIB = 2.0
-"""A GPU's memory for what no tensor shows: the runtime's context and code, the communication
-library's buffers, the workspaces of matrix products, and what the allocator cannot reuse. Assumed;
-it was measured nowhere."""
+"""Memory of a GPU beyond tensors: context and code of the runtime, buffers of the communication
+library, workspaces of matrix products, and fragmentation. An assumption, not a measurement."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -64,9 +61,7 @@ _HELPS = {
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that is run. stands_for: pipeline ranks whose figures it gives; none where it is only
-    compared.
-    """
+    """Rank that is run. stands_for: pipeline ranks that it represents; none if only compared."""
 
     rank: int
     pipeline_rank: int
@@ -74,7 +69,7 @@ class Member:
 
 
 def layout_of(config: Config) -> Layout:
-    """Return the sizes of the job's directions, in the order of its ranks."""
+    """Return the job's parallel sizes, with its rank order."""
     parallel = config.parallel
     return Layout(
         parallel.tensor_model_parallel_size,
@@ -87,12 +82,13 @@ def layout_of(config: Config) -> Layout:
 def members_of(config: Config) -> list[Member]:
     """Choose one rank of every distinct kind, in pipeline order, then those that are only compared.
 
-    Of a kind are pipeline ranks with as many layers in each chunk, with and without embedding and
-    head alike. The first one is run, which has the most micro-batches in flight; under zb-h1, where
-    later ranks keep more of what waits for weight gradients, also the last. Tensor-parallel ranks
-    hold tensors of one shape, padding included, and data-parallel ranks equal parts of each bucket:
-    of the first and the last stage the last tensor rank is compared, of the first stage the last
-    data rank.
+    Pipeline ranks are of the same kind if they have the same number of layers in each chunk, and
+    agree on having an embedding and a head. The first one of a kind is run, because it has the most
+    micro-batches in flight; under zb-h1 also the last, because later ranks keep more tensors for
+    deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
+    included, and data-parallel ranks equal parts of each bucket. Therefore only the last tensor
+    rank of the first and of the last stage, and the last data rank of the first stage, are
+    compared.
     """
     parallel, layout = config.parallel, layout_of(config)
     size, stages = layout.pipeline, parallel.num_stages
@@ -101,7 +97,7 @@ def members_of(config: Config) -> list[Member]:
     ]
     kinds: dict[object, list[int]] = {}
     for p in range(size):
-        own = p if config.pieces.schedule is not None else None  # of which nothing is known
+        own = p if config.pieces.schedule is not None else None  # nothing is known about it
         kinds.setdefault((tuple(layers[p::size]), p == 0, p == size - 1, own), []).append(p)
     found: list[tuple[int, tuple[int, ...]]] = []
     for ranks in kinds.values():
@@ -119,17 +115,16 @@ def members_of(config: Config) -> list[Member]:
 
 
 def enough_micro_batches(config: Config) -> int:
-    """Count the micro-batches after which a step needs no more memory, nor other messages between
-    passes.
+    """Count the micro-batches beyond which memory and message patterns of a step repeat.
 
-    After its warm-up a rank alternates between one forward and one backward pass, so that what it
-    holds repeats from round to round (a round is one micro-batch, with several chunks a group of at
-    least as many as there are ranks). The warm-up of the first rank is the longest: p passes with
-    one chunk, 2 (p - 1) + (v - 1) g + 1 with v of them and g micro-batches in the step's first
-    group (pipeline/orders.py). A round and more follow it here: with several chunks the first
-    groups of the step itself, since another number of micro-batches may be grouped otherwise. Under
-    zb-h1 weight gradients wait for up to p passes more. A rank also keeps the last few messages
-    that it has sent.
+    After its warm-up a rank alternates between one forward and one backward pass, so that its
+    memory repeats from round to round. A round is one micro-batch; with several chunks it is a
+    group of at least as many micro-batches as there are ranks. The first rank has the longest
+    warm-up: p passes with one chunk, 2 (p - 1) + (v - 1) g + 1 passes with v chunks and g
+    micro-batches in the step's first group (pipeline/orders.py). At least one more round follows
+    here. With several chunks these are the first groups of the real step, since another number of
+    micro-batches may be grouped differently. Under zb-h1, weight gradients are deferred by up to p
+    more passes. A rank also keeps the last few messages that it has sent.
     """
     m, p, v = (
         config.num_micro_batches(),
@@ -151,12 +146,11 @@ def enough_micro_batches(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All kinds of ranks.
+    """Results of all kinds of ranks.
 
     device          "gpu" or "cpu"
-    micro_batches   of the steps that were taken; a step of the run may have more, and needs no more
-                    memory
-    capacity_bytes  of a device, RESERVE_GIB less on a GPU; None where it is not known
+    micro_batches   of the simulated steps; the run may have more, without needing more memory
+    capacity_bytes  of a device, minus RESERVE_GIB on a GPU; None if unknown
     """
 
     config: Config
@@ -174,14 +168,14 @@ def rehearse(
     *,
     alter: Callable[[int, Any], object] | None = None,
 ) -> Rehearsal:
-    """Take training steps of every kind of rank of the job, without data.
+    """Run training steps of every kind of rank of the job, without data.
 
-    cluster  whose devices the ranks run on; None: this machine's
-    device   "gpu" or "cpu"; None: what the cluster has, without one what this machine has
+    cluster  machine that the ranks run on; None: this machine
+    device   "gpu" or "cpu"; None: that of the cluster, or of this machine without one
     alter    called with each pipeline rank and its executor before its first step, for tests
 
-    A model without a vocabulary gets GPT-2's. Raises ConfigError for a job that cannot be laid out,
-    and where this process is part of another one. What the ranks' own code raises is a finding.
+    A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
+    and if this process already belongs to a job. Exceptions of the ranks' code become findings.
     """
     config, device = settled(config, cluster), device or device_of(cluster)
     count, runs, failed = enough_micro_batches(config), dict[Member, RankRun](), list[Finding]()
@@ -189,7 +183,7 @@ def rehearse(
         change = None if alter is None else (lambda executor, p=m.pipeline_rank: alter(p, executor))
         try:
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count, change)
-        except Exception as error:  # whatever the run's own code raises, the run would have raised
+        except Exception as error:  # the run would fail with it, too
             failed.append(Finding("error", m.rank, _describe(error)))
     each, capacity = (
         layout_of(config).tensor * layout_of(config).data,
@@ -210,10 +204,9 @@ def rehearse(
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """Settle the vocabulary, GPT-2's where only the tokenizer's files would tell, and the order of
-    ranks as in a run.
+    """Fill in the vocabulary (GPT-2's if it depends on tokenizer files) and the rank order.
 
-    Raises ConfigError for a job that the cluster cannot hold.
+    Raises ConfigError for a job that does not fit on the cluster.
     """
     config = config.replace(vocab_size=sized_model(config).vocab_size)
     if cluster is None or config.parallel.world_size == 1:
@@ -222,13 +215,13 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
 
 
 def device_of(cluster: Cluster | None) -> str:
-    """ "gpu" or "cpu": what the ranks run on."""
+    """Return the kind of device that the ranks run on, "gpu" or "cpu"."""
     on_cpu = not torch.cuda.is_available() if cluster is None else cluster.device_type == "cpu"
     return "cpu" if on_cpu else "gpu"
 
 
 def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
-    """Return the bytes that one rank may use; None where its memory is unknown."""
+    """Return the bytes that one rank may use; None if unknown."""
     reserve = RESERVE_GIB * GIB if device == "gpu" else 0.0
     if cluster is not None:
         return GIB * cluster.memory_gib - reserve
@@ -242,7 +235,7 @@ def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float |
 
 
 def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
-    """Find what does not go together between the ranks."""
+    """Find mismatches between the ranks."""
     parallel = config.parallel
     plan = build_schedule(
         config.schedule, parallel.pipeline_model_parallel_size, parallel.num_chunks, micro_batches
@@ -255,9 +248,7 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
 
 
 def _too_much(run: RankRun, capacity: float) -> Finding:
-    """Name the largest tensors of a rank that needs more than there is, and what makes its large
-    parts smaller.
-    """
+    """Describe a rank that does not fit: its largest tensors, and flags that reduce them."""
     held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
     helps = dict.fromkeys(_HELPS[name] for size, name in held if size >= run.peak.total / 10)
     largest = ", ".join(
@@ -267,14 +258,14 @@ def _too_much(run: RankRun, capacity: float) -> Finding:
         "memory",
         run.rank,
         (
-            f"needs {gib(run.needed_bytes)} GiB of {gib(capacity)}. The largest tensors at the "
-            f"peak: {largest}. What helps: {'; '.join(helps)}"
+            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB. Largest tensors at the peak: "
+            f"{largest}. To reduce them: {'; '.join(helps)}"
         ),
     )
 
 
 def gib(n_bytes: float) -> str:
-    """Write bytes in GiB.
+    """Format bytes in GiB.
 
     >>> gib(3 * 2**30), gib(5 * 2**20), gib(0)
     ('3.00', '0.00488', '0')
@@ -283,12 +274,12 @@ def gib(n_bytes: float) -> str:
 
 
 def decimal(value: float) -> str:
-    """Write a number in few digits."""
+    """Format a number with few digits."""
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an exception, with the line of the run's code that it came from."""
+    """Describe an exception, with the line of the run's code that raised it."""
     text = (
         str(error)
         if isinstance(error, MegatronError)
@@ -312,9 +303,10 @@ _ACROSS = 8  # kinds of ranks in one table
 
 
 def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
-    """Print what a job of these flags would need, and return the exit code. `launched` processes
-    were started, of which this is the first: --world-size, where it is not given. Raises
-    ConfigError."""
+    """Print the memory that a job with these flags needs, and return the exit code.
+
+    This is the first of `launched` processes, the default of --world-size. Raises ConfigError.
+    """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
@@ -327,11 +319,11 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
         if config.model.vocab_size is None
         else f"--vocab-size {config.model.vocab_size}"
     )
-    notes = [f"{unknown}: {assumed} is taken"] if unknown else []
+    notes = [f"{unknown}: {assumed} is assumed"] if unknown else []
     if config.checkpoint.use_checkpoint_args:
         notes.append(
-            "--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given "
-            "here"
+            "--use-checkpoint-args: the checkpoint was not read; model sizes are those of the "
+            "command line"
         )
     config = settled(config, cluster)
     print(_heading(config, cluster), flush=True)
@@ -361,9 +353,7 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
 
 
 def render(found: Rehearsal) -> str:
-    """Show the memory of each kind of rank, what it rests on, what was checked and what is
-    wrong.
-    """
+    """Render the memory of each kind of rank, assumptions, checks and problems."""
     tables = [
         _table(found, found.ranks[first : first + _ACROSS]).text(_WIDTH)
         for first in range(0, len(found.ranks), _ACROSS)
@@ -376,7 +366,7 @@ def render(found: Rehearsal) -> str:
 
 
 def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
-    """Categories down, kinds of ranks across."""
+    """Tabulate memory: a row for each category, a column for each kind of rank."""
     small = max(run.needed_bytes for run in found.ranks) < GIB / 10
     unit, size = ("MiB", 2.0**20) if small else ("GiB", GIB)
 
@@ -402,27 +392,24 @@ def _foot(found: Rehearsal) -> Iterator[str]:
     config, on_gpu = found.config, found.device == "gpu"
     if found.capacity_bytes is not None:
         reserve = (
-            f", {RESERVE_GIB:g} GiB less than a device has: an assumption for the runtime, the "
-            "communication library and what the allocator cannot reuse"
+            f", {RESERVE_GIB:g} GiB less than a device has (assumed for runtime, communication "
+            "library and fragmentation)"
             if on_gpu
             else ""
         )
-        yield f"There are {gib(found.capacity_bytes)} GiB for each rank{reserve}."
+        yield f"Each rank may use {gib(found.capacity_bytes)} GiB{reserve}."
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
-        yield (
-            f"--async-save keeps a copy of up to {gib(copy)} GiB in host memory, for each rank of "
-            "a node."
-        )
+        yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
     if found.micro_batches < config.num_micro_batches():
         yield (
-            f"Each rank took {found.micro_batches} of the {config.num_micro_batches()} "
+            f"Each rank ran {found.micro_batches} of the {config.num_micro_batches()} "
             "micro-batches: after its warm-up it alternates between forward and backward passes, "
-            "so that what it holds repeats."
+            "and its memory repeats."
         )
     if on_gpu:
         yield (
-            "assumed: fused kernels are built for the device, and attention keeps no scores where "
-            "no flag says so."
+            "assumed: fused kernels are built for the device, and attention keeps no scores unless "
+            "a flag says so."
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
@@ -432,15 +419,13 @@ def _foot(found: Rehearsal) -> Iterator[str]:
         messages = sum(len(run.messages) for run in found.ranks)
         collectives = sum(len(calls) for run in found.ranks for calls in run.collectives.values())
         yield (
-            f"checked: set-up and two steps run; {messages} messages have the other side they "
-            f"need; {collectives} collectives are the same on the members that were looked at."
+            f"checked: set-up and two steps run; {messages} messages match their other side; "
+            f"{collectives} collectives are the same on all compared members."
         )
         yield (
             "It runs, and it fits."
             if found.capacity_bytes is not None
-            else (
-                "It runs. Whether it fits is not known: --cluster names a machine to compare with."
-            )
+            else ("It runs. To learn whether it fits, name the machine with --cluster.")
         )
 
 

@@ -1,6 +1,4 @@
-"""The search: every layout ranked by its folded cost, the best of those that fit estimated on the
-schedule's clock.
-"""
+"""Search: rank all layouts by folded cost, then estimate the best that fit on the clock."""
 
 from __future__ import annotations
 
@@ -36,21 +34,18 @@ from megatron.planner.search.space import GIB, Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
 ESTIMATED, OF_EACH_VALUE = 50, 8
-"""How many layouts are estimated: of all, and of those with each value of each dimension."""
+"""Numbers of layouts to estimate: of all layouts, and of those with each value of a dimension."""
 _CLOSE = 1.01
-"""Placements are estimated whose folded cost is at most so many times that of the best."""
+"""Largest ratio of a placement's folded cost to the best one's at which it is estimated."""
 _ROUND = 64
-"""Layouts of which memory is asked at once, by however many processes: so their number changes
-nothing.
-"""
+"""Layouts per batch of memory checks; fixed, so that results do not depend on --processes."""
 _PLACED = ("order", "devices")
 
 Value = tuple[str, Any]
 
 
 class Ranked(NamedTuple):
-    """A layout and its score: seconds of a step per sample, by the folded cost or, once estimated,
-    on the clock.
+    """Layout with its score: seconds per sample, by the folded cost or, once estimated, the clock.
 
     memory  bytes on each device of the pipeline rank with the highest peak, 0 while unknown
     """
@@ -65,9 +60,9 @@ class Ranked(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A layout that does not fit or is not valid.
+    """Layout that does not fit or is not valid.
 
-    miss  bytes that it needs, 0 for another reason
+    miss  bytes that it needs, 0 for any other reason
     """
 
     reason: str
@@ -77,9 +72,9 @@ class Rejected(NamedTuple):
 
 @dataclass
 class Found:
-    """The result of a search.
+    """Result of a search.
 
-    estimated  the layouts that were estimated, the best first
+    estimated  layouts that were estimated, the best first
     """
 
     estimated: list[Ranked] = field(default_factory=list)
@@ -96,9 +91,7 @@ class Found:
         return list(found.values())
 
     def by_value(self, per_node: int) -> dict[Value, Ranked]:
-        """Return the best layout with each (dimension, value); recomputation without numbers of
-        layers.
-        """
+        """Return the best layout with each (dimension, value), ignoring recomputed layer counts."""
         return {
             value: one
             for one in reversed(self.estimated)
@@ -107,7 +100,7 @@ class Found:
 
 
 def values_of(layout: Layout, per_node: int) -> list[Value]:
-    """List (dimension, value) of what a layout chooses, without what it has no choice in."""
+    """List a layout's choices as (dimension, value), without dimensions that leave no choice."""
     found = []
     for dimension in DIMENSIONS:
         name = dimension.names[0]
@@ -119,7 +112,7 @@ def values_of(layout: Layout, per_node: int) -> list[Value]:
 
 @dataclass(frozen=True)
 class Search:
-    """A space to search, and the answers on single layouts.
+    """Space to search, and evaluation of single layouts.
 
     capacity  bytes of a device that a layout may use
     """
@@ -131,9 +124,11 @@ class Search:
     # -- tasks -------------------------------------------------------------------------------------
 
     def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected]]:
-        """Rank all layouts of these sizes, of one micro-batch, whose weights, gradients and
-        optimizer fit, of each kind of recomputation the one of fewest layers. Nothing is ranked
-        where nothing fits."""
+        """Rank all layouts of these sizes, which share a micro-batch size.
+
+        Weights, gradients and optimizer must fit. Of each kind of recomputation, the layout with
+        the fewest recomputed layers is ranked. If no layout fits, none is ranked.
+        """
         too_big = self._too_big(sizes)
         if too_big is not None:
             return [], [too_big]
@@ -155,9 +150,7 @@ class Search:
         return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
-        """Find the layout of fewest recomputed layers that fits, of its kind of recomputation, with
-        its own score.
-        """
+        """Find and score the layout with the fewest recomputed layers that fits."""
         layout, kind = ranked.layout, kind_of_recompute(ranked.layout.recompute)
         options = (v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind)
         misfits = list[Rejected]()
@@ -173,7 +166,7 @@ class Search:
         return min(misfits, key=lambda rejected: rejected.miss)
 
     def judge(self, alike: Sequence[Ranked]) -> list[Ranked]:
-        """Estimate layouts whose schedule has the same lists, which are made once."""
+        """Estimate layouts with the same instruction lists, which are built once."""
         return [self._judged(ranked) for ranked in alike]
 
     def _judged(self, ranked: Ranked) -> Ranked:
@@ -194,17 +187,15 @@ class Search:
     # -- one layout --------------------------------------------------------------------------------
 
     def _too_big(self, sizes: Sequence[Layout]) -> Rejected | None:
-        """Say why no layout of these sizes, of one micro-batch, fits; None where one fits or is not
-        valid.
-        """
-        least: dict[int, Layout] = {}  # of each pipeline size
+        """Return why no layout of these sizes fits; None if one fits or is not valid."""
+        least: dict[int, Layout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
         found = list[Rejected]()
         for size in least.values():
             variants = list(self.space.variants(size))
             switches = max((v.zero, v.sp, not v.overlap) for v in variants)
-            # those that recompute whole layers, which keep least, first
+            # first those that recompute whole layers, which need the least memory
             for layout in reversed(variants):
                 if (layout.zero, layout.sp, not layout.overlap) != switches:
                     continue
@@ -227,9 +218,7 @@ class Search:
         return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
 
     def _folded(self, layout: Layout, config: Config) -> float:
-        """Score by the folded cost, on the placement that is best for the first variant of these
-        sizes.
-        """
+        """Score by the folded cost, on the best placement of the first variant of these sizes."""
         if layout.sizes not in self._known:
             first = _with(config, next(self.space.variants(layout)))
             channels = [channels for _, channels in self._placements(first)]
@@ -239,7 +228,7 @@ class Search:
         return folded_seconds(config, self.space.cluster, self._known[layout.sizes]) / layout.batch
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
-        """Return the placements worth an estimate, with their channels."""
+        """Return the placements to estimate, with their channels."""
         parallel, cluster = config.parallel, self.space.cluster
         key = (
             parallel.world_size,
@@ -256,11 +245,9 @@ class Search:
         return known
 
     def _peak_rank(self, config: Config) -> RankMemory:
-        """Find the pipeline rank that needs most memory; for a layout that does not fit, any that
-        is too big.
-        """
+        """Find the pipeline rank with the highest peak, or any rank that does not fit."""
         device = self.space.cluster.device_type
-        first = memory_of_ranks(config, device, ranks=(0,))[0]  # which holds most micro-batches
+        first = memory_of_ranks(config, device, ranks=(0,))[0]  # holds the most micro-batches
         if first.total > self.capacity:
             return first
         others = range(1, config.parallel.pipeline_model_parallel_size)
@@ -270,9 +257,7 @@ class Search:
         )
 
     def _states(self, config: Config) -> tuple[float, int]:
-        """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the
-        rank).
-        """
+        """Return bytes of weights, gradients and optimizer on the largest rank, and that rank."""
         parallel, in_fp32 = config.parallel, config.precision.dtype_name == "float32"
         key = (
             parallel.tensor_model_parallel_size,
@@ -280,8 +265,7 @@ class Search:
             parallel.num_stages,
         )
         if key not in self._known:
-            # Parameters do not depend on the micro-batch, of which the code is read for small ones
-            # first.
+            # Parameters do not depend on the micro-batch size; small sizes are traced first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
             ranks, device = (
@@ -304,9 +288,7 @@ def _refused(error: ConfigError) -> Rejected:
 
 
 def _with(config: Config, layout: Layout) -> Config:
-    """Return a configuration of the same sizes with other switches, unchecked: good enough to rank
-    it.
-    """
+    """Return a configuration of the same sizes with other switches, unvalidated: for ranking."""
     again = recompute_settings(layout.recompute)
     return dataclasses.replace(
         config,
@@ -324,18 +306,16 @@ def _with(config: Config, layout: Layout) -> Config:
 
 
 def search(given: Search, top: int = 10, processes: int = 1) -> Found:
-    """Find the best layouts of a space with `processes` processes; the result does not depend on
-    their number.
-    """
+    """Find the best layouts of a space; the result does not depend on the number of processes."""
     found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
-    # in one process what the same code is read for
+    # layouts that share traces go to one process
     tasks: dict[tuple[int, int, int], list[Layout]] = {}
     for size in given.space.sizes(found.rejections):
         tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
     found.sizes = sum(map(len, tasks.values()))
     ranked, fit, enough, pruned = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
-        # of which no larger micro-batch fits: to read its code would take longest of all
+        # no larger micro-batch fits, and tracing it would take longest
         full = set[tuple[int, int]]()
         for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
             keys = sorted(
@@ -403,14 +383,14 @@ def _in_process(task: tuple[str, Any]) -> Any:
 def _workers(
     given: Search, processes: int
 ) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
-    """Yield a function that answers tasks in their order."""
+    """Yield a function that maps tasks to results, in order."""
     if processes < 2:
         yield lambda kind, tasks: (getattr(given, kind)(task) for task in tasks)
         return
-    # Forked, so that what is loaded and the machine's figures need not be sent.
+    # Forked, so that loaded modules and the machine's figures need not be sent.
     killed = (
-        "a process of the search was killed, as where memory ends: search with fewer "
-        "--processes, or with --fix"
+        "a process of the search was killed, possibly for lack of memory: use fewer --processes, "
+        "or narrow the search with --fix"
     )
     with process_pool(processes, "fork", killed, _start, given) as in_processes:
         yield lambda kind, tasks: in_processes(_in_process, [(kind, task) for task in tasks])
@@ -423,17 +403,17 @@ _SIZES = (1.0, 2.0**24, 2.0**32)
 
 
 def check_device_orders(wanted: Wanted, cluster: Cluster) -> None:
-    """Raise ConfigError for a wanted device order that does not name each device of a node once."""
+    """Raise ConfigError for a device order that is not a permutation of a node's devices."""
     for device_order in wanted.get("devices", ()):
         check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
 
 
 def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
-    """List the placements with the rank orders and device orders that are wanted ("order",
-    "devices"), all by default.
+    """List the placements with the wanted rank orders ("order") and device orders ("devices").
 
-    One is left out when another is as fast in every collective and over the boundaries of stages.
-    They carry no cost. Raises ConfigError as check_device_orders does.
+    The default is all of them. A placement is left out if another one is at least as fast in every
+    collective and over the boundaries of stages. Costs are not computed. Raises ConfigError as
+    check_device_orders does.
     """
     check_device_orders(wanted, cluster)
     parallel = config.parallel
@@ -443,7 +423,7 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
         "pp": parallel.pipeline_model_parallel_size,
         "dp": parallel.data_parallel_size,
     }
-    different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike count once
+    different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
     for order in RANK_ORDERS:
         if order in wanted.get("order", RANK_ORDERS):
             different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
@@ -464,9 +444,7 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
 
 
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
-    """Time messages of each kind and size; between stages over the slowest boundary, and over all
-    in turn.
-    """
+    """Time messages of each kind and size; between stages the slowest boundary, and their sum."""
     channels, found = Channels(config, cluster, placement), list[float]()
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:

@@ -1,6 +1,4 @@
-"""The layouts of a search: every combination of sizes and switches that the model, the devices and
-the batch allow.
-"""
+"""Layouts of a search: combinations of sizes and switches that model, devices and batch allow."""
 
 from __future__ import annotations
 
@@ -21,16 +19,14 @@ from megatron.planner.layout import Layout, Wanted, allowed
 
 GIB = 2**30
 
-# No scores of attention are kept, so that making them again saves nothing, unless attention is the
-# plain one.
+# Only plain attention keeps scores, so that recomputing them saves memory only there.
 _KEEPS_SCORES = ("unfused", "local")
 
 
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
-    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device
-    a stage.
+    """Configure a model from a preset and flags of pretrain_gpt.py, on one device.
 
-    Raises ConfigError, also for a flag that gives what the search decides.
+    Raises ConfigError, also for a flag of a setting that the search decides.
     """
     settings = read_settings(with_preset(preset, flags))
     stages = 1 + settings.given.get("pipeline_layout", "").count(",")
@@ -38,7 +34,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     for name in (*neutral, "cluster", "deepspeed_config"):
         if settings.origins.get(name) == "command line":
             settings.problems.append(
-                f"{all_options()[name].flag} has no place after --: give --nodes, --devices, "
+                f"{all_options()[name].flag} is not allowed after --: use --nodes, --devices, "
                 "--global-batch, --cluster or --fix instead (see --help)"
             )
         settings.give(name, neutral.get(name), "search")
@@ -46,9 +42,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
 
 
 def headroom_bytes(text: str, cluster: Cluster) -> float:
-    """Convert --headroom, GiB or a percentage, into bytes of a device's memory. Raises
-    ConfigError.
-    """
+    """Convert --headroom (GiB or a percentage) into bytes. Raises ConfigError."""
     number, percent = text.removesuffix("%"), text.endswith("%")
     try:
         value = float(number)
@@ -58,17 +52,15 @@ def headroom_bytes(text: str, cluster: Cluster) -> float:
     found = total * value / 100 if percent else value * GIB
     if not 0 <= found < total:
         raise ConfigError(
-            f"--headroom {text}: give GiB, or a part as 10%, less than the {cluster.memory_gib:g} "
-            f"GiB of a {cluster.device}"
+            f"--headroom {text}: give GiB or a share such as 10%, less than the "
+            f"{cluster.memory_gib:g} GiB of a {cluster.device}"
         )
     return found
 
 
 @dataclass
 class Rejections:
-    """Reasons why layouts or sizes were rejected: how many of each, and the example that missed by
-    least.
-    """
+    """Reasons for rejecting layouts or sizes, each with its count and its closest miss."""
 
     counts: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -85,8 +77,8 @@ class Space:
 
     base     configuration without a layout; name: of its model
     worlds   numbers of devices
-    wanted   allowed values by dimension, global batches among them
-    more     values that are tried beside those that are by default
+    wanted   allowed values by dimension, including global batches
+    more     values to try in addition to the default ones
     """
 
     base: Config
@@ -97,11 +89,11 @@ class Space:
     more: Wanted = field(default_factory=dict)
 
     def write(self, layout: Layout) -> str:
-        """Write a layout as --layout takes it."""
+        """Format a layout for --layout."""
         return layout.write(self.cluster.devices_per_node)
 
     def config(self, layout: Layout) -> Config:
-        """Configure a layout, validated as a run's. Raises ConfigError."""
+        """Configure a layout, validated as for a run. Raises ConfigError."""
         return self.base.replace(
             **layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout)
         )
@@ -112,9 +104,7 @@ class Space:
     # -- sizes -------------------------------------------------------------------------------------
 
     def sizes(self, rejections: Rejections) -> Iterator[Layout]:
-        """Generate every size that devices, layers and batch divide into; others go to
-        `rejections`.
-        """
+        """Yield all sizes that divide devices, layers and batch; add others to `rejections`."""
         layers = self.base.model.num_layers
         for world in self.worlds:
             for tp in self._values("tp", range(1, min(self.cluster.devices_per_node, world) + 1)):
@@ -134,10 +124,10 @@ class Space:
                         yield from self._sizes(Layout(world, 0, tp, pp), rejections)
 
     def _sizes(self, shape: Layout, rejections: Rejections) -> Iterator[Layout]:
-        """Batches, micro-batches (powers of two by default), chunks and schedules."""
+        """Yield batches, micro-batches (powers of two by default), chunks and schedules."""
         chunks = self._chunks(shape.pp)
         if not chunks:
-            rejections.add("layers do not divide into such chunks", self.write(shape))
+            rejections.add("layers do not divide into these chunks", self.write(shape))
         for batch in self.wanted["gbs"]:
             each, rest = divmod(batch, shape.replicas)
             micros = [
@@ -161,7 +151,7 @@ class Space:
                 )
                 for schedule in names:
                     size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
-                    # A single stage has no schedule that could be asked for.
+                    # A single stage has no choice of schedule.
                     if shape.pp > 1 and not allowed(schedule, "schedule", self.wanted):
                         continue
                     if any(True for _ in self.variants(size)):
@@ -170,7 +160,7 @@ class Space:
                         rejections.add("no variant of these sizes is allowed", self.write(size))
 
     def _problem(self, tp: int) -> str | None:
-        """Return what validation says against a tensor-parallel size alone."""
+        """Return the validation error of a tensor-parallel size by itself."""
         try:
             settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {
                 "global_batch_size": None
@@ -194,10 +184,8 @@ class Space:
     # -- variants ----------------------------------------------------------------------------------
 
     def variants(self, size: Layout) -> Iterator[Layout]:
-        """Generate every layout of these sizes: sequence parallelism, overlap, ZeRO stage,
-        recomputation.
-        """
-        # Where the sizes leave no choice, what was asked for does not matter.
+        """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation."""
+        # If the sizes leave no choice, --fix is ignored.
         switches = [
             [value for value in values if allowed(value, name, self.wanted)]
             if size.has_choice(name)
@@ -212,8 +200,7 @@ class Space:
             yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
 
     def recomputations(self, size: Layout) -> Iterator[str]:
-        """Generate none, selective by each set of modules, whole layers in groups that divide a
-        stage, or its first ones."""
+        """Yield recomputations: none, selective by module sets, groups of layers, first layers."""
         stages = assign_layers(
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
         )
@@ -229,7 +216,7 @@ class Space:
         found += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
         found += [f"full:block:{n}" for n in range(1, least if most == least else most)]
         for pattern in (*self.wanted.get("recompute", ()), *self.more.get("recompute", ())):
-            # Asked for by its full name: it may be one that the search leaves out.
+            # A full name may select one that the search leaves out.
             if pattern not in found and pattern.count(":") == (
                 2 if pattern.startswith("full") else 1
             ):

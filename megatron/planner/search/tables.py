@@ -37,10 +37,10 @@ _CHOOSE = "another --output folder"
 
 
 class Chosen(NamedTuple):
-    """A layout with its estimate.
+    """Layout with its estimate.
 
-    record  its values and figures by name, as in the files; days and node-hours of the whole run,
-            or of a billion tokens
+    record  values and figures by name, as in the files; days and node-hours of the whole run, or
+            per billion tokens
     """
 
     layout: Layout
@@ -81,7 +81,7 @@ def _percent(value: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Write four digits, with thousands apart."""
+    """Format with four digits and thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -92,8 +92,10 @@ def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool) -> Table:
-    """Tabulate sizes, time, use of the peak, cost, and peak memory of a rank; with `papers`
-    the TFLOP/s of a device as Dash et al. count them, too."""
+    """Tabulate sizes, time, utilization, cost and peak memory of layouts.
+
+    `papers` adds the TFLOP/s of a device by the formula of Dash et al.
+    """
     rows = []
     for layout, found, record in chosen:
         names = {"sp": layout.sp, "overlap": layout.overlap, "ZeRO": layout.zero}
@@ -118,9 +120,7 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
 
 
 def _paper_tflops(found: Estimate) -> str:
-    """TFLOP/s of a device by `formulas.paper_flops`, which takes any model for a GPT with f = 4
-    h.
-    """
+    """Return a device's TFLOP/s by `formulas.paper_flops`, which assumes a GPT with f = 4 h."""
     config, model = found.config, sized_model(found.config)
     flops = formulas.paper_flops(
         config.batch.global_batch_size,
@@ -134,16 +134,14 @@ def _paper_tflops(found: Estimate) -> str:
 
 
 def parts_table(chosen: Sequence[Chosen]) -> Table:
-    """Tabulate the parts of a step, as the pipeline rank spends them that computes longest."""
+    """Tabulate the parts of a step on the busiest pipeline rank."""
     used = [part for part in PARTS if any(one.found.parts[part] for one in chosen)]
     rows = [{part: _number(one.found.parts[part]) for part in used} for one in chosen]
-    return _numbered("seconds of a step, on the pipeline rank that computes longest", rows)
+    return _numbered("seconds of a step, on the busiest pipeline rank", rows)
 
 
 def bounds_table(chosen: Sequence[Chosen]) -> Table:
-    """Tabulate how far the seconds of a step may be off, and what they would be at the device's
-    peak.
-    """
+    """Tabulate the uncertainty of a step's seconds, and the seconds at the device's peak."""
     rows = []
     for _, found, _ in chosen:
 
@@ -159,11 +157,11 @@ def bounds_table(chosen: Sequence[Chosen]) -> Table:
                 "slow ends": _number(spread.high),
                 "+-": _number(spread.likely),
                 "at the peak": peak,
-                "moved most by": spread.effects[0].figure,
+                "largest effect": spread.effects[0].figure,
             }
         )
     return _numbered(
-        "bounds: all figures at the fast or the slow ends of their ranges; +-: off independently",
+        "bounds: all figures at the fast or slow ends of their ranges; +-: independent errors",
         rows,
     )
 
@@ -191,8 +189,10 @@ def values_table(given: Search, found: Found, name: str) -> Table:
 
 
 def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
-    """Part of the throughput that is lost with each value of each dimension, all else searched
-    again; the dimension that matters most first."""
+    """Return the share of throughput lost by fixing each value, the other dimensions optimized.
+
+    The dimension that matters most comes first.
+    """
     values: dict[str, dict[str, float]] = {}
     for (name, value), one in sorted(
         found.by_value(given.space.cluster.devices_per_node).items(), key=lambda v: v[1]
@@ -213,9 +213,7 @@ def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
         )
         for name, values in lost.items()
     ]
-    return Table(
-        "throughput lost with each value, all else searched again", ("choice", "values"), rows
-    )
+    return Table("throughput lost with each value, the rest optimized", ("choice", "values"), rows)
 
 
 def rejection_table(found: Found, title: str) -> Table:
@@ -227,7 +225,7 @@ def rejection_table(found: Found, title: str) -> Table:
 
 
 def first_problem(text: str) -> str:
-    r"""Return the first of a configuration's problems on one line.
+    r"""Return the first problem of a configuration on one line.
 
     >>> first_problem("the configuration has 2 problems:\n  1. this\n  2. that")
     'this'
@@ -242,7 +240,7 @@ def first_problem(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Raise ConfigError where nothing can be written into a folder, which is made."""
+    """Create a folder. Raises ConfigError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -259,7 +257,7 @@ def write_files(
     preset: str | None,
     tokens: float | None,
 ) -> list[Path]:
-    """Write the tables, and the winner's picture, trace and job script; return their paths.
+    """Write the tables, and the best layout's plot, trace and job script; return their paths.
 
     Raises ConfigError.
     """
@@ -283,12 +281,12 @@ def write_files(
         "with the highest peak"
     )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
-    timeline(winner.run)  # made here once, for both processes
-    killed = "the process that writes the trace was killed, as where memory ends"
+    timeline(winner.run)  # computed once, for both processes
+    killed = "the process that writes the trace was killed, possibly for lack of memory"
     with process_pool(1, "fork", killed) as in_process:
         traced = in_process(functools.partial(write_trace, winner.run), [folder / "trace.json"])
         plot_timeline(winner.run, folder / "timeline.png")
-        list(traced)  # raises what it raised
+        list(traced)  # re-raises its exception
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
@@ -302,17 +300,15 @@ def write_files(
 
 
 _TOKENS_FOR_EACH_PARAMETER = 20
-"""Hoffmann et al. 2022, where nobody says how long the run is."""
+"""Default length of a run (Hoffmann et al. 2022)."""
 
 
 _SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
-"""Machines that the launch scripts know, and lines of the header beside the usual."""
+"""Machines that the launch scripts support, with additional lines of the header."""
 
 
 def flags_of(config: Config) -> list[str]:
-    """Write the flags of pretrain_gpt.py that give this configuration, without the number of
-    processes.
-    """
+    """Return the flags of pretrain_gpt.py for this configuration, without the world size."""
     return [word for word in command_line_of(config) if not word.startswith("--world-size")]
 
 
@@ -324,8 +320,10 @@ def _site_script(
     tokens: float | None,
     notes: Sequence[str],
 ) -> str:
-    """Write a batch script over examples/frontier/job.sh. Where `flags`, which give `config`, say
-    no length, the run gets one of `tokens`, or of so many for each parameter."""
+    """Return a batch script that uses examples/frontier/job.sh.
+
+    If `flags`, those of `config`, give no length, the run gets `tokens`, or tokens per parameter.
+    """
     devices, site = config.parallel.world_size, f"examples/{cluster.name}/site.env"
     nodes, name = devices // cluster.devices_per_node, preset or "gpt"
     hours = cluster.wall_limit_hours(nodes)
@@ -358,7 +356,7 @@ def _site_script(
         *(f"#SBATCH {line}" for line in header),
         "set -uo pipefail",
         f"MODEL={name}",
-        "PRESET='' # all is said below",
+        "PRESET='' # all settings are given below",
         "FLAGS=(",
         *(f"    {line}" for line in _by_flag(flags)),
         ")",
@@ -378,7 +376,7 @@ def _has_length(config: Config) -> bool:
 
 
 def _by_flag(words: Sequence[str]) -> list[str]:
-    """Write a line for each flag with its values."""
+    """Return a line for each flag with its values."""
     lines: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
@@ -395,8 +393,10 @@ def write_script(
     tokens: float | None,
     notes: Sequence[str],
 ) -> Path:
-    """Write job.sbatch, or command.sh for a machine that the launch scripts do not know and for a
-    part of a node, which they do not start. Raises ConfigError."""
+    """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
+
+    They do not support a part of a node, either. Raises ConfigError.
+    """
     flags, choose = flags_of(config), "another --output folder"
     devices, each = config.parallel.world_size, cluster.devices_per_node
     if cluster.name in _SITES and devices % each == 0:

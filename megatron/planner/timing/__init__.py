@@ -1,6 +1,4 @@
-"""Seconds of a training step: on the clock of its schedule, by a formula that ranks layouts, and
-line by line.
-"""
+"""Time of a training step: on the schedule's clock, by a formula for ranking, and explained."""
 
 from __future__ import annotations
 

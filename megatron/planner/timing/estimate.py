@@ -1,10 +1,10 @@
 """Time of a training step of any configuration on any described machine, and its parts.
 
 The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py),
-with the messages between stages. After the last pass come the gradients that are not summed yet,
+with the messages between stages. After the last pass come the gradients that are not reduced yet,
 the optimizer, and the wait for new weights at the beginning of the next step. Messages of different
-kinds do not slow each other down, nor the computations beside them. Making a trace that is not in
-the user's cache folder yet needs torch, but no device.
+kinds are assumed not to slow down each other or computations. Recording a trace that is not cached
+needs torch, but no device.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ PARTS = (
     "host",
 )
 """forward, backward    computations of the passes
-recompute            computations of recomputation, within backward passes
+recompute            recomputation within backward passes
 tensor messages      waiting for tensor-parallel collectives in all passes
-bubble               neither computing nor waiting for a message that is under way
+bubble               neither computing nor waiting for a message that is being sent
 pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
-host                 what the host adds to each layer's pass and to a step"""
+host                 overhead of the host for each layer's pass and for a step"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step with the full global batch, in the steady state of a run.
+    """Estimate of one step with the full global batch, in the steady state of a run.
 
-    parts          seconds by name, as spent by the pipeline rank that computes longest
-    channels       the links, with the figures that they were asked for
+    parts          seconds by name, on the busiest pipeline rank
+    channels       the links, with the figures that were used
     run            the schedule on its clock
     stage_seconds  by global stage
     """
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """The sum of the parts."""
+        """Seconds of the step, the sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -94,18 +94,16 @@ class Estimate:
 
     @functools.cached_property
     def model_flops(self) -> float:
-        """FLOPs of the products and the attention of a step on all devices, without
-        recomputation.
-        """
+        """FLOPs of a step's products and attention on all devices, without recomputation."""
         return self._flops(again=False)
 
     @functools.cached_property
     def hardware_flops(self) -> float:
-        """The same with recomputation."""
+        """FLOPs of a step's products and attention on all devices, with recomputation."""
         return self._flops(again=None)
 
     def _flops(self, *, again: bool | None) -> float:
-        """Count FLOPs of a step; padding of the vocabulary is no work of the model."""
+        """Count the FLOPs of a step, without those of the vocabulary's padding."""
         config, parallel, traced = (
             self.config,
             self.config.parallel,
@@ -121,14 +119,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """The model's share of the machine's peak in this format; None where its file gives no
-        peak.
-        """
+        """Model FLOP/s utilization; None if the machine's file has no peak for this dtype."""
         return self._utilization(self.model_flops)
 
     @property
     def hfu(self) -> float | None:
-        """The same with recomputation."""
+        """Hardware FLOP/s utilization, with recomputation; None without a peak."""
         return self._utilization(self.hardware_flops)
 
     def _utilization(self, flops: float) -> float | None:
@@ -137,7 +133,7 @@ class Estimate:
 
     @functools.cached_property
     def confidence(self) -> Confidence:
-        """The figures that this estimate used, and no other."""
+        """Figures that this estimate used."""
         rates, device = (
             Rates(self.cluster, self.config.precision.dtype_name),
             self.cluster.device_type,
@@ -149,15 +145,15 @@ class Estimate:
 
     @functools.cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """The memory of a device of each pipeline rank."""
+        """Memory of a device of each pipeline rank."""
         return memory_of_ranks(self.config, self.cluster.device_type)
 
 
 def estimate(config: Config, cluster: Cluster, placement: Placement | None = None) -> Estimate:
     """Estimate the time of a step on a placement, by default the cheapest.
 
-    Raises ConfigError for a world that does not fit on the machine, and for a format whose rates it
-    does not know.
+    Raises ConfigError for a world size that does not fit on the machine, and for a dtype without
+    rates in its file.
     """
     placement = placement or choose_placement(config, cluster)
     rates, channels = (
@@ -169,7 +165,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
         stages_of(config),
         crowding(config, cluster),
     )
-    hides = cluster.device_type != "cpu"  # gloo's messages need the cores themselves
+    hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
         stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
         for stage in set(stages)
@@ -192,7 +188,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
 
 
 def busiest_rank(run: PipelineRun) -> int:
-    """Find the pipeline rank that computes longest, the first of equals."""
+    """Find the pipeline rank that computes longest; the first one in a tie."""
     return max(range(len(run.busy)), key=lambda rank: (run.busy[rank], -rank))
 
 
@@ -215,7 +211,7 @@ def _run(
             )
             for forward, end in ((True, size - 1), (False, 0))
         )
-        # A pair of ranks has one communicator on a GPU, whose messages follow each other in both
+        # On a GPU a pair of ranks has one communicator, which serializes messages in both
         # directions.
         boundaries = Boundaries(there, back, duplex=cluster.device_type == "cpu")
     times = StageTimes(
@@ -250,7 +246,7 @@ def _parts_of_passes(
         "tensor messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
         "host": sum(sum(s.overhead) for s in own),
     }
-    # Where ranks share cores, the clock makes passes longer than they are by themselves.
+    # If ranks share cores, passes take longer on the clock than by themselves.
     stretched = run.busy[rank] / sum(passes.values())
     waits = run.message_wait[rank]
     return {
@@ -266,7 +262,7 @@ def _parts_of_passes(
 class Exchange(NamedTuple):
     """Seconds that data parallelism adds to a step.
 
-    reduced   from the end of the last pass until all gradients are summed
+    reduced   from the end of the last pass until all gradients are reduced
     gathered  delay of the next step, which waits for new weights
     """
 
@@ -275,10 +271,10 @@ class Exchange(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight, or a bucket of them.
+    """Weight, or bucket of weights.
 
-    needed  when a rank's first forward passes reach it
-    ready   when the last backward passes have made its gradient
+    needed  time at which a rank's first forward passes reach it
+    ready   time at which the last backward passes have computed its gradient
     """
 
     elements: int
@@ -289,10 +285,9 @@ class Weight(NamedTuple):
 def exchange(
     config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool
 ) -> Exchange:
-    """Time the engine's buckets beside the last backward and first forward passes of each pipeline
-    rank.
+    """Time the engine's buckets that overlap with the last backward and first forward passes.
 
-    hides  whether messages travel while a device computes
+    hides  whether messages overlap with computation
     """
     parallel, engine, precision = config.parallel, config.engine, config.precision
     replicas, size, owned = (
@@ -331,8 +326,11 @@ def exchange(
 
 
 def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
-    """List the weights of stage `number` in the model's order: layers evenly over a pass, embedding
-    and head at its ends. Norms and biases are left out: they have a bucket of their own."""
+    """List the weights of stage `number` in the model's order.
+
+    Layers are spread evenly over a pass, with embedding and head at its ends. Norms and biases have
+    a separate bucket, and are left out.
+    """
     head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
     places = [
         *[(0.0, traced.embedding.parameters)] * stage.first,
@@ -353,7 +351,7 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
 
 
 def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
-    """Put weights into buckets, each of at most `limit` elements or one weight."""
+    """Group weights into buckets, each of at most `limit` elements or a single weight."""
     found: list[Weight] = []
     for weight in weights:
         if found and found[-1].elements + weight.elements <= limit:
@@ -370,9 +368,7 @@ def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
 def reduction_seconds(
     channels: Channels, n_bytes: float, replicas: int, *, owned: bool, hides: bool
 ) -> float:
-    """Time the sum of gradients for their owners (reduce_to_owners): on a CPU, one reduction for
-    each owner.
-    """
+    """Time reduce_to_owners, the reduction of gradients; on a CPU, one reduction per owner."""
     if not owned:
         return channels.data_s("all_reduce", n_bytes)
     if hides:

@@ -1,6 +1,4 @@
-"""The arithmetic of an estimate as tables: products of a layer, passes of a stage, parts of a step,
-memory.
-"""
+"""Arithmetic of an estimate as tables: a layer's operations, passes, parts of a step, memory."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _SMALL = 1e-3
 
 
 def explain(found: Estimate) -> list[Table]:
-    """Walk through an estimate: first a layer, and what else the rank that computes longest
-    runs.
-    """
+    """Explain an estimate in tables, beginning with a layer and the other parts of the busiest rank."""
     traced, rank = trace(found.config, found.cluster.device_type), busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
@@ -62,7 +58,7 @@ def _time(seconds: float) -> str:
 
 
 def _pass(found: Estimate, title: str, of: Pass) -> Table:
-    """Tabulate each different operation of each module, and each different message."""
+    """Tabulate each distinct operation of each module, and each distinct message."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
     channels, rows = found.channels, []
     total, rest = sum(seconds_of(operation, rates) for operation in of.computations()), 0.0
@@ -91,14 +87,14 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
                 f"message: {message.kind}",
                 formula,
                 _time(count * each),
-                "hidden where a product runs beside it",
+                "hidden if it overlaps with a product",
             )
         )
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
 def _described(operation: Computation, count: int, seconds: float) -> tuple[str, str]:
-    """(name, formula) of so many equal operations."""
+    """Return the name and formula of `count` equal operations."""
     if isinstance(operation, Memory):
         moved = f"{operation.bytes / 1e6:.4g} MB in {operation.kernels} kernel(s)"
         return (
@@ -145,7 +141,7 @@ def _stages(found: Estimate, rank: int) -> Table:
                 times = (of.compute, of.again, of.waited, host, of.total + host)
                 rows.append((f"{name}, {title}", *map(_time, times)))
     columns = ("pass", "computations", "recomputation", "waiting for messages", "host", "all")
-    return Table(f"one micro-batch on pipeline rank {rank}, which computes longest", columns, rows)
+    return Table(f"one micro-batch on pipeline rank {rank}, the busiest one", columns, rows)
 
 
 def _step(found: Estimate, rank: int) -> Table:
@@ -193,5 +189,5 @@ def _memory(found: Estimate) -> Table:
 def _figures(found: Estimate) -> Table:
     rows = [(used.figure, used.value, used.basis, used.source) for used in found.confidence.used]
     return Table(
-        "figures of the machine that this rests on", ("figure", "value", "basis", "source"), rows
+        "figures of the machine that were used", ("figure", "value", "basis", "source"), rows
     )

@@ -1,6 +1,4 @@
-"""Seconds of a step by a formula over those of its stages, without a clock: what a search ranks
-layouts by.
-"""
+"""Approximate time of a step by a formula, without a clock: the score that ranks layouts."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from megatron.planner.trace import trace
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Approximate estimate().seconds of this configuration, in a hundredth of its time.
 
-    Each rank's work, with the passes of other ranks that its own first and last ones wait for;
-    messages between stages on the way through all of them; gradients and weights beside the passes
-    of the last and the first micro-batch of the first rank. Raises ConfigError as estimate does for
-    a format of which the machine knows no rates.
+    Counted are the work of the slowest rank, with the passes of other ranks that its first and last
+    passes wait for; the messages between stages on the way through all of them; and the gradients
+    and weights that are not hidden by the last and the first micro-batch of the first rank. Raises
+    ConfigError as estimate does for a dtype without rates.
     """
     rates, traced = (
         rates_of(cluster, config.precision.dtype_name),
@@ -35,7 +33,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     seconds = [each[stage] for stage in stages]
     size, m = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
     passes, crowd = _passes(seconds, size, m), crowding(config, cluster)
-    if crowd > 1.0:  # the cores that there are have all of the work to do
+    if crowd > 1.0:  # the shared cores do all of the work
         passes = max(passes, m * sum(map(sum, seconds)) / size * crowd)
     if size > 1:
         occupies, latency = _boundary(channels, size, traced.layer.hands_on)
@@ -54,9 +52,7 @@ _known: dict[tuple[object, ...], _Seconds] = {}
 def _seconds(
     traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool
 ) -> _Seconds:
-    """Forward, backward and weight pass of a stage. Placements whose tensor-parallel groups are
-    alike share them.
-    """
+    """Time a stage's passes; cached for placements with the same kind of tensor groups."""
     key = traced, stage, rates, channels.tensor_lane, hides
     if key not in _known:
         found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
@@ -66,22 +62,23 @@ def _seconds(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, float]:
-    """(seconds on the link, latency) of the slowest boundary."""
+    """Return seconds on the link and latency of the slowest boundary."""
     return max(channels.boundary(rank, True, n_bytes) for rank in range(size - 1))
 
 
 def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
     """Time the passes of a step.
 
-    A rank's first pass waits for the forward passes of the stages before; the backward passes of
-    those follow its last one. Between the two it does all its work, but for the weight gradients of
-    a split backward pass that follow its last backward pass: of one micro-batch on the first rank,
-    of one more on each after it."""
+    A rank's first pass waits for the forward passes of the earlier stages; their backward passes
+    follow its last one. In between it does all its work, except for the weight gradients of a split
+    backward pass that follow its last backward pass: of one micro-batch on the first rank, of one
+    more on each later rank.
+    """
     most = ahead = behind = 0.0
     busy = [sum(stage) for stage in stages]
     for rank in range(size):
         forward, backward, weight = stages[rank]
-        held_back = min(rank + 1, micro_batches) * weight  # that of its last micro-batch, too
+        held_back = min(rank + 1, micro_batches) * weight  # including its last micro-batch
         most = max(
             most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - held_back)
         )
@@ -92,9 +89,11 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
 def _exchanged(
     config: Config, traced: Trace, channels: Channels, seconds: Sequence[_Seconds], hides: bool
 ) -> float:
-    """Gradients that the last backward passes of the first rank do not hide, and weights that its
-    first forward passes do not: those of a chunk travel while as many micro-batches pass each chunk
-    before it as there are ranks."""
+    """Return the seconds of gradients and weights that the first rank's passes do not hide.
+
+    Gradients overlap with its last backward passes, weights with its first forward passes. Those of
+    a chunk are sent while each earlier chunk runs one micro-batch per rank.
+    """
     parallel, engine = config.parallel, config.engine
     size, chunks, replicas = (
         parallel.pipeline_model_parallel_size,
