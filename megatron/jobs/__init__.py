@@ -1,3 +1,1 @@
-"""What runs around a training: trials and points of experiments on one runner, reports, checks of
-jobs and of nodes.
-"""
+"""Jobs around a training: trials, experiments, scaling reports, checks of jobs and of nodes."""

@@ -1,8 +1,7 @@
-"""The finite list of layouts that may be tried: every combination of a space that is valid and, by
-the planner, fits.
+"""List of layouts that may be tried: the combinations of a space that are valid and fit.
 
-That the list is finite and known before the first trial is what lets a search rank all of it, try
-nothing twice, and refuse nothing after it was paid for.
+The list is finite and known before the first trial. A search can therefore rank all of it, try
+nothing twice, and reject layouts before they cost a trial.
 """
 
 from __future__ import annotations
@@ -43,24 +42,23 @@ GIB = 2**30
 _MOST = 50_000  # combinations, each of which takes about a millisecond
 _DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
-# From Megatron's first loss scale, 2^32, the first steps in fp16 overflow and are skipped, which
-# are all of a trial's.
+# With Megatron's initial loss scale of 2^32, the first steps in fp16 overflow and are skipped,
+# which would be all steps of a trial.
 _FIRST_LOSS_SCALE = 4096
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that may be tried: it is valid and, as far as is known, fits.
+    """Layout that may be tried: valid and, as far as known, it fits.
 
-    index         its place among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in
+    index         position among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in
                   every run of the tuner
     values        by parameter of the space; processes: of a trial
-    flags         of pretrain_gpt.py, all of them, without what a trial adds (length, metrics file,
-                  log intervals)
-    nodes         of the job; tokens of one step
-    memory_bytes  on a device of the pipeline rank with the highest peak, by the planner; None: not
-                  asked
-    step_s        of a step by the planner; None: without a described machine
+    flags         all flags of pretrain_gpt.py, except those that a trial adds (length, metrics
+                  file, log intervals)
+    nodes         of the job; tokens: of one step
+    memory_bytes  predicted peak of the busiest pipeline rank's device; None: not predicted
+    step_s        predicted seconds of a step; None without a described machine
     """
 
     index: int
@@ -74,19 +72,18 @@ class Candidate:
     step_s: float | None = None
 
     def cost(self, step_s: float, objective: str) -> float:
-        """Return seconds, or node-seconds, for each token, with steps of so many seconds."""
+        """Return the seconds or node-seconds per token, if a step takes `step_s`."""
         return step_s * (self.nodes if objective == "node_hours" else 1) / self.tokens
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that trials run on.
+    """Machine that trials run on.
 
-    cluster             its description, None: not known, so that neither memory nor time is
-                        predicted
+    cluster             its description; None: unknown, memory and time are not predicted
     processes_per_node  of a job that fills its nodes
-    max_nodes           that one trial may have
-    capacity_bytes      of a device that a layout may use, None: memory is not asked
+    max_nodes           most nodes of one trial
+    capacity_bytes      of a device that a layout may use; None: memory is not checked
     """
 
     cluster: Cluster | None
@@ -97,27 +94,26 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """candidates in the order of the space's combinations; rejections: reason -> (how many, an
-    example) of the others."""
+    """Candidates in the order of the combinations, and rejections: reason -> (count, example)."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class Rejected(Exception):
-    """A combination that makes no layout: (reason, the case at hand)."""
+    """Combination that is not a valid layout: (reason, this case)."""
 
 
 def enumerate_candidates(
     space: Space, flags: Sequence[str], machine: Machine, *, predict: bool
 ) -> Enumeration:
-    """List every layout of a space that runs on this machine; of those that run the same the first.
+    """List every layout of a space that runs on this machine, without duplicates.
 
-    flags    of the command line, which win over the space's
-    predict  ask the planner for the time of a step, on the best placement
+    flags    of the command line; they override those of the space
+    predict  predict the time of a step, on the best placement
 
-    Raises ConfigError for flags that cannot be, for an expression that has no value, for more
-    combinations than can be looked at, and for a machine that does not go with its description.
+    Raises ConfigError for invalid flags, for an expression without a value, for too many
+    combinations, and for a machine that contradicts its description.
     """
     cluster, each = machine.cluster, machine.processes_per_node
     if cluster is not None and (
@@ -131,8 +127,8 @@ def enumerate_candidates(
         )
     if space.combinations > _MOST:
         raise ConfigError(
-            f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}, which can "
-            "be looked at one by one: leave out parameters or values"
+            f"{space.path}: {space.combinations:,} combinations are more than the limit of "
+            f"{_MOST:,}: remove parameters or values"
         )
     found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
     names = [p.name for p in space.parameters]
@@ -143,7 +139,7 @@ def enumerate_candidates(
         try:
             candidate, same = _checked(_Names(space, common, machine, values, key), predict)
             if (first := seen.setdefault(same, key)) != key:
-                raise Rejected("the same as another one", f"as {first}")
+                raise Rejected("equivalent to another one", f"as {first}")
             found.candidates.append(replace(candidate, index=len(found.candidates)))
         except Rejected as rejected:
             reason, case = rejected.args
@@ -153,8 +149,10 @@ def enumerate_candidates(
 
 
 def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags of all layouts, in order; of those that say one setting, that of the command
-    line. Raises ConfigError."""
+    """Return the flags that all layouts share; the command line overrides the space.
+
+    Raises ConfigError.
+    """
     scanned = scan(flags)
     raise_problems(scanned.problems)
     said, words = settings_of_flags(scanned.flags), list[str]()
@@ -168,15 +166,13 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
         if not said.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
             words += [spelling, *values]
     words += flags
-    # what is wrong with them is wrong with every layout
+    # an error in them is an error in every layout
     raise_problems(read_settings(words).problems)
     return tuple(words)
 
 
 def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
-    """Return all flags of a trial but the metrics file's. Raises ConfigError where they cannot be
-    read.
-    """
+    """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
     given = read_settings(flags).given
     kept = [
         *flags,
@@ -200,9 +196,7 @@ def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _settings(flags: tuple[str, ...]) -> dict[str, Any]:
-    """Return all settings, by short names and their own, by flags of which some may still be
-    missing.
-    """
+    """Return all settings by short and by full name, from flags that may be incomplete."""
     settings = read_settings(flags)
     unknown = {} if settings.given.get("global_batch_size") else {"gbs": None}
     resolve(settings)
@@ -212,9 +206,10 @@ def _settings(flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 class _Names(dict[str, Any]):
-    """The values of names in expressions: settings, those of a combination, and what follows from
-    them, worked out when it is asked for. Raises Rejected, and ConfigError for an expression that
-    has no value."""
+    """Values of names in expressions: settings, the combination, and derived values on demand.
+
+    Raises Rejected, and ConfigError for an expression without a value.
+    """
 
     def __init__(
         self,
@@ -224,7 +219,7 @@ class _Names(dict[str, Any]):
         values: Mapping[str, Value],
         key: str,
     ) -> None:
-        # which the model's sizes may follow from
+        # the model's sizes may depend on it
         others = values.keys() - space.variables - DECIDES.keys()
         words = [word for name in sorted(others) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
@@ -243,7 +238,7 @@ class _Names(dict[str, Any]):
         if name in self._under_way:
             around = " -> ".join([*self._under_way, name])
             raise ConfigError(
-                f"{self.space.path}: [derived] {self._under_way[0]} follows from itself: {around}"
+                f"{self.space.path}: [derived] {self._under_way[0]} depends on itself: {around}"
             )
         self._under_way.append(name)
         try:
@@ -287,7 +282,7 @@ class _Names(dict[str, Any]):
             ) from None
 
     def flags(self) -> tuple[str, ...]:
-        """Return all flags of the layout, but what a trial adds."""
+        """Return all flags of the layout, without those that a trial adds."""
         words = list[str]()
         for name in self.space.named:
             value = self[name]
@@ -295,7 +290,7 @@ class _Names(dict[str, Any]):
                 layers, parts = self["num_layers"] or 0, self["pp"] * value
                 if layers % parts:
                     raise Rejected(
-                        "layers do not divide into so many chunks",
+                        "layers do not divide into this many chunks",
                         f"{layers} layers, {parts} chunks",
                     )
                 name, value = CHUNK, layers // parts if value > 1 else None
@@ -304,14 +299,15 @@ class _Names(dict[str, Any]):
 
 
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
-    """Return a layout, checked in the order of what checks cost, and a text that is equal for those
-    that run the same. Raises Rejected and ConfigError."""
+    """Return a layout, after the cheapest checks first, and a text that identifies duplicates.
+
+    Raises Rejected and ConfigError.
+    """
     space, machine = names.space, names.machine
     for reason, rule in space.constraints.items():
         holds = names.evaluate(f"[constraints] '{reason}'", rule)
         if not isinstance(holds, bool):
-            # 64 % tp is 0, and so false, where tp divides: the contrary of what whoever writes it
-            # means.
+            # 64 % tp is 0, hence false, if tp divides: the opposite of what the author means.
             raise ConfigError(
                 f"{space.path}: [constraints] '{reason}': '{rule.text}' is {holds!r}, neither true "
                 f"nor false: write a comparison (with {names.key})"
@@ -322,21 +318,19 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     nodes, most = -(-processes // each), machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:
-        raise Rejected("more nodes than there are", f"{nodes}, there are {most}")
+        raise Rejected("more nodes than available", f"{nodes}, available are {most}")
     if nodes > 1 and processes % each:
-        raise Rejected(
-            f"neither whole nodes of {each} processes nor a part of one", f"{processes} processes"
-        )
+        raise Rejected(f"does not fill whole nodes of {each} processes", f"{processes} processes")
     flags = names.flags()
     try:
         config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
     except ConfigError as error:
         problem = first_problem(str(error))
-        # N for every number, so that messages about several sizes are one.
+        # N for every number, so that messages about different sizes are merged.
         general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
         raise Rejected(f"refused: {general}", problem) from None
     layout, settings = layout_of(config), config.to_dict()
-    # A single stage has no schedule that could be another one.
+    # A single stage has no choice of schedule.
     if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
         raise Rejected("no such schedule with these chunks", f"it would be {layout.schedule}")
     try:
@@ -355,14 +349,15 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
 def _fit(
     config: Config, machine: Machine, predict: bool
 ) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Return (bytes of the rank with the highest peak, seconds of a step on the best placement,
-    flags that place the ranks) by the planner. Raises Rejected for what does not fit, ConfigError
-    for what it refuses."""
+    """Return the planner's (peak bytes, seconds of a step, flags of the best placement).
+
+    Raises Rejected for a layout that does not fit, ConfigError for one that the planner refuses.
+    """
     cluster, layout, capacity = machine.cluster, layout_of(config), machine.capacity_bytes
     if cluster is None:
         return None, None, ()
     memory = 0.0
-    # the first holds most micro-batches: often it is enough to ask for it
+    # the first rank holds the most micro-batches: often it is enough to check it
     for ranks in ((0,), None):
         memory = max(
             rank.total for rank in memory_of_ranks(config, cluster.device_type, ranks=ranks)
@@ -370,10 +365,10 @@ def _fit(
         if capacity is not None and memory > capacity:
             raise Rejected(
                 "more memory than a device has, by the planner",
-                f"{memory / GIB:.1f} GiB, {capacity / GIB:.1f} may be used",
+                f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
             )
     words, step_s = list[str](), None
-    # Where a node's devices are not all alike, and all of them are used.
+    # Placement matters if a node's devices are not all alike, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
         wanted = {
@@ -388,7 +383,7 @@ def _fit(
         words += ["--rank-order", order] if not layout.rank_order and layout.world > 1 else []
         words += flags_of("devices", devices) if not layout.device_order and ordered else []
     if ordered:
-        # Its name where it comes with the package, else its file, from whatever folder.
+        # its name if it comes with the package, otherwise the absolute path of its file
         path = Path(cluster.path)
         words += ["--cluster", path.stem if path.parent == CLUSTERS else str(path.absolute())]
     return memory, step_s, tuple(words)

@@ -1,6 +1,4 @@
-"""Check a job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a
-GPU.
-"""
+"""Check of a job before submission (`tools/preflight.py check SCRIPT`), on a login node."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
+from megatron.config.layout import layout_of
 from megatron.config.option import Parser
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.layout import layout_of
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
@@ -37,23 +35,23 @@ USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUME
        preflight.py check [--cluster NAME] [sbatch's options] SCRIPT -- COMMAND ...     (a script of another project)
        preflight.py check [--cluster NAME] -- COMMAND ..."""
 DESCRIPTION = """\
-Check a job before it is submitted. Runs on a login node, without GPUs. Write `preflight.py check` in place of `sbatch`.
+Check a job before it is submitted. Runs on a login node, without GPUs. Type `preflight.py check` instead of `sbatch`.
 
   tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
   tools/preflight.py check -- srun -N 2 -n 16 python pretrain_gpt.py --preset gpt-22b ...
 
-Job options come from the command line, the environment and #SBATCH lines, and sbatch --test-only checks them where it
-is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training command and
-does not start it, but its other commands do run. Any other script is only read: give its training command after --. The
-training command is resolved as in the job, and checked against memory, limits and the files on disk. The last lines are
-the cost of the run and what was not checked.
+Job options come from the command line, the environment and #SBATCH lines; they are also checked with sbatch --test-only
+if Slurm is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training
+command instead of starting it, but its other commands are executed. Any other script is only read: give its training
+command after --. The training command is resolved as in the job, and checked against memory, limits and files on disk.
+The last lines give the cost of the run, and list what was not checked.
 
 Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
     r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
 )
 _MOST_BYTES = 1 << 24  # of a script
-_TIGHT = 0.9  # of the memory: the runtime and the communication library take some gigabytes
+_TIGHT = 0.9  # of the memory: the runtime and the communication library take a few gigabytes
 _LONG_S = 30 * 86400
 _LEVELS = ("error", "warning", "note")
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
@@ -71,7 +69,7 @@ _VARIABLES = dict(
     SBATCH_QOS="qos",
     SBATCH_TIMELIMIT="time",
 )
-# What sbatch says where no controller answers.
+# Messages of sbatch without a reachable controller.
 _NO_SLURM = re.compile(
     r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf",
     re.IGNORECASE,
@@ -79,7 +77,7 @@ _NO_SLURM = re.compile(
 
 
 class Given(NamedTuple):
-    """The value of an option of Slurm's ("" for an option without one), and where it is given."""
+    """Value of a Slurm option ("" for an option without one), and where it is given."""
 
     value: str
     where: str
@@ -90,7 +88,7 @@ Options = dict[str, Given]
 
 @dataclass
 class Job:
-    """A job and what the check found.
+    """Job with the findings of the check.
 
     environ   environment variables of its training
     words     flags of the training command
@@ -110,29 +108,28 @@ class Job:
     unchecked: list[str] = field(default_factory=list)
 
     def find(self, level: str, about: str, text: str) -> None:
-        """Note a problem; where `about` is an option of Slurm's, with the place where it is
-        given.
-        """
+        """Record a problem; if `about` is a Slurm option, also where it is given."""
         where = f" [{self.options[about].where}]" if about in self.options else ""
         self.findings.append((level, about, text + where))
 
     def value(self, name: str) -> str | None:
-        """Return the value of an option of Slurm's."""
+        """Return the value of a Slurm option."""
         return self.options[name].value if name in self.options else None
 
     @property
     def asked_nodes(self) -> int:
-        """The number of nodes of the allocation."""
+        """Number of nodes of the allocation."""
         return count(self.value("nodes")) or 1
 
     def is_local(self, path: str) -> bool:
-        """Return whether a path is on the nodes' own disks, which a login node does not have."""
+        """Return whether a path is on node-local disks, which a login node cannot see."""
         nvme = self.cluster.nvme_path.split("$")[0].rstrip("/") if self.cluster else ""
         return bool(nvme) and Path(path).is_relative_to(nvme)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check and print; return the exit code. The flags of check stand before the script, or --.
+    """Check and print; return the exit code. Flags of check precede the script, or --.
+
     Raises ConfigError.
     """
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
@@ -140,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
         "--cluster",
         metavar="NAME|FILE",
         help="machine to check against; none: no machine (default: MEGATRON_CLUSTER of the script "
-        "or the environment, else SITE_CLUSTER)",
+        "or the environment, then SITE_CLUSTER)",
     )
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
@@ -154,14 +151,14 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     """Check what `sbatch WORDS`, or `-- COMMAND`, would start. Raises ConfigError."""
     options, at = parse_options(words)
     if at == len(words):
-        raise ConfigError("no script: give it as to sbatch, or a command after --")
+        raise ConfigError("no script: give one as for sbatch, or a command after --")
     if at and words[at - 1] == "--":
         job = Job(options, os.environ)
         read_command(job, words[at:])
     else:
         job = read_script(words, options, at)
     named = job.environ.get("MEGATRON_CLUSTER")
-    if job.words is not None:  # resolved as the ranks do it
+    if job.words is not None:  # resolved as on the ranks
         try:
             job.config = parse_args(
                 [*(["--cluster", named] if named else []), *job.words], job.tasks
@@ -176,7 +173,7 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
         job.cluster = load_cluster(cluster)
     else:
         job.unchecked.append(
-            "limits, memory and cost: no machine is named (--cluster, MEGATRON_CLUSTER)"
+            "limits, memory and cost: no machine is given (--cluster, MEGATRON_CLUSTER)"
         )
     check_options(job)
     if job.config is not None:
@@ -195,7 +192,7 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"not checked: {text}" for text in job.unchecked)
     found = Counter(level for level, _, _ in job.findings)
     yield (
-        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} thing(s) "
+        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} item(s) "
         "not checked"
     )
 
@@ -204,10 +201,9 @@ def lines(job: Job) -> Iterator[str]:
 
 
 def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Options, int]:
-    """Return the options at the beginning of `words`, by long name or letter, and the position of
-    the first other word.
+    """Return the leading options of `words` by name or letter, and the next word's position.
 
-    An unknown option takes a value.
+    An unknown option is assumed to take a value.
 
     >>> parse_options(["-N2", "--time", "1:00", "--requeue", "job.sh", "-x"])[1]
     4
@@ -228,10 +224,9 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
 
 
 def directives(text: str) -> tuple[Options, list[str]]:
-    """Return the options of a script's #SBATCH lines, later ones over earlier ones, and what is
-    wrong with some lines.
+    """Return the options of a script's #SBATCH lines, and problems with these lines.
 
-    Slurm reads none after the first command.
+    Later lines override earlier ones. Slurm reads none after the first command.
     """
     found, problems, commands = Options(), list[str](), False
     for number, line in enumerate(text.splitlines(), 1):
@@ -239,8 +234,7 @@ def directives(text: str) -> tuple[Options, list[str]]:
             commands |= bool(line.strip()) and not line.lstrip().startswith("#")
         elif commands:
             problems.append(
-                f"line {number}: {line} stands after the first command, where Slurm does not read "
-                "it"
+                f"line {number}: {line} comes after the first command, where Slurm ignores it"
             )
         else:
             try:
@@ -251,14 +245,12 @@ def directives(text: str) -> tuple[Options, list[str]]:
             options, at = parse_options(words, f"line {number}")
             found |= options
             if at < len(words):
-                problems.append(f"line {number}: '{words[at]}' belongs to no option")
+                problems.append(f"line {number}: '{words[at]}' does not belong to an option")
     return found, problems
 
 
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
-    """Return the options that hold: the command line wins over variables, and they over the
-    script's lines.
-    """
+    """Merge options: the command line overrides variables, which override the script's lines."""
     variables = {
         name: Given(environ[key], f"variable {key}")
         for key, name in _VARIABLES.items()
@@ -274,9 +266,7 @@ def count(text: str | None) -> int | None:
 
 
 def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[int, list[str]]:
-    """Run a command; return its exit code and its lines. Raises OSError and
-    subprocess.SubprocessError.
-    """
+    """Run a command; return exit code and lines. Raises OSError and SubprocessError."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -291,13 +281,15 @@ def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[i
 
 
 def ask_slurm(job: Job, words: Sequence[str]) -> None:
-    """Ask Slurm itself: `sbatch --test-only` submits nothing, and knows the machine's partitions
-    and limits and, where Slurm keeps accounts, the user's."""
+    """Check with `sbatch --test-only`, which submits nothing.
+
+    It knows the machine's partitions and limits and, with Slurm accounting, the user's.
+    """
     if "account" not in job.options:
         job.find(
             "warning",
             "account",
-            "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses",
+            "no -A and no SBATCH_ACCOUNT: Slurm uses your default account, or rejects the job",
         )
     job.unchecked.append(
         "whether the account has node-hours left, and how long the job waits in the queue"
@@ -309,7 +301,7 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
         )
         answered = code == 0 or not _NO_SLURM.search(said)
     except (OSError, subprocess.SubprocessError) as error:
-        code, said, answered = 1, f"it cannot be asked here: {error}", False
+        code, said, answered = 1, f"sbatch cannot be run here: {error}", False
     if answered:
         job.find("error" if code else "note", "sbatch --test-only", said)
     else:
@@ -319,18 +311,16 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
 
 
 def check_options(job: Job) -> None:
-    """Check nodes and wall time against the machine's limits, and options that go with each
-    other.
-    """
+    """Check nodes and wall time against the machine's limits, and options that interact."""
     cluster, given = job.cluster, job.value("time")
     wall_s = duration_s(given or "")
     if given is None:
         if "nodes" in job.options:
             job.find(
-                "warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS"
+                "warning", "time", "no -t: the partition's default applies. Add #SBATCH -t HH:MM:SS"
             )
     elif wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
-        job.find("error", "time", f"{given} is no time: give minutes, HH:MM:SS or D-HH:MM:SS")
+        job.find("error", "time", f"{given} is not a time: give minutes, HH:MM:SS or D-HH:MM:SS")
     if cluster is not None and {"time", "nodes"} & set(job.options):
         try:
             hours = cluster.wall_limit_hours(
@@ -340,8 +330,8 @@ def check_options(job: Job) -> None:
                 job.find(
                     "error",
                     "time",
-                    f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}: "
-                    f"ask for at most {show_duration(3600 * hours)}",
+                    f"{given} is more than {job.asked_nodes} nodes get on {cluster.name}: request "
+                    f"at most {show_duration(3600 * hours)}",
                 )
         except ConfigError as problem:
             job.find("error", "nodes", str(problem))
@@ -349,7 +339,7 @@ def check_options(job: Job) -> None:
         job.find(
             "warning",
             "requeue",
-            "no --open-mode=append: the log of the first start is lost with the second",
+            "no --open-mode=append: a requeued job overwrites the log of its first start",
         )
 
 
@@ -357,10 +347,9 @@ def check_options(job: Job) -> None:
 
 
 def read_script(words: Sequence[str], line: Options, at: int) -> Job:
-    """Read the options of the script `words[at]`, and its training command, by a dry run if it is
-    ours.
+    """Read a script's options and training command (by a dry run if it uses job.sh).
 
-    Raises ConfigError.
+    The script is `words[at]`. Raises ConfigError.
     """
     script, arguments = words[at], list(words[at + 1 :])
     content = read_bytes(script, _MOST_BYTES, error=ConfigError)
@@ -374,7 +363,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
         job.find(
             "error",
             "script",
-            "the first line is no interpreter, and sbatch refuses it: add #!/bin/bash",
+            "the first line does not name an interpreter, and sbatch rejects it: add #!/bin/bash",
         )
     ask_slurm(job, words)
     ours = _OURS.search(text)
@@ -383,8 +372,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     elif ours:
         tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
         job.unchecked.append(
-            f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their "
-            "cost"
+            f"the trainings that tools/{tool} starts: {script} --dry-run shows them and their cost"
         )
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
@@ -392,19 +380,21 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
         job.find(
             "warning",
             "script",
-            "it does not source examples/frontier/job.sh, so nothing of it is run, and only its "
-            "#SBATCH lines are checked: give its training command after --",
+            "it does not source examples/frontier/job.sh, so only its #SBATCH lines are checked: "
+            "give its training command after --",
         )
     return job
 
 
 def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
-    """Run a script of ours with DRY_RUN=1 as Slurm would: a copy of it, from the folder of
-    submission, with the job's variables. Raises ConfigError."""
+    """Run a copy of a script that uses job.sh with DRY_RUN=1, with the job's variables.
+
+    As under Slurm, it runs in the folder of submission. Raises ConfigError.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
         copy.write_bytes(content)
-        Path(folder, "hsn0").mkdir()  # so that env.sh sets what it sets on a node with Slingshot
+        Path(folder, "hsn0").mkdir()  # so that env.sh behaves as on a node with Slingshot
         environ = os.environ | {
             "DRY_RUN": "1",
             "SLURM_JOB_NUM_NODES": str(job.nodes),
@@ -445,9 +435,7 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
-    """Read the flags of a training command, and how many processes it starts: by srun, torchrun or
-    alone.
-    """
+    """Read a training command's flags and number of processes (srun, torchrun or one)."""
     programs = (
         i
         for i, word in enumerate(command)
@@ -456,7 +444,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     at = next(programs, None)
     if at is None:
         job.find(
-            "error", "command", f"there is no pretrain_gpt.py in it: {shlex.join(command)[:200]}"
+            "error", "command", f"it does not run pretrain_gpt.py: {shlex.join(command)[:200]}"
         )
         return
     job.words = list(command[at + 1 :])
@@ -495,7 +483,7 @@ def check_network(job: Job, cluster: Cluster) -> None:
         job.find(
             "warning",
             "network",
-            "NCCL_NET is not OFI: without the plugin RCCL uses TCP without a notice. "
+            "NCCL_NET is not OFI: without the plugin RCCL silently falls back to TCP. "
             "examples/frontier/env.sh sets it",
         )
     if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
@@ -518,7 +506,7 @@ def check_training(job: Job, config: Config) -> None:
     if unknown:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
         job.find(
-            level, "tokenizer", f"{unknown}: figures take a vocabulary of {config.model.vocab_size}"
+            level, "tokenizer", f"{unknown}: assuming a vocabulary of {config.model.vocab_size}"
         )
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
     job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
@@ -537,9 +525,9 @@ def check_training(job: Job, config: Config) -> None:
             job.find("error", about, str(problem))
     job.unchecked += (
         "quotas of the file system (lfs quota)",
-        "that the code runs with these flags and fits (the figures above are the planner's): add "
+        "whether the code runs with these flags and fits (the figures above are predictions): add "
         f"--dry-run --world-size {job.tasks} to the flags of pretrain_gpt.py",
-        "compute nodes and their network: PREFLIGHT=1 of job.sh tries them when the job starts",
+        "compute nodes and their network: PREFLIGHT=1 of job.sh tests them when the job starts",
     )
 
 
@@ -552,47 +540,47 @@ def check_data(job: Job, config: Config) -> None:
         return
     for prefix in data_prefixes(config):
         if job.is_local(prefix):
-            job.unchecked.append(f"data {prefix}, on the nodes' own disks")
+            job.unchecked.append(f"data {prefix}, on node-local disks")
         else:
             IndexedDataset(prefix, mmap=config.data.mmap_bin_files)
     job.unchecked.append(
-        "whether the data's indices are built: else the first start does it while all ranks wait "
-        "(tools/build_index.py with the same flags)"
+        "whether the data's indices are built: if not, the first start builds them while all ranks "
+        "wait (tools/build_index.py with the same flags builds them in advance)"
     )
 
 
 def check_saving(job: Job, config: Config) -> None:
-    """Check the folder of the checkpoints, and the room there."""
+    """Check the checkpoint folder and its free space."""
     save, load, keep = config.checkpoint.save, config.checkpoint.load, config.checkpoint.keep_last
     if not save:
         job.find(
             "warning",
             "saving",
-            "no --save: all is lost at the end of the job. Give --save FOLDER --load FOLDER",
+            "no --save: the model is lost at the end of the job. Give --save FOLDER --load FOLDER",
         )
         return
     if job.is_local(save):
         job.find(
             "error",
             "saving",
-            f"--save {save} is on the nodes' own disks, which are gone with the job",
+            f"--save {save} is on node-local disks, which are erased after the job",
         )
         return
     if load != save:
         job.find(
             "error" if config.training.requeue else "warning",
             "saving",
-            f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not "
-            f"resume from what it saved. Give --load {save}",
+            f"--load is {load or 'absent'}, --save is {save}: a restarted job does not resume from "
+            f"its checkpoints. Give --load {save}",
         )
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
-        job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
+        job.find("warning", "saving", "no --save-interval: the run saves only at its end")
     folder = Path(save).absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         job.find(
-            "error", "saving", f"--save {save} cannot be written: {folder} is not yours to write"
+            "error", "saving", f"--save {save} cannot be written: no write permission in {folder}"
         )
     size, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
@@ -601,8 +589,8 @@ def check_saving(job: Job, config: Config) -> None:
         job.find(
             "error",
             "saving",
-            f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB "
-            f"that are free on the file system of {folder}",
+            f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB of "
+            f"free space on the file system of {folder}",
         )
 
 
@@ -610,21 +598,23 @@ def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
     """Compare the planner's peak memory of a device with what the machine has."""
     peak_gib = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.known["memory"] = text = (
-        f"{peak_gib:.1f} GiB of {cluster.memory_gib:g} on the device with the highest peak, by the "
-        "planner"
+        f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak, "
+        "predicted"
     )
     if peak_gib > _TIGHT * cluster.memory_gib:
         job.find(
             "error" if peak_gib > cluster.memory_gib else "warning",
             "memory",
-            f"{text}, beside the runtime: more tensor or pipeline parallelism, or "
+            f"{text}, without the runtime: use more tensor or pipeline parallelism, or "
             "--recompute-granularity full",
         )
 
 
 def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
-    """Estimate what the rest of the run costs. Raises ConfigError for a layout that the machine
-    cannot hold, and CheckpointError."""
+    """Estimate the cost of the rest of the run.
+
+    Raises ConfigError for a layout that does not fit on the machine, and CheckpointError.
+    """
     start, end = remaining_steps(config)
     step_s, wall_s = estimate(config, cluster).seconds, duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
@@ -632,21 +622,19 @@ def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
-        f"{end:,} of {step_s:.3g} s by the planner, beside starts, saves and the queue"
+        f"{end:,} of {step_s:.3g} s (predicted), without starts, saves and the queue"
     )
     if seconds > _LONG_S:
         job.find(
             "warning",
             "cost",
-            f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s): "
-            "shorten it (--train-tokens, --train-iters) or take more nodes",
+            f"the run takes {seconds / 86400:,.0f} days on {job.nodes} node(s): shorten it "
+            "(--train-tokens, --train-iters) or use more nodes",
         )
 
 
 def remaining_steps(config: Config) -> tuple[int, int]:
-    """Return the iterations at which the run resumes and ends. Raises CheckpointError and
-    ConfigError.
-    """
+    """Return the run's first and last iteration. Raises CheckpointError and ConfigError."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
     from megatron.training.run.batches import BatchSchedule, total_iterations
@@ -668,7 +656,7 @@ def remaining_steps(config: Config) -> tuple[int, int]:
             )
             if not is_count(consumed):
                 raise CheckpointError(
-                    f"{checkpoint.folder} says {consumed!r} where it counts consumed samples"
+                    f"{checkpoint.folder} has {consumed!r} as its number of consumed samples"
                 )
     return iteration, total_iterations(
         config, BatchSchedule.from_config(config), iteration, consumed

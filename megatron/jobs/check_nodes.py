@@ -1,9 +1,8 @@
-"""Test the nodes of an allocation before a training starts: `tools/preflight.py measure` under
-srun.
+"""Test of the nodes of an allocation before a training (`tools/preflight.py measure`).
 
 Every process multiplies matrices on its device. Processes on nodes whose devices work then
-all-reduce within their node and with their counterparts on both neighbouring nodes. Each leaves its
-figures and errors in the store of rank 0, which judges the nodes. Ranks are expected in blocks, one
+all-reduce within their node and with their counterparts on both neighbouring nodes. Each writes its
+figures and errors to the store of rank 0, which judges the nodes. Ranks must be in blocks, one
 block per node. The collectives have not been run on a GPU.
 """
 
@@ -42,8 +41,8 @@ PRODUCT, WITHIN, BETWEEN = (
     "all-reduce within the node",
     "all-reduce with a neighbouring node",
 )
-# Of each measurement: its unit, the share of the median below which a rank is slow, and its band in
-# a cluster file.
+# For each measurement: unit, share of the median below which a rank is slow, and name of its band
+# in a cluster file.
 FIGURES = {
     PRODUCT: ("TFLOP/s", 0.75, "gemm_tflops"),
     WITHIN: ("GB/s", 0.5, "allreduce_node_gb_per_s"),
@@ -52,9 +51,7 @@ FIGURES = {
 
 
 class Process:
-    """One process of the test: its figures, and its errors by the step that failed. Each step may
-    take `seconds`.
-    """
+    """Process of the test: its figures, and its errors by step. Each step may take `seconds`."""
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
         self.launch, self._connection, self._seconds = connection.launch, connection, seconds
@@ -64,9 +61,7 @@ class Process:
         self.figures, self.errors = dict[str, float](), dict[str, str]()
 
     def multiply(self, backend: str | None, placing: Placing | None) -> None:
-        """Measure TFLOP/s of a square product of ones on this process's device, and check the
-        result.
-        """
+        """Measure TFLOP/s of a square product of ones on this device, and check the result."""
 
         def work() -> float:
             self._device = select_device(self.launch, backend, placing)
@@ -86,12 +81,11 @@ class Process:
         self._step(PRODUCT, work, time.monotonic() + self._seconds)
 
     def meet(self, nodes: Sequence[int]) -> None:
-        """All-reduce within this node, then with both neighbours in the ring of `nodes`, of which
-        this is one.
+        """All-reduce within this node, then with both neighbours in the ring of `nodes`.
 
-        The faster neighbour counts, so that a bad node spoils no other node's figure. An odd ring
-        takes three rounds, in each of which one node is left out. All deadlines are counted from
-        the beginning: a process that waited in vain still has its full time in the next round.
+        The faster neighbour counts, so that a bad node does not affect the figures of others. An
+        odd ring takes three rounds, each of which leaves out one node. All deadlines are counted
+        from the start, so that a process whose round timed out has its full time in the next one.
         """
         each = self.launch.local_world_size
         node, local = divmod(self.launch.rank, each)
@@ -108,7 +102,7 @@ class Process:
             self.errors.pop(BETWEEN, None)
 
     def exchange(self) -> dict[int, dict[str, Any]]:
-        """Meet the other nodes whose devices work. Return, on rank 0, what each process found."""
+        """Test the network between nodes whose devices work; return all figures on rank 0."""
         store, limit = self._connection.store, timedelta(seconds=4 * self._seconds + _MARGIN_S)
         came = self.share(
             "device", range(self.launch.world_size), timedelta(seconds=2 * self._seconds)
@@ -118,16 +112,14 @@ class Process:
         if self.launch.rank // self.launch.local_world_size in nodes:
             self.meet(nodes)
         found = self.share("network", came, limit)
-        with contextlib.suppress(RuntimeError):  # rank 0 has what it needs, and may have ended
+        with contextlib.suppress(RuntimeError):  # rank 0 has all results, and may have exited
             store.wait(["network"], limit)  # a group ends with its first member
         return found
 
     def share(
         self, phase: str, ranks: Iterable[int], limit: timedelta
     ) -> dict[int, dict[str, Any]]:
-        """Tell rank 0 what this process found. There, return what they told in time, and publish
-        the good nodes.
-        """
+        """Send this process's results to rank 0, which returns those in time and the good nodes."""
         launch, store = self.launch, self._connection.store
         told = {
             "host": launch.node,
@@ -139,7 +131,7 @@ class Process:
         if launch.rank:
             return {}
         keys = {rank: f"{phase}/{rank}" for rank in ranks}
-        with without_dns():  # the store asks for the name of each process that connects
+        with without_dns():  # the store looks up the name of each process that connects
             self._connection.poll([*keys.values()], time.monotonic() + limit.total_seconds())
         found = {
             rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
@@ -150,9 +142,9 @@ class Process:
         return found
 
     def _step(self, name: str, work: Callable[[], float], deadline: float) -> None:
-        """Keep the best result of a measurement, or its error."""
+        """Record the best result of a measurement, or its error."""
         try:
-            value = bounded(work, max(deadline - time.monotonic(), 0.0), "it did not end")
+            value = bounded(work, max(deadline - time.monotonic(), 0.0), "it timed out")
             self.figures[name] = max(value, self.figures.get(name, 0.0))
         except Exception as error:
             self.errors[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -163,14 +155,17 @@ class Process:
                     bounded(self._groups[-1].abort, _MARGIN_S)
 
     def _bandwidth(self, name: str, place: int, size: int) -> float:
-        """Return the GB/s of an all-reduce in a new group: in a ring each rank sends and receives 2
-        (n - 1) / n of its bytes. Raises RuntimeError for a wrong sum."""
+        """Return the GB/s of an all-reduce in a new group.
+
+        In a ring each rank sends and receives 2 (n - 1) / n of its bytes. Raises RuntimeError for a
+        wrong sum.
+        """
         store, length = dist.PrefixStore(name, self._group_store), 2**20
         group: Any
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(minutes=30)  # its watchdog would end the process
+            options._timeout = timedelta(minutes=30)  # a watchdog would kill the process
             length, group = 2**28, dist.ProcessGroupNCCL(store, place, size, options)
         else:
             group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
@@ -196,8 +191,9 @@ class Process:
 
 
 class Verdict(NamedTuple):
-    """Hosts to use and to leave out, and the report. No host is good if the fault cannot be
-    assigned to one.
+    """Hosts to use and to leave out, and the report.
+
+    No host is good if the fault cannot be assigned to one.
     """
 
     good: list[str]
@@ -208,11 +204,10 @@ class Verdict(NamedTuple):
 def judge(
     found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], bands: Mapping[str, float]
 ) -> Verdict:
-    """Judge what each process told, by rank; `hosts` has the host of each rank, in the order of the
-    allocation.
+    """Judge the results of each rank; `hosts` has its host, in the order of the allocation.
 
-    A rank is slow far below the median, or below the machine's band where most ranks are not. On a
-    CPU no rank is: speeds depend on what else uses the cores.
+    A rank is slow if it is far below the median, or below the machine's band while most ranks are
+    not. On a CPU no rank counts as slow: speeds depend on other programs.
     """
     faults, lines = defaultdict[str, list[str]](list), list[str]()
     reached = any(BETWEEN in told["figures"] for told in found.values())
@@ -220,7 +215,7 @@ def judge(
         errors = (
             found[rank]["errors"]
             if rank in found
-            else {"process": "it did not come, died or hangs"}
+            else {"process": "it did not start, died or hangs"}
         )
         for step, text in errors.items():
             if step != BETWEEN or reached:
@@ -246,7 +241,7 @@ def judge(
     alone = [told["errors"][BETWEEN] for told in found.values() if BETWEEN in told["errors"]]
     if alone and not faults:
         good = []
-        lines.append(f"FAULT no node reaches another one: {alone[0]}")
+        lines.append(f"FAULT no node can reach another node: {alone[0]}")
     lines.append(f"{len(good)} of {len(every)} nodes are good")
     if faults:
         lines.append(f"--exclude={','.join(faults)}")
@@ -254,7 +249,7 @@ def judge(
 
 
 def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the host of each rank: as a process there told it, else from Slurm's list of nodes."""
+    """Return the host of each rank: as reported by a process there, or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(expand_hosts(os.environ.get("SLURM_STEP_NODELIST") or "node")))
     names |= {rank // each: told["host"] for rank, told in found.items()}
@@ -288,13 +283,13 @@ def _numbers(ranges: str) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Take part as one process; rank 0 prints the verdict and returns it as exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides the warning of each repeated wait
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # its watchdog would end the process
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a watchdog would kill the process
     launch = detect_launch()
     cluster = None if args.cluster == "none" else load_cluster(args.cluster)
     if launch.on_one_node and not host_name_is_local():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if launch.rank == 0:
-        _write_hosts(args.out, [], [])  # those of an earlier start are out of date
+        _write_hosts(args.out, [], [])  # discard those of an earlier start
 
     def work() -> dict[int, dict[str, Any]]:
         connection = StoreConnection(launch, timedelta(seconds=2 * args.seconds))
@@ -306,12 +301,12 @@ def run(args: argparse.Namespace) -> int:
         return process.exchange()
 
     try:
-        found = bounded(work, 20 * args.seconds, "the test did not end")
+        found = bounded(work, 20 * args.seconds, "the test timed out")
     except (RuntimeError, LaunchError) as error:
         if launch.rank == 0:
             raise
         raise LostRankError(
-            f"rank 0 did not come, died or hangs: {str(error).splitlines()[0]}"
+            f"rank 0 did not start, died or hangs: {str(error).splitlines()[0]}"
         ) from error
     if launch.rank:
         return 0

@@ -1,7 +1,8 @@
-"""Scaling experiments: their points, what these cost, and a source that runs them. Needs no torch.
+"""Scaling experiments: their points, the cost of these, and a source that runs them.
 
-Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction is found before
-anything is queued. Costs come from the published throughput and the limits of the machine.
+Every point is resolved by pretrain_gpt.py's parser, so that contradictions are found before
+anything is queued. Costs come from the published throughput and the limits of the machine. Does not
+need torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from megatron.planner.published import Published, published, published_by_name
 from megatron.planner.table import Table
 
 _DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-data"}
-# The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is
-# lower than Megatron's 2^32, from which the first steps, and so all of these short runs, would
+# The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The initial loss scale is
+# lower than Megatron's 2^32, with which the first steps, and so all of these short runs, would
 # overflow and be skipped.
 _PAPER_FLAGS = (
     "--fp16",
@@ -44,8 +45,12 @@ _LIMIT_S = 3600.0  # of a point whose time cannot be predicted
 
 
 class Kind(NamedTuple):
-    """A kind of experiment. varies: the size that varies; values: its defaults. For a sweep with
-    the paper's models: batch of a point (pp-bubble: micro-batches of each stage), and replicas."""
+    """Kind of experiment.
+
+    varies  the size that varies; values: its defaults
+    batch   of a point of a sweep with the paper's models (pp-bubble: micro-batches of each stage);
+            likewise its replicas
+    """
 
     parameter: str
     varies: str
@@ -62,7 +67,7 @@ KINDS: Mapping[str, Kind] = {
     "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
     "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
     "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
-    # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8
+    # Two replicas share the optimizer's states: on the 8 GCDs of a single one, a micro-batch of 8
     # does not fit.
     "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
 }
@@ -70,15 +75,15 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Request:
-    """An experiment as it is asked for.
+    """Requested experiment.
 
     model       22b, 175b, 1t (the paper's models), or the name of any preset
     recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
-    values      of what varies; empty for the kind's own
-    batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every
-                point. None: the published one, or the kind's own
-    iterations  of the full batch, which are measured after `warm_up` steps that are not
-    flags       more flags of pretrain_gpt.py; they win
+    values      of the size that varies; empty for the kind's defaults
+    batch       weak: per replica; strong: in total; pp-bubble: per pipeline stage; otherwise of
+                every point. None: the published one, or the kind's default
+    iterations  measured steps of the full batch, after `warm_up` steps
+    flags       additional flags of pretrain_gpt.py; they take precedence
     """
 
     kind: str
@@ -93,7 +98,7 @@ class Request:
 
     @property
     def of_the_paper(self) -> bool:
-        """Return whether it is one of the paper's models, of which there are two recipes."""
+        """Return whether it is one of the paper's models, which have two recipes."""
         return published_by_name(self.model) is not None
 
     @property
@@ -103,7 +108,7 @@ class Request:
 
     @property
     def recipe_flags(self) -> tuple[str, ...]:
-        """Return flags of the model, and made-up tokens unless the request's flags name data."""
+        """Return the model's flags, with mock data unless the request's flags name data."""
         named = {flag.split("=")[0] for flag in self.flags}
         data = () if _DATA_FLAGS & named else ("--mock-data",)
         if not self.of_the_paper:
@@ -115,16 +120,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of an experiment. `config` is None and `problem` says why where its settings
-    contradict each other.
+    """Run of an experiment. If its settings are invalid, `config` is None and `problem` says why.
 
-    flags        of pretrain_gpt.py, without the place of the metrics file
-    world        processes
+    flags        of pretrain_gpt.py, without the path of the metrics file
+    world        number of processes
     iteration_s  of the full batch; total_s: of the whole point with its warm-up and start-up; None:
                  unknown
-    limit_h      longest job on so many nodes
-    queue        a partition that would let such a job last long enough, where the default one does
-                 not
+    limit_h      longest job on this many nodes
+    queue        partition with a sufficient time limit, if the default one's is too short
     """
 
     name: str
@@ -147,13 +150,11 @@ class Point:
 
     @property
     def fits_alone(self) -> bool:
-        """Return whether a job of just this point's nodes may last long enough, as far as is
-        known.
-        """
+        """Return whether the time limit of a job on this point's nodes suffices, if known."""
         return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
 
     def description(self) -> dict[str, Any]:
-        """Return the content of point.json: what was varied, and all settings."""
+        """Return the content of point.json: the varied value, and all settings."""
         kind, request = KINDS[self.request.kind], self.request
         return {
             "name": self.name,
@@ -170,13 +171,12 @@ class Point:
 
 
 def plan(request: Request) -> list[Point]:
-    """Return the points of a request, in the order of what varies. Raises ConfigError for flags
-    that contradict themselves."""
+    """Return a request's points, in the order of the varied size. Raises ConfigError."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
     kind, known = KINDS[request.kind], _paper(base)
     values = request.values or kind.values
     if known is not None and kind.varies == "dp" and not request.values:
-        # As many replicas as make the paper's GCDs, whatever a replica of the recipe takes.
+        # The paper's number of GCDs, whatever the size of a replica in the recipe.
         replicas, mine = _REPLICAS_OF_1T if request.model == "1t" else values, _replica_gcds(base)
         gcds = [known.replica_gcds * count for count in replicas]
         values = tuple(n // mine for n in gcds if n % mine == 0) or (1,)
@@ -203,8 +203,8 @@ def _point(request: Request, base: Config, value: int) -> Point:
     if request.kind == "weak":
         each = request.batch or own
         if known is not None and request.batch is None:
-            # As many sequences for a GCD as published, where a replica of the recipe has another
-            # size than the paper's.
+            # The published number of sequences per GCD, even if a replica of the recipe has a
+            # different size.
             each = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
         batch = each * value
     elif request.kind == "strong":
@@ -215,8 +215,8 @@ def _point(request: Request, base: Config, value: int) -> Point:
     tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
     world = tensor * pipeline * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
-    # A smaller batch during the warm-up, where that is shorter: what is compiled, allocated and
-    # connected in it does not depend on the number of micro-batches once the pipeline is full.
+    # Use a smaller batch during the warm-up if that is shorter: once the pipeline is full,
+    # compilation, allocation and connections do not depend on the number of micro-batches.
     small, step, ramp = (
         _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"],
         micro * sizes["dp"],
@@ -259,13 +259,13 @@ def _point(request: Request, base: Config, value: int) -> Point:
             config = parse_args(flags, world)
         except ConfigError as error:
             problem = " ".join(str(error).split())
-    # A folder's name that sorts by what varies.
+    # A folder name that sorts by the varied size.
     name = f"gcds-{world:05d}" if kind.varies == "dp" else f"{request.kind}-{value:05d}"
     return Point(name, request, value, world, world // tasks, tuple(flags), config, problem)
 
 
 def bubble_of(config: Config) -> float:
-    """Return the part of a step in which a stage waits: (p - 1) / (v m + p - 1)."""
+    """Return the bubble fraction of a step: (p - 1) / (v m + p - 1)."""
     waits = config.parallel.pipeline_model_parallel_size - 1
     return waits / (
         config.parallel.virtual_pipeline_model_parallel_size * config.num_micro_batches() + waits
@@ -275,10 +275,11 @@ def bubble_of(config: Config) -> float:
 def priced(
     point: Point, cluster: Cluster | None, tflops: float | None = None, partition: str | None = None
 ) -> Point:
-    """Return the point with its cost. `tflops`: hardware TFLOP/s of a device; None: what is
-    published for this model.
+    """Return the point with its cost.
 
-    Raises ConfigError for more nodes than the machine or the partition gives.
+    tflops  hardware TFLOP/s of a device; None: the published value of this model
+
+    Raises ConfigError for more nodes than the machine or the partition allows.
     """
     limit = cluster.wall_limit_hours(point.nodes, partition) if cluster is not None else None
     config = point.config
@@ -319,15 +320,17 @@ def priced(
 
 @dataclass
 class Experiment:
-    """The source of a runner's jobs: the points that are not done, the longest first. A point that
-    fails is recorded and the others go on.
+    """Source of a runner's jobs: the points that are not done, the longest first.
+
+    A failed point is recorded, and the others continue.
 
     limit_s  longest time of a point, None: by its cost
-    done, skipped, failed, waiting  names of the points by what became of them, with reasons;
+    done, skipped, failed, waiting  names of the points by outcome, with reasons;
                                     skipped ones were done
              before, waiting ones were not started or were interrupted
-    out_of_time  whether that was for want of time
-    Raises ConfigError for a folder that holds something else.
+    out_of_time  whether points wait for lack of time
+
+    Raises ConfigError for a folder with other content.
     """
 
     root: Path
@@ -357,26 +360,29 @@ class Experiment:
 
     @property
     def resumable(self) -> bool:
-        """Return whether something was done and the rest did not fit into the time: without the
-        first it would never end."""
+        """Return whether points were done and others ran out of time.
+
+        Without the first condition, a resumed job might never finish.
+        """
         return self.out_of_time and bool(self.done)
 
     def run(self, runner: Runner) -> None:
-        """Run every point that is to be run."""
+        """Run all points that are not done."""
         why = runner.run(self)
         self.out_of_time |= bool(why)
         for point in list(self._to_do):
             self._postpone(point, f"interrupted by {why}" if runner.signal else why)
 
     def next(self, runner: Runner) -> Job | None:
-        """Return the first point that there is room and time for; postpone those that never get
-        it.
+        """Return the first point that fits on the free nodes and into the time left.
+
+        Points that can never fit are postponed.
         """
         for point in list(self._to_do):
             left = runner.left_s()
             if not runner.ever(point.nodes):
                 self._postpone(
-                    point, f"needs {point.nodes} nodes, there are {len(runner.place.hosts)}"
+                    point, f"needs {point.nodes} of {len(runner.place.hosts)} available nodes"
                 )
             elif not runner.room(point.nodes):
                 continue
@@ -384,8 +390,8 @@ class Experiment:
                 self.out_of_time = True
                 self._postpone(
                     point,
-                    f"needs about {show_duration(point.total_s)}, {show_duration(left)} are left "
-                    "of the job",
+                    f"needs about {show_duration(point.total_s)}, but the job ends in "
+                    f"{show_duration(left)}",
                 )
             elif (job := self._claimed(point)) is not None:
                 self.say(
@@ -396,7 +402,7 @@ class Experiment:
         return None
 
     def _claimed(self, point: Point) -> Job | None:
-        """Return the job of a point, unless somebody else measures it now."""
+        """Return the job of a point, unless another process is running it."""
         folder = self.root / point.name
         claim = FolderClaim(folder, f"point {folder}")
         try:
@@ -428,7 +434,7 @@ class Experiment:
         self.say(f"{point.name}: not run: {why}")
 
     def ended(self, end: Attempt) -> None:
-        """Record how a point ended; an interrupted one is to be run again."""
+        """Record the outcome of a point; an interrupted one runs again."""
         name, took = end.job.name, show_duration(end.ended - end.started)
         if end.interrupted:
             self.say(f"{name}: {end.interrupted}")
@@ -445,8 +451,10 @@ class Experiment:
 
 
 def state_of(folder: Path, point: Point) -> tuple[str, str]:
-    """Return 'refused' or 'failed' with the reason, 'done', 'interrupted', or '' when there is
-    nothing yet of a point. Raises ConfigError when the folder has a point with other settings."""
+    """Return a point's state ('refused', 'failed', 'done', 'interrupted' or ''), and the reason.
+
+    '' is a point that was not started. Raises ConfigError if the folder has other settings.
+    """
     if point.problem:
         return "refused", point.problem
     there, mine = read_beside(folder / POINT, metrics_file.POINT), point.description()
@@ -468,9 +476,7 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
 
 
 def table(points: Sequence[Point], root: Path) -> Table:
-    """Make a table with a row for each point, and what is there of it already in the experiment's
-    folder.
-    """
+    """Tabulate the points, with their state in the experiment's folder."""
     first, rows = points[0].request, list[tuple[str, ...]]()
     for point in points:
         sizes, times = [""] * 4, [""] * 4
@@ -510,8 +516,8 @@ def table(points: Sequence[Point], root: Path) -> Table:
             )
         )
     title = (
-        f"{first.experiment}: {first.warm_up} step(s) of warm-up and {first.iterations} "
-        "measured at each point"
+        f"{first.experiment}: {first.warm_up} warm-up and {first.iterations} measured step(s) at "
+        "each point"
     )
     return Table(
         title,
@@ -540,9 +546,7 @@ def remarks(
     side_by_side: bool = True,
     partition: str | None = None,
 ) -> list[str]:
-    """List why points are refused, and what one allocation of `nodes` nodes takes for all, beside a
-    job for each.
-    """
+    """List refused points, and compare the cost of one allocation with a job for each point."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
     lines += [
         f"{p.name} needs a larger allocation, beside others, or "
@@ -552,12 +556,12 @@ def remarks(
     ]
     known = [(p.nodes, p.total_s) for p in points if p.total_s is not None]
     if not known:
-        return [*lines, "no time is published for this model: give --tflops to estimate times"]
+        return [*lines, "no published time for this model: give --tflops to estimate times"]
     least_s = least_time_s(
         [(n, seconds) for n, seconds in known if n <= nodes], nodes, side_by_side
     )
     limit = (
-        f" (longest job on so many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)"
+        f" (longest job on this many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)"
         if cluster
         else ""
     )
@@ -566,8 +570,8 @@ def remarks(
         *lines,
         f"one allocation of {nodes} node(s), "
         f"{'side by side' if side_by_side else 'one after another'}: at least "
-        f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends "
-        "before, the same command goes on"
+        f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; if it ends "
+        "earlier, the same command resumes"
         + (f"; too large for it: {left_out}" if left_out else ""),
         f"a job for each point: {sum(n * seconds for n, seconds in known) / 3600:,.1f} node-hours",
     ]
@@ -576,8 +580,9 @@ def remarks(
 def least_time_s(
     points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True
 ) -> float:
-    """Return the least time of an allocation for points of (nodes, seconds): side by side that of
-    the longest of them, or of all with all nodes always at work, whichever is longer.
+    """Return the shortest time of an allocation for points of (nodes, seconds).
+
+    Side by side this is the longer of two bounds: the longest point, and full use of all nodes.
 
     >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
     (40.0, 50.0)

@@ -1,10 +1,9 @@
-"""Join all trials of a layout, estimate how much single ones scatter, and choose which layouts are
-measured again.
+"""Statistics of trials: results of each layout, noise, and layouts to measure again.
 
-The best of many noisy measurements is rarely as good as it looks, and the layout that truly is the
-best may have had a bad moment. So nothing is called better that lies within the noise, and when a
-search has ended those that may be the best are measured again; all measurements of a layout count
-together.
+The best of many noisy measurements is rarely as good as it looks, and the truly best layout may
+have been measured at a bad moment. Therefore differences within the noise do not count, and at the
+end of a search the layouts that may be the best are measured again. All measurements of a layout
+are combined.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
 CONFIRM = "confirm"
-"""What proposes a trial that measures a layout again."""
-# Standard deviation of log(cost) of a single trial before any was repeated, beside what the steps
-# of the trials show: the speed of machines and networks differs from one trial to the next by more
-# than within one. That belief is worth as much as so many repetitions.
+"""Proposer of a trial that measures a layout again."""
+# Prior standard deviation of log(cost) between trials of a layout, in addition to the scatter of
+# steps within a trial: machines and networks vary more from one trial to the next. The prior has
+# the weight of this many repetitions.
 _SCATTER, _WORTH = 0.02, 3.0
-_DEVIATIONS = 2.0  # of the difference of two layouts, by which one may be worse and yet the best
-_FURTHEST = math.log(1.25)  # whatever the noise: what is further behind is no rival
+_DEVIATIONS = 2.0  # standard deviations by which a rival may look worse than the best
+_FURTHEST = math.log(1.25)  # whatever the noise, a layout further behind is not a rival
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate that was run, runs, or is to be run again.
+    """Trial of a candidate: done, running, or to be repeated.
 
-    number  from 1 on, in the order in which they were proposed; by: what proposed it (planner,
-            optuna, ..., confirm)
+    number  from 1, in the order of proposals; by: the proposer (planner, optuna, ..., confirm)
     """
 
     number: int
@@ -45,16 +43,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate and its trials that have ended, by their numbers; at least one.
+    """Candidate with its finished trials (at least one), by number.
 
-    A layout that fails now and then is no layout to build on. It has a cost only while more of its
-    trials gave valid figures than failed, and none ran out of memory: the steps of a trial are all
-    alike, what once ran out is at the edge. A lost rank does not count, it says nothing about a
-    layout.
+    A layout that fails now and then is unreliable. It has a cost only while more of its trials gave
+    valid figures than failed, and none ran out of memory: all steps of a trial are alike, so a
+    layout that once ran out of memory is at the limit. Lost ranks do not count, because they say
+    nothing about a layout.
 
     steps     seconds of a step in its valid trials
-    failures  its trials that say something against it
-    cost      what a search makes small, by the median of the steps; infinite: none
+    failures  trials that count against the layout
+    cost      objective to minimize, by the median of the steps; infinite for none
     """
 
     candidate: Candidate
@@ -69,9 +67,7 @@ class Measured:
 
     @property
     def spread(self) -> str:
-        """Say how often it was measured, and (slowest - fastest run) / median of the runs, of their
-        step times.
-        """
+        """Describe the number of measurements, and the range of step times over their median."""
         if len(self.steps) < 2:
             return "measured once"
         apart = (max(self.steps) - min(self.steps)) / self.step_s
@@ -79,7 +75,7 @@ class Measured:
 
     @property
     def numbers(self) -> str:
-        """Write the numbers of the trials: trial 6, or: trials 6, 14, 15."""
+        """Format the numbers of the trials: trial 6, or: trials 6, 14, 15."""
         return (
             f"trial{'s' * (len(self.trials) > 1)} "
             f"{', '.join(str(trial.number) for trial in self.trials)}"
@@ -87,7 +83,7 @@ class Measured:
 
 
 def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
-    """Group all trials that have ended: each layout once, in the order of their first ones."""
+    """Group finished trials by layout, in the order of the first trials."""
     by_key: dict[str, list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.result.status:
@@ -106,28 +102,28 @@ def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
 
 
 def ranked(layouts: Iterable[Measured]) -> list[Measured]:
-    """Return layouts with figures, the best first; of equal ones the first."""
+    """Return layouts with figures, the best first; a stable order."""
     return sorted((one for one in layouts if one.cost < math.inf), key=lambda one: one.cost)
 
 
 def value_of(cost: float, objective: str) -> tuple[float, str]:
-    """Return a cost as users read it, and its unit: tokens a second, or node-hours for 10^9
-    tokens.
-    """
+    """Convert a cost into tokens/s or node-hours per billion tokens; return it with its unit."""
     if objective == "node_hours":
-        return cost * 1e9 / 3600, "node-hours for a billion tokens"
+        return cost * 1e9 / 3600, "node-hours per billion tokens"
     return 1 / cost, "tokens/s"
 
 
 def written(cost: float, objective: str) -> str:
-    """Write a cost with its unit."""
+    """Format a cost with its unit."""
     value, unit = value_of(cost, objective)
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def noise_of(layouts: Iterable[Measured]) -> float:
-    """Estimate the standard deviation of log(cost) of one trial, by layouts that were measured
-    several times and by the spread of steady steps."""
+    """Estimate the standard deviation of log(cost) of one trial.
+
+    The estimate uses repeated measurements of layouts, and the spread of steady steps.
+    """
     errors, squares, free = list[float](), 0.0, 0
     for one in layouts:
         if len(one.steps) > 1:
@@ -149,20 +145,19 @@ def within_noise(one: Measured, best: Measured, noise: float) -> bool:
 
 
 def rivals(best: Sequence[Measured], noise: float) -> list[Measured]:
-    """Return those of layouts, the best first, that may be as good as the best."""
+    """Return the layouts within the noise of the best; `best` is sorted, the best first."""
     return [one for one in best[1:] if within_noise(one, best[0], noise)]
 
 
 def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
-    """Return layouts whose measurement is worth most now, the best first; none where there is no
-    doubt about the best.
+    """Return the layouts to measure next, the best first; none if the best is certain.
 
-    trials  in any state; what has not ended counts as a measurement, so that the next one goes
-            elsewhere
+    trials  in any state; an unfinished one counts as a measurement, so that the next trial goes to
+            another layout
 
-    Of the best and its rivals they are the ones with the fewest measurements: so the one that will
-    be named was measured no less often than what it is compared with. One that failed when it was
-    run again is left alone.
+    These are the layouts with the fewest measurements among the best and its rivals. The winner is
+    thus measured at least as often as the layouts that it is compared with. A layout that failed
+    when it was run again is not repeated.
     """
     layouts = measured(trials, objective)
     known = [one for one in ranked(layouts) if not one.failures]
@@ -180,11 +175,10 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
 
 
 def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[int]:
-    """Return the indices of candidates that need, by the planner, no less memory than one that ran
-    out of it.
+    """Return the candidates predicted to need at least as much memory as one that ran out of it.
 
-    The planner's figures are not exact: a trial that ran out is no argument where another one
-    fitted that should need as much or more.
+    Predictions are not exact: a trial that ran out of memory is ignored if another one fitted that
+    should need as much or more.
     """
     fitted = max((t.candidate.memory_bytes or 0.0 for t in trials if t.result.step_s), default=0.0)
     full = [t.candidate.memory_bytes or math.inf for t in trials if t.result.kind == OUT_OF_MEMORY]

@@ -17,9 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Have the kernel kill this process with the thread that started it (prctl(2), kept by exec);
-    run the command.
-    """
+    """Run the command; the kernel kills it when the parent's thread ends (prctl, kept by exec)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)

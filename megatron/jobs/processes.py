@@ -1,9 +1,8 @@
-"""Start the processes of one run, on this machine or as a step of a Slurm job, and end them
-whatever they do.
+"""Start and end the processes of a run, on this machine or as a step of a Slurm job.
 
 Nothing here blocks: the caller that started a Run polls it, and each poll sends the signals that
-are due. A run's processes are in sessions of their own, and none outlives the process that started
-it, however that ends.
+are due. Each process has its own session, and none outlives the process that started it, however
+that ends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron.planner.processes import environment, reserve_port
 ROOT = Path(__file__).resolve().parents[2]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 15.0
-"""Seconds from SIGTERM to SIGKILL: a short run has nothing to save."""
+"""Seconds from SIGTERM to SIGKILL; short, because these runs save nothing."""
 _ASK_AGAIN_S = 5.0
 _WAIT_S = 60  # from the end of one task of a step until srun ends the others
 # from the loss of a rank until the others are killed: they end by themselves, and name the lost
@@ -33,7 +32,7 @@ _PEERS_S = 20.0
 _FIRST_PORT, _PORTS = 3442, range(1024, 65536)
 _PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 
-# Makes Slurm signal the step called STEP. An srun that is told to end while its tasks start asks
+# Signals the step named STEP through Slurm. If srun is terminated while its tasks start, it asks
 # Slurm once to kill them. If they do not exist yet, that request is lost, and srun waits for them
 # and ignores further signals.
 _TELL_STEP = """
@@ -43,8 +42,7 @@ done
 """
 
 # The functions of job.sh start the tasks; sourcing it sets PYTHON and CODE. ALIVE is a pipe whose
-# other end the starter holds: it closes when the starter ends, which srun does not notice by
-# itself.
+# other end belongs to the starter: it closes when the starter ends, which srun would not notice.
 _SLURM_LAUNCH = """
 source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2
 PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
@@ -68,11 +66,11 @@ exit "$code"
 
 @dataclass(frozen=True)
 class Step:
-    """A job step of a run under Slurm.
+    """Job step of a run under Slurm.
 
     name     in squeue; unique among the running steps
     turn     number of runs started before this one, which selects its port
-    limit_s  time after which Slurm itself ends the step, should its starter not
+    limit_s  time after which Slurm ends the step, if the starter does not
     """
 
     name: str
@@ -83,11 +81,11 @@ class Step:
 
 
 class Run:
-    """The processes of a run: all ranks, or one launcher.
+    """Processes of a run: all ranks, or one launcher.
 
     step        name of its step under Slurm
-    held        what is closed when the run ends: the reserved port, and the pipe by which the
-                launcher sees its starter
+    held        resources closed when the run ends: the reserved port, and the pipe by which the
+                launcher monitors its starter
     exit_codes  None until the run has ended; then those of the processes that ended before others
                 were killed
     """
@@ -105,14 +103,12 @@ class Run:
         self._helpers: list[subprocess.Popen[bytes]] = []
 
     def poll(self) -> bool:
-        """Return whether the run has ended; send the signals that are due after `stop` or the loss
-        of a rank.
-        """
+        """Return whether the run has ended; send signals due after `stop` or a rank's loss."""
         codes, now = [process.poll() for process in self.processes], self._clock()
         ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
             self.exit_codes = self._own or ended
-            self._signal(signal.SIGKILL)  # processes that they had started
+            self._signal(signal.SIGKILL)  # their child processes
             self.held.close()
         if self.exit_codes is not None:
             return True
@@ -130,9 +126,7 @@ class Run:
         return False
 
     def stop(self) -> None:
-        """Ask the run to end; from then on `poll` kills it if it does not. A second call has no
-        effect.
-        """
+        """Terminate the run; later polls kill it if necessary. A second call has no effect."""
         if self._stopped_at is None and self.exit_codes is None:
             self._stopped_at = self._clock()
             self._press(self._stopped_at)
@@ -143,14 +137,17 @@ class Run:
             self._tell(signal.SIGKILL)
             self._signal(signal.SIGKILL)
             for process in self.processes:
-                # stuck in the kernel: nothing can end it
+                # stuck in the kernel: it cannot be killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10.0)
             self.held.close()
 
     def _press(self, now: float) -> None:
-        """Send SIGTERM, and SIGKILL after the grace period. The tasks of a step are killed first,
-        and srun one grace period later: without srun they would run on."""
+        """Send SIGTERM, and SIGKILL after the grace period.
+
+        The tasks of a step are killed first, and srun one grace period later: without srun they
+        would continue to run.
+        """
         assert self._stopped_at is not None, "no signal is due before the run is stopped"
         waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
         force = waited >= GRACE_S
@@ -165,7 +162,7 @@ class Run:
             self._helpers.append(_tell_step(self._step, number.name[3:]))
 
     def _signal(self, number: int) -> None:
-        """Signal the whole session of every process."""
+        """Send a signal to the session of every process."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
@@ -184,10 +181,10 @@ def slurm_command(flags: Sequence[str]) -> list[str]:
 def start_here(
     command: Sequence[str], count: int, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
-    """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to
-    TASKS/task_N.err.
+    """Start `count` ranks on this machine.
 
-    They are killed when the calling thread ends, so call this from the main thread.
+    The first writes to LOG in the folder, the others to TASKS/task_N.err. They are killed when the
+    calling thread ends, so call this from the main thread.
     """
     run = Run(clock=clock)
     port = run.held.enter_context(reserve_port()).getsockname()[1]
@@ -210,9 +207,7 @@ def start_here(
 def start_step(
     command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
-    """Start a job step on its hosts. Its tasks print to LOG in the folder, and their errors go to
-    TASKS/task_N.err.
-    """
+    """Start a job step on its hosts; output goes to LOG in the folder, errors to TASKS/task_N.err."""
     run = Run(step.name, clock)
     listening, alive = os.pipe()
     run.held.callback(os.close, alive)
@@ -229,8 +224,10 @@ def start_step(
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
-    """Return the environment from which job.sh starts a step. Raises LaunchError without a clone
-    of the repository, whose scripts start it."""
+    """Return the environment from which job.sh starts a step.
+
+    Raises LaunchError without a clone of the repository, whose scripts are needed.
+    """
     root = Path(environ.get("MEGATRON_ROOT") or ROOT)
     if not (root / "examples" / "frontier" / "job.sh").is_file():
         raise LaunchError(
@@ -250,18 +247,18 @@ def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dic
         "TASKS_PER_NODE": str(step.tasks_per_node),
         "LOGS": str(tasks),
         "REQUEUE": "0",
-        # A port that the steps before it did not use.
+        # A port that earlier steps did not use.
         "MASTER_PORT": str(_PORTS[(first + step.turn) % len(_PORTS)]),
     }
 
 
 def logs_of(folder: Path, most: int = 256) -> list[Path]:
-    """Return the files in which a run may have written why it ended."""
+    """Return the logs that may contain the reason for a run's end."""
     return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:most]]
 
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
-    """Make Slurm send a signal to a step of this job, without waiting for it."""
+    """Send a signal to a step of this job through Slurm, without waiting."""
     command = ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number]
     return _spawn(command, {**os.environ, "STEP": name}, Path(os.devnull))
 
@@ -269,9 +266,7 @@ def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
 def _spawn(
     command: Sequence[str], env: Mapping[str, str], log: Path, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own that writes to a log; `keep`: file descriptors that
-    it inherits.
-    """
+    """Start a process in a new session that writes to a log and inherits the descriptors `keep`."""
     with open(log, "wb") as file:
         return subprocess.Popen(
             command,

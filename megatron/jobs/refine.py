@@ -1,10 +1,10 @@
-"""Correct the description of a machine by the step times of runs on it.
+"""Correction of a machine's description by the step times of runs on it.
 
-By the estimate, a step of a run computes for C seconds, bubbles and the host's work included, and
-waits for messages for M seconds; it took T. The factors a and b of T = a C + b M correct the
-machine: seconds are multiplied by them and rates divided. Both are the same, the median of T / (C +
-M), unless two factors explain the runs much better. Medians keep a few disturbed runs from
-deciding.
+According to the estimate, a step of a run computes for C seconds (including bubbles and the host's
+work) and waits M seconds for messages; measured were T seconds. The factors a and b of T = a C + b
+M correct the machine: seconds are multiplied and rates divided by them. Both are the median of T /
+(C + M), unless two different factors explain the runs much better. Medians limit the influence of a
+few disturbed runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from megatron.planner.table import Table
 from megatron.planner.timing import Estimate, estimate
 
 WARM_UP, LEAST_STEPS = 3, 3
-"""Steps that are left out (the first overlaps nothing, memory settles), and how many are needed
-after them.
-"""
-_LEAST_RUNS = 4  # for two factors: three runs always agree with some pair of them
-_BETTER = 0.5  # two factors are believed where they leave less than this part of the error of one
-# of the factors of messages and computations that are tried, 2.5 % apart
+"""Number of ignored steps (the first has no overlap, memory settles), and of those needed after."""
+_LEAST_RUNS = 4  # for two factors: some pair of factors fits any three runs
+_BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
+# of the ratios of message to compute factors that are tried, 2.5 % apart
 _RATIOS = np.geomspace(0.1, 10.0, 187)
 _LEAST, _MOST = 0.02, 50.0  # of a factor
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
@@ -46,15 +44,16 @@ class Run(NamedTuple):
 
 
 Factors = tuple[float, float]
-"""Measured over estimated seconds of computations (with the optimizer and the host) and of
-messages.
-"""
+"""Ratios of measured to estimated seconds: of computations (with optimizer and host), messages."""
 
 
 def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, Table, list[str]]:
-    """Correct a machine by metrics files, or folders with one. Return it with the factors, a table
-    of the errors of its estimates before and after, and why runs were left out. Raises DataError
-    where none can be used, and ConfigError for a run that does not fit on the machine."""
+    """Correct a machine by the metrics files of runs.
+
+    Return it with the factors, a table of the errors of its estimates before and after, and the
+    reasons why runs were left out. Raises DataError if no run can be used, and ConfigError for a
+    run that does not fit on the machine.
+    """
     runs, left_out = list[Run](), list[str]()
     for path in paths:
         try:
@@ -84,7 +83,8 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
 
 
 def read_run(path: Path) -> Run:
-    """Read the last start in a metrics file, or in that of a folder, without its first steps.
+    """Read the last start in a metrics file, or in a folder's, without its first steps.
+
     Raises DataError.
     """
     found = figures(read_measured(path), WARM_UP)
@@ -92,8 +92,8 @@ def read_run(path: Path) -> Run:
     if not found.valid or found.step_s is None or found.steady < LEAST_STEPS:
         why = run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
         raise DataError(
-            f"{path}: {why}: {LEAST_STEPS} steps or more with the full batch after the first "
-            f"{WARM_UP} are needed: run about 20 steps with --log-interval 1"
+            f"{path}: {why}: at least {LEAST_STEPS} steps with the full batch are needed after the "
+            f"first {WARM_UP}: run about 20 steps with --log-interval 1"
         )
     try:
         return Run(
@@ -103,28 +103,28 @@ def read_run(path: Path) -> Run:
         )
     except ConfigError as error:
         raise DataError(
-            f"{path}: the settings in its record of the start cannot be read: {error}"
+            f"{path}: the settings in its start record cannot be read: {error}"
         ) from error
 
 
 def messages_s(found: Estimate) -> float:
-    """Return the seconds of a step that are spent on messages."""
+    """Return the seconds that a step spends on messages."""
     return sum(
         found.parts[name] for name in ("tensor messages", "pipeline messages", "data-parallel")
     )
 
 
 def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
-    """Return the factors of runs, whose estimates are in the same order. Raises DataError for
-    factors that no machine has that is described at all."""
+    """Return the factors of runs, with estimates in the same order.
+
+    Raises DataError for implausible factors.
+    """
     seconds = np.array([run.seconds for run in runs])
     sent = np.array([messages_s(found) for found in estimates])
     computed = np.array([found.seconds for found in estimates]) - sent
 
     def tried(ratio: float) -> tuple[float, Factors]:
-        """Return the median error with messages this many times as slow as computations, and the
-        factors.
-        """
+        """Return the median error at a ratio of the message to the compute factor, and both."""
         slower = seconds / (computed + ratio * sent)
         factor = float(np.median(slower))
         return float(np.median(abs(slower / factor - 1))), (factor, ratio * factor)
@@ -136,14 +136,13 @@ def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
     if not _LEAST <= min(found) <= max(found) <= _MOST:
         raise DataError(
             "the runs take {:.3g} times the estimated seconds for computations and {:.3g} times "
-            "for messages: they are not of this machine".format(*found)
+            "for messages: they are not from this machine".format(*found)
         )
     return found
 
 
 def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
-    """Return the machine with its figures corrected, and with those of these dtypes that were
-    assumed because it has none."""
+    """Return the machine with corrected figures, including assumed ones of these dtypes."""
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     corrected = []
     for name, figure in {**assumed_figures(peaks), **cluster.compute.figures}.items():

@@ -1,6 +1,4 @@
-"""How a run ended: why it failed, from its exit codes and logs, or the figures of a trial from its
-metrics file.
-"""
+"""Outcome of a run: its failure from exit codes and logs, or a trial's figures from its metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
     "refused",
     "crash",
 )
-"""Kinds of endings. A time-out is what whoever started the run says of it, and a hang may be."""
+"""Kinds of endings. A time-out, and sometimes a hang, is reported by the starter of the run."""
 
 _KILLED = (-9, 137)
 _TAIL_BYTES = 100_000
@@ -38,9 +36,8 @@ _MEMORY = (
     r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|\bMemoryError\b|"
     r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )
-# What else fails for want of memory, where there is a limit: the stack of a thread, a library that
-# is mapped. The last two: of a node that died without Slurm knowing it yet. srun then kills the
-# tasks of the other nodes.
+# Other failures for lack of memory under a limit: a thread's stack, a mapped library. The last two
+# are of a node that died before Slurm noticed it; srun then kills the tasks of the other nodes.
 _NODE = (
     "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \\S+ "
     "failed on node"
@@ -51,9 +48,9 @@ _ERROR = re.compile(
 _FOLLOWS = re.compile(
     r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)"
 )
-# the user's to mend too, but not of the settings
+# also for the user to fix, but not by settings
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")
-# With --wait srun ends the other tasks then: what it says of them after this is its own doing.
+# With --wait srun then ends the other tasks: its later messages about them are consequences.
 _SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
 _SRUN_WORDS = {
     "Killed": 137,
@@ -71,18 +68,18 @@ _SRUN = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a run failed. kind: one of the above; reason: a line for people."""
+    """Reason for a run's failure. kind: one of the above; reason: a line for users."""
 
     kind: str
     reason: str
 
 
 def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
-    """Tell why a run ended before its end.
+    """Find out why a run ended early.
 
     exit_codes  of its launcher, or of each of its processes; None: it did not end by itself
-    logs        those that say most first; of each the end is read. A launcher's words (srun) may be
-                in any of them
+    logs        the most informative ones first; only the end of each is read. Messages of a
+                launcher (srun) may be in any of them
     """
     tails = [_tail(path) for path in logs]
     line = _telling_line(tails)
@@ -119,24 +116,22 @@ def _tail(path: Path) -> str:
 
 
 def _telling_line(tails: Sequence[str]) -> str:
-    """Return the first line that names an error; one that only says that another rank is gone, if
-    there is no other.
-    """
+    """Return the first line with an error, preferably not one about another rank's loss."""
     lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
     lines = [line for line in lines if not line.startswith("srun: ")]
     return min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
 
 
 def cause(exit_codes: Iterable[int] | None) -> int | None:
-    """Return the code of a run's processes that the others follow from: that of a signal, then of
-    an error of the program, of a refusal, in the end of a lost peer."""
+    """Return the exit code that caused the others.
+
+    In order of preference: a signal, an error of the program, a refusal, a lost peer.
+    """
     return min(exit_codes or (), key=_precedence, default=None)
 
 
 def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None:
-    """Return the same of a Slurm step: srun gives the highest code of its tasks only, its log has
-    those of each.
-    """
+    """Return the cause for a Slurm step; srun's log has each task's code, its exit code the max."""
     own = [
         tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails
     ]
@@ -144,7 +139,7 @@ def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None
         int(code or _SRUN_WORDS[words]) for tail in own for code, words in _SRUN.findall(tail)
     ]
     if own != list(tails) and not of_tasks:
-        of_tasks = [0]  # which srun does not tell of
+        of_tasks = [0]  # srun does not report these
     return cause(of_tasks or exit_codes) if exit_codes is not None else None
 
 
@@ -159,21 +154,18 @@ def _precedence(code: int) -> tuple[int, int]:
 
 
 DONE, FAILED, INVALID = "done", "failed", "invalid"
-"""How a trial ended: with figures; without; with figures that contradict themselves, which are
-never the best.
-"""
+"""Outcomes of a trial: with figures; without; with contradictory figures, which never win."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a trial; without a status it has not ended. Figures are None where there are
-    no valid ones.
+    """Outcome of a trial; unfinished without a status. Figures are None if not valid.
 
-    kind, reason    of a failure; why figures are invalid
-    step_s          median of the steady steps; spread: (slowest - fastest) / median; steady: how
-                    many they are
-    memory_bytes    most that any rank held
-    notes           worth knowing of valid figures
+    kind, reason    of a failure, or of invalid figures
+    step_s          median of the steady steps; spread: (slowest - fastest) / median; steady: their
+                    number
+    memory_bytes    peak over all ranks
+    notes           remarks on valid figures
     """
 
     status: str = ""
@@ -188,7 +180,7 @@ class Result:
 
     @property
     def said(self) -> str:
-        """Say it in the fewest words: done, out of memory, invalid, ..."""
+        """Short name of the outcome: done, out of memory, invalid, ..."""
         return self.kind or self.status
 
 
@@ -196,8 +188,10 @@ RUNNING = Result()
 
 
 def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
-    """Read the result of a run that has done all its steps. One with anything in it that
-    contradicts itself, or the settings that were asked for, is INVALID and says what."""
+    """Read the result of a run that has done all its steps.
+
+    It is INVALID, with a reason, if it contradicts itself or the requested settings.
+    """
     try:
         found = figures(read_run(metrics), warm_up)
         starts = sum(record["event"] == "start" for record in read_records(metrics))
@@ -222,20 +216,17 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
 
 
 def _contradictions(found: Figures, asked: Config) -> Iterator[str]:
-    """Compare a run with what was asked for, beyond what contradicts itself in any run
-    (scaling.py).
-    """
+    """Yield differences between a run and its request (self-contradictions: scaling.py)."""
     run, layout = found.run, layout_of(asked)
-    # Not its places, nor what a run changes by itself, as a tokenizer changes the size of the
-    # vocabulary.
+    # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):
         ran, wanted = run.get(name), json.loads(json.dumps(asked.get(name)))
         if ran != wanted:
-            yield f"ran with {name} {ran}, asked for {wanted}"
+            yield f"ran with {name} {ran}, requested {wanted}"
     if run.start_iteration or [line.iteration for line in run.lines] != list(
         range(1, len(run.lines) + 1)
     ):
-        yield "not every step is recorded once"
+        yield "not every step is recorded exactly once"
     if found.batch not in (None, layout.batch):
-        yield f"a step took {found.batch} sequences, but {layout.batch} were asked for"
+        yield f"a step used {found.batch} sequences, but {layout.batch} were requested"

@@ -1,9 +1,9 @@
-"""Runs short trainings (trials of the tuner, points of experiments): on this machine one at a time,
-or side by side as steps of a Slurm job, each on nodes of its own.
+"""Runner of short trainings (trials of the tuner, points of experiments).
 
-A run that fails does not end the others, and none outlives its starter. Each has a time limit and a
-longest time between two steps. When one fails inside a Slurm job its nodes are tested; those that
-do not answer are left out from then on, and the run is repeated on others.
+On this machine they run one at a time; in a Slurm job they run side by side as steps, on separate
+nodes. A run that fails does not end the others, and none outlives its starter. Each has a time
+limit, and a limit for the time between two steps. When one fails inside a Slurm job, its nodes are
+tested; nodes that do not respond are left out from then on, and the run is repeated on others.
 """
 
 from __future__ import annotations
@@ -51,24 +51,20 @@ from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK, START_UP_S = 3.0, 300.0
-"""Longest time of a run: a factor of its predicted steps, and seconds for imports, rendezvous,
-first collectives.
-"""
+"""Time limit of a run: factor of its predicted steps, and seconds for start-up."""
 TIME, ALLOCATION = "time is up", "the allocation ends"
-"""Why `Runner.run` ended before its source had nothing left; otherwise the name of a signal."""
+"""Reasons why `Runner.run` ended before its source was exhausted; or the name of a signal."""
 _POLL_S = 0.2
-# a step hangs after so long, and so many times the longest step before
+# a step hangs after this many seconds, and this multiple of the longest step so far
 _LEAST_STALL_S, _SLOWER = 60.0, 10.0
 _EXIT_S = 30.0  # from the last record to the end of the processes
-_MOST_LOST = 2  # nodes that may die under a run; one more, and the run is at fault
+_MOST_LOST = 2  # nodes that may die under a run; after one more, the run is at fault
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are. launcher: local or slurm; hosts: nodes for them, () on this machine;
-    parallel: most at once.
-    """
+    """Place of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
 
     launcher: str
     hosts: tuple[str, ...] = ()
@@ -77,13 +73,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Job:
-    """A short training to be run.
+    """Short training to run.
 
-    name      for messages and Slurm; folder: for its files; point: content of its point.json, hosts
-              are added
-    flags     of pretrain_gpt.py, without --metrics-file; steps: optimizer steps in all
-    limit_s   longest time in all; stall_s: longest time without a new step, None: by the steps
-              before and step_s, the predicted time of a step
+    name      for messages and Slurm; folder: for its files; point: content of its point.json, to
+              which hosts are added
+    flags     of pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
+    limit_s   total time limit; stall_s: longest time without a new step, None: from earlier steps
+              and step_s, the predicted time of a step
     """
 
     name: str
@@ -99,24 +95,24 @@ class Job:
 
 
 class Source(Protocol):
-    """The source of a runner's jobs."""
+    """Source of a runner's jobs."""
 
     def next(self, runner: Runner) -> Job | None:
-        """Return the job to be started now, for which there is room; None: none now."""
+        """Return a job to start now, which fits on the free nodes; None for none."""
 
     def ended(self, attempt: Attempt) -> None:
-        """Take note of how a job ended."""
+        """Handle the end of a job."""
 
 
 @dataclass
 class Attempt:
-    """A job that was started, and how it ended.
+    """Started job with its outcome.
 
-    stopped      the limit for which it was stopped
-    complete     all steps are recorded
-    why          why it failed; None where it ended well, and where it was interrupted
-    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is
-                 to be repeated
+    stopped      the limit that it exceeded
+    complete     whether all steps are recorded
+    why          why it failed; None if it succeeded or was interrupted
+    interrupted  external cause of its end (a signal, a dead node, the allocation), after which it
+                 is repeated
     """
 
     job: Job
@@ -132,7 +128,10 @@ class Attempt:
     inquiry: Inquiry | None = None
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
+        """Write result.json: these figures, and the circumstances of the run.
+
+        Raises ConfigError.
+        """
         more = {
             "exit_code": cause(self.run.exit_codes),
             "started": self.started,
@@ -144,8 +143,11 @@ class Attempt:
 
 
 class Runner:
-    """Runs the jobs of a source; `say` gets a line for each node that is left out. left_s: seconds
-    left, None where that is not known."""
+    """Run the jobs of a source.
+
+    say     called with a line for each node that is left out
+    left_s  seconds left; None if unknown
+    """
 
     def __init__(
         self,
@@ -165,19 +167,19 @@ class Runner:
         self.signal = ""
 
     def room(self, nodes: int) -> bool:
-        """Return whether so many nodes are free now."""
+        """Return whether this many nodes are free now."""
         if self._local:
             return not self._running
         return len(self._running) < self.place.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
-        """Return whether so many nodes are left, free or taken."""
+        """Return whether this many nodes are usable, free or in use."""
         return self._local or nodes <= self._nodes.usable
 
     def run(self, source: Source) -> str:
-        """Run until the source has nothing and nothing runs: ""; or why it ended before.
+        """Run until the source is exhausted; return "", or why it ended earlier.
 
-        Raises ConfigError where nothing can be started or written.
+        Raises ConfigError if jobs cannot be started or files cannot be written.
         """
         why = "an error"
         with self._signals():
@@ -196,7 +198,7 @@ class Runner:
                     each.stopped = found
                     each.run.stop()
             while not self.signal and not self._over and (job := source.next(self)) is not None:
-                if self.signal:  # it came while the source was thinking
+                if self.signal:  # received while the source was busy
                     break
                 self._start(job)
             if self.signal or self._over:
@@ -211,7 +213,7 @@ class Runner:
     # -- one run -----------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        """Start a job; its processes live as long as the thread that calls this."""
+        """Start a job; its processes end with the calling thread."""
         hosts = () if self._local else self._nodes.take(job.nodes)
         flags = [*job.flags, "--metrics-file", str(job.folder / METRICS)]
         self._turn += 1
@@ -224,7 +226,7 @@ class Runner:
                     training_command(flags), job.processes, job.folder, clock=self._clock
                 )
             else:
-                # Another search or experiment may run in this Slurm job: the name of a step has our
+                # Another search or experiment may run in this Slurm job: step names include our
                 # process id.
                 step = Step(
                     f"{job.name}-{os.getpid()}",
@@ -237,7 +239,7 @@ class Runner:
         self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
     def _settle(self, each: Attempt, source: Source) -> None:
-        """Tell the source that a run's processes have ended, once it is known why."""
+        """Notify the source of a run's end, once its cause is known."""
         if each.why is None:
             with contextlib.suppress(DataError):
                 each.complete = is_complete(each.job.folder, each.job.steps)
@@ -259,33 +261,34 @@ class Runner:
         logs, codes = logs_of(each.job.folder), each.run.exit_codes
         if each.stopped is None and not each.interrupted:
             return ending(codes, logs) if any(codes or ()) or not each.complete else None
-        said = ending(None, logs)  # its codes are those of our signals
+        said = ending(None, logs)  # its exit codes come from our signals
         if said.kind == OUT_OF_MEMORY:
             each.interrupted = ""
             return said
         return each.stopped or said
 
     def _look_outside(self, each: Attempt, failed: Ending) -> None:
-        """Find out whether the allocation, a signal or a dead node ended a run, and not the run
-        itself.
-        """
+        """Find out whether the allocation, a signal or a dead node ended a run."""
         if not self._local and not each.interrupted:
             if each.stopped is None and slurm_job_runs() is False:
-                # Slurm signals steps as it does their starter
+                # Slurm signals steps as well as their starter
                 self._over, each.interrupted = True, ALLOCATION
             elif os.environ.get("SLURM_JOB_ID"):
                 each.inquiry = Inquiry(each.hosts)
-        # the signal may have gone to the run, too
+        # the run may have received the signal, too
         if self.signal and failed.kind in (CRASH, LOST_RANK):
             each.interrupted = f"interrupted by {self.signal}"
 
     def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
-        """Hold a failure against its dead nodes, unless it ran out of memory, which takes nodes
-        along, or nodes die under it again and again."""
+        """Attribute a failure to its dead nodes.
+
+        Exceptions are running out of memory, which can take down nodes, and runs under which nodes
+        die again and again.
+        """
         self._nodes.leave_out(dead)
         if not dead:
             return
-        assert each.why is not None, "nodes are asked for what failed"
+        assert each.why is not None, "only nodes of failed runs are tested"
         said = f"{', '.join(dead)} did not answer"
         self._lost[each.job.folder] += 1
         if each.why.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
@@ -296,9 +299,7 @@ class Runner:
     # -- the end -----------------------------------------------------------------------------------
 
     def _stop_all(self, source: Source, why: str) -> None:
-        """Stop what runs and wait seconds for its end: interrupted, unless it had done all its
-        steps.
-        """
+        """Stop all runs and wait a few seconds; those with steps left count as interrupted."""
         for each in self._running:
             if each.stopped is None or each.inquiry is not None:
                 each.interrupted = each.interrupted or why
@@ -316,9 +317,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note signals instead of dying of them, except those that are ignored, as SIGHUP is under
-        nohup.
-        """
+        """Record signals instead of dying, except ignored ones (SIGHUP under nohup)."""
 
         def note(number: int, _frame: object) -> None:
             self.signal = signal.Signals(number).name
@@ -334,10 +333,10 @@ class Runner:
 
 @dataclass
 class Watch:
-    """Watches the metrics file of a run, in which rank 0 writes a record for each step.
+    """Monitor of a run's metrics file, to which rank 0 writes a record for each step.
 
-    Before the first step a run has its whole limit: how long imports, kernels and communicators
-    take depends on the machine and on their number.
+    Before the first step only the total limit applies: the time for imports, kernels and
+    communicators depends on the machine and on their number.
     """
 
     job: Job
@@ -348,9 +347,7 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Tell why it is to be stopped; None while it is well. now: seconds of the clock by which
-        it began.
-        """
+        """Return why the run must be stopped, or None. now: seconds of the clock of its start."""
         metrics, size = self.job.folder / METRICS, 0
         with contextlib.suppress(OSError):
             size = metrics.stat().st_size
@@ -396,10 +393,10 @@ def _all_done(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move what an earlier attempt left in a folder to attempt-1, attempt-2, ... in it."""
+    """Move files of an earlier attempt into the subfolder attempt-1, attempt-2, ..."""
     old = [p for p in folder.iterdir() if not p.name.startswith(("attempt-", LOCK_NAME))]
     if old:
-        # somebody may have removed some
+        # some may have been removed
         attempts = (folder / f"attempt-{n}" for n in itertools.count(1))
         aside = next(path for path in attempts if not path.exists())
         aside.mkdir()
@@ -408,9 +405,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file so that a reader finds the old or the new one, whole, also after the node went
-    down.
-    """
+    """Write a file atomically and durably, even if the node goes down."""
     with renamed_into(path) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
@@ -421,8 +416,8 @@ def _disk(job: Job) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{job.name} cannot be started or noted in {job.folder}: {error.strerror or error}. "
-            "See to the disk or the machine; the same command goes on"
+            f"{job.name} cannot be started or recorded in {job.folder}: {error.strerror or error}. "
+            "Check the disk and the machine, then resume with the same command"
         ) from error
 
 
@@ -435,8 +430,10 @@ def time_left(
     reserve_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[], float | None]:
-    """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the
-    end, whichever is less; None where both are unknown."""
+    """Return a countdown: the smaller of `walltime_s` and the allocation's time minus a reserve.
+
+    It returns None if both are unknown.
+    """
     begun, left_s = clock(), allocation_s()
     known = [] if walltime_s is None else [walltime_s]
     known += [] if left_s is None else [left_s - reserve_s]
@@ -444,20 +441,18 @@ def time_left(
 
 
 def slurm_time_left_s() -> float | None:
-    """Return the seconds that are left of this Slurm job; None where squeue does not say."""
+    """Return the seconds left of this Slurm job; None if squeue does not respond."""
     return duration_s(_squeue("%L") or "")
 
 
 def slurm_job_runs() -> bool | None:
-    """Return whether this Slurm job runs, and is not cancelled or out of time; None where squeue
-    does not say.
-    """
+    """Return whether this Slurm job is still running; None if squeue does not respond."""
     said = _squeue("%T")
     return None if said is None else said == "RUNNING"
 
 
 def _squeue(what: str) -> str | None:
-    """Ask squeue about this job; None where it does not answer."""
+    """Query squeue about this job; None if it does not respond."""
     job = job_name(os.environ)
     if not job:
         return None
@@ -473,7 +468,7 @@ _ANSWER_S = 60.0  # for a node to start a task that only prints its name
 
 
 class Nodes:
-    """Free nodes and those that are left out; `say` gets a line for each of the latter."""
+    """Free nodes and left-out nodes; `say` is called with a line for each of the latter."""
 
     def __init__(self, hosts: Sequence[str], say: Callable[[str], object]) -> None:
         self._hosts, self._say = tuple(hosts), say
@@ -482,36 +477,36 @@ class Nodes:
 
     @property
     def usable(self) -> int:
-        """Count the nodes that are left, free or taken."""
+        """Count the usable nodes, free or in use."""
         return len(self._hosts) - len(self._out)
 
     def take(self, count: int) -> tuple[str, ...]:
-        """Take the first free ones, which are neighbours as far as the list has it."""
+        """Take the first free nodes, which are neighbours if the list is in network order."""
         taken, self.free = tuple(self.free[:count]), self.free[count:]
         return taken
 
     def give_back(self, hosts: Iterable[str]) -> None:
-        """Make nodes free again, in the order of the list, except those that are left out."""
+        """Free nodes again, in the order of the list, except those that are left out."""
         free = {*self.free, *hosts} - self._out
         self.free = [host for host in self._hosts if host in free]
 
     def leave_out(self, dead: Iterable[str]) -> None:
-        """Leave nodes out for good."""
+        """Leave nodes out permanently."""
         for host in dead:
             if host in self._hosts and host not in self._out:
                 self._out.add(host)
                 self._say(
-                    f"{host} does not answer: it is left out from now on; {self.usable} of "
-                    f"{len(self._hosts)} node(s) are left"
+                    f"{host} does not respond and is left out from now on; {self.usable} of "
+                    f"{len(self._hosts)} node(s) remain"
                 )
         self.give_back(())
 
 
 class Inquiry:
-    """Finds out, in a thread of its own, which of some nodes of this job are dead.
+    """Test in a separate thread which of some nodes of this job are dead.
 
-    dead: those that start no task while another node does; None until that is known. Where no node
-    starts one the fault is Slurm's, and none is dead: a failure is then held against what ran.
+    dead: nodes that cannot start a task while another node can; None until known. If no node can,
+    the fault is Slurm's and no node counts as dead: the failure is attributed to the run.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -522,11 +517,11 @@ class Inquiry:
     def _ask(self) -> None:
         dead = set[str]()
         try:
-            # Our own node answers as long as steps can be started at all.
+            # Our own node responds as long as steps can be started at all.
             here = {os.environ.get("SLURMD_NODENAME", "")} - {""}
             answered = self.answers(self._hosts | here)
             if answered:
-                # Asked again: srun starts tasks by way of other nodes, and a busy one may see a
+                # Test again: srun starts tasks through other nodes, and a busy one may see a
                 # credential too late.
                 silent = self._hosts - answered
                 dead = silent - self.answers(silent)
@@ -536,8 +531,10 @@ class Inquiry:
             self.dead = sorted(dead)
 
     def answers(self, hosts: Iterable[str]) -> set[str]:
-        """Return the nodes that start a task which prints their name, each in a step of its own
-        beside all that runs there. Raises OSError."""
+        """Return the nodes that can start a task, which prints their name, in a separate step.
+
+        Raises OSError.
+        """
         words = [
             "srun",
             "-N",
