@@ -127,8 +127,8 @@ def enumerate_candidates(
         )
     if space.combinations > _MOST:
         raise ConfigError(
-            f"{space.path}: {space.combinations:,} combinations are more than the limit of "
-            f"{_MOST:,}: remove parameters or values"
+            f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}: remove "
+            "parameters or values"
         )
     found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
     names = [p.name for p in space.parameters]

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
-from megatron.config.layout import layout_of
 from megatron.config.option import Parser
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.layout import layout_of
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY

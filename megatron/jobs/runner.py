@@ -289,7 +289,7 @@ class Runner:
         if not dead:
             return
         assert each.why is not None, "only nodes of failed runs are tested"
-        said = f"{', '.join(dead)} did not answer"
+        said = f"{', '.join(dead)} did not respond"
         self._lost[each.job.folder] += 1
         if each.why.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
             each.why = Ending(each.why.kind, f"{each.why.reason}; {said}")

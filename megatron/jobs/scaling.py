@@ -1,8 +1,8 @@
-"""Measured runs: read from their folders, figures of their steady steps, and what contradicts
-these. Needs no torch.
+"""Measured runs: metrics from their folders, figures of their steady steps, and contradictions.
 
-Steady steps are those after the warm-up, of the full batch, that were not skipped and whose loss
-was finite. A figure is taken from the median of their times; the spread is their range over it.
+Steady steps are those after the warm-up, of the full batch, that were not skipped and had a finite
+loss. Figures use the median of their times; the spread is their range divided by the median. Does
+not need torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
 # step cannot beat it.
 _MEASURED_GEMM_TFLOPS = {"MI250": 115.3}
-_PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figure is wrong
+_PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run: a higher figure is wrong
 
 
 @dataclass(frozen=True)
 class Line:
-    """A record of a metrics file, under its names, for `steps` steps, whose mean step_time_s is.
-    time: when it was written, in seconds since 1970."""
+    """Record of a metrics file, for `steps` steps with a mean time of `step_time_s`.
+
+    time  when it was written, in seconds since 1970
+    """
 
     iteration: int
     steps: int
@@ -52,12 +54,12 @@ class Line:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run: what it was to do, and its lines from the last start on.
+    """Run: its settings, and its lines since the last start.
 
-    settings  by the names of Megatron's arguments, as far as they are known
-    point     the description of an experiment's point; {} for any other run
-    failure   why it gave no figures; None when it did
-    finished  whether it came to its end
+    settings  by the names of Megatron's arguments, as far as known
+    point     description of an experiment's point; {} for any other run
+    failure   why there are no figures; None if there are
+    finished  whether it ran to its end
     """
 
     name: str
@@ -71,7 +73,7 @@ class MeasuredRun:
     finished: bool = False
 
     def get(self, name: str) -> Any:
-        """Return a setting, None where it is not known."""
+        """Return a setting; None if unknown."""
         return self.settings.get(name)
 
     @property
@@ -87,10 +89,10 @@ class MeasuredRun:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
-    """Find every run below the given folders, and of the given files, in order of their names.
+    """Find all runs below the given folders and in the given files, sorted by name.
 
-    A folder is a run when it has a metrics file or a point's description. Raises DataError for a
-    path that is missing or has no run.
+    A folder is a run if it has a metrics file or a point's description. Raises DataError for a path
+    that is missing or has no run.
     """
     runs: list[MeasuredRun] = []
     for path in map(Path, paths):
@@ -100,8 +102,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
             )
         marked = {file.parent for name in (METRICS, POINT) for file in path.rglob(name)}
         if not marked and path.is_dir():
-            raise DataError(f"{path}: no run in it: a run has a {METRICS}")
-        # What a run moved aside into its own folder (runner.py) is none.
+            raise DataError(f"{path}: contains no run: a run has a {METRICS}")
+        # Without attempts that were moved into a run's folder (runner.py).
         own = [
             p for p in sorted(marked) if not (p.name.startswith("attempt-") and p.parent in marked)
         ]
@@ -110,16 +112,14 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
 
 
 def read_run(path: str | Path) -> MeasuredRun:
-    """Read one run: its folder or its metrics file. Raises DataError when nothing can be read from
-    it.
-    """
+    """Read one run from its folder or metrics file. Raises DataError if it is unreadable."""
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
     point = read_beside(file.parent / POINT, metrics_file.POINT)
     result = read_beside(file.parent / RESULT, metrics_file.RESULT)
     records = read_records(file) if file.exists() or not point else []
     if not (records or point or path.is_dir()):
-        raise DataError(f"{path}: no metrics records in it: give folders of runs, or metrics files")
+        raise DataError(f"{path}: no metrics records: give folders of runs, or metrics files")
     starts = [at for at, record in enumerate(records) if record["event"] == "start"]
     records = records[starts[-1] :] if starts else records
     start: dict[str, Any] = records[0] if starts else {}
@@ -169,14 +169,13 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one run; None where they cannot be had. Rates are tokens per second; TFLOP/s are
-    per device.
+    """Figures of one run; None if unavailable. Rates are in tokens/s; TFLOP/s are per device.
 
-    range_s       the fastest and the slowest steady step, None of a single one
-    memory_bytes  most that any rank held
+    range_s       the fastest and the slowest steady step; None for a single step
+    memory_bytes  peak over all ranks
     skipped, nan  steps of the whole run
-    problems      what contradicts the figures: with any, they are invalid
-    notes         what is worth knowing of valid ones
+    problems      contradictions; with any, the figures are invalid
+    notes         remarks on valid figures
     """
 
     run: MeasuredRun
@@ -198,12 +197,12 @@ class Figures:
 
     @property
     def valid(self) -> bool:
-        """Return whether there are figures and nothing contradicts them."""
+        """Return whether there are figures without contradictions."""
         return self.step_s is not None and not self.problems and self.run.failure is None
 
     @property
     def spread(self) -> float | None:
-        """Return the range of the steady steps over their median; None of a single step."""
+        """Return the range of the steady steps over their median; None for a single step."""
         return (
             (self.range_s[1] - self.range_s[0]) / self.step_s
             if self.range_s and self.step_s
@@ -216,8 +215,8 @@ def figures(
 ) -> Figures:
     """Measure a run. A run without lines gives figures without values.
 
-    warm_up      steps that do not count; None: as its point says, else 1
-    peak_tflops  of a device; None: what is known
+    warm_up      steps that do not count; None: that of its point, otherwise 1
+    peak_tflops  of a device; None: the known value
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
     found = Figures(
@@ -238,8 +237,8 @@ def figures(
     if not steady:
         why = (
             f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} "
-            f"were skipped, {found.nan} had a loss that is not finite, and none of the others is "
-            "after the warm-up with the full batch"
+            f"were skipped, {found.nan} had a non-finite loss, and none of the others has the full "
+            "batch after the warm-up"
         )
         return replace(found, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
@@ -267,14 +266,14 @@ def figures(
     )
     if highest > ceiling:
         problems.append(
-            f"{highest:.4g} TFLOP/s per device are more than {ceiling:.4g}, which no training "
-            f"reaches: the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
+            f"{highest:.4g} TFLOP/s per device are above the plausible limit of {ceiling:.4g}: the "
+            f"best matrix product on such a device, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
         )
     notes = {
         f"{found.skipped} step(s) skipped, left out of the figures": found.skipped,
-        f"{found.nan} step(s) with a loss that is not finite, left out": found.nan,
-        "the run did not come to its end": not run.finished and run.failure is None,
-        "one steady step only: no spread, so nothing is told apart from it": len(times) == 1,
+        f"{found.nan} step(s) with a non-finite loss, left out": found.nan,
+        "the run did not reach its end": not run.finished and run.failure is None,
+        "only one steady step: no spread, so differences cannot be judged": len(times) == 1,
     }
     return replace(
         found,
@@ -294,15 +293,13 @@ def figures(
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Find samples and times that do not agree with the line before. Those that a line lacks are
-    NaN, which agrees.
-    """
+    """Find samples and times that disagree with the previous line; missing ones (NaN) agree."""
     for before, line in itertools.pairwise(run.lines):
         counted, expected = (
             line.consumed_samples - before.consumed_samples,
             line.global_batch_size * line.steps,
         )
-        # the batch of steps between two lines is not known
+        # the batch size of steps between two lines is not known
         ramp = run.get("rampup_batch_size") and line.steps > 1
         if abs(counted - expected) > 0 and not ramp:
             yield (
@@ -311,7 +308,7 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
                 f"{expected}"
             )
         passed, took = line.time - before.time, line.step_time_s * line.steps
-        if took > 1.05 * passed + 1.0:  # what reading clocks may explain
+        if took > 1.05 * passed + 1.0:  # tolerance for reading clocks
             yield (
                 f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by "
                 f"{passed:.4g} s since iteration {before.iteration}"
@@ -334,13 +331,13 @@ Range = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Runs of which one thing varies.
+    """Runs that differ in one parameter.
 
     kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
                other
-    members    in order of what varies
-    base       the smallest valid run of weak or strong scaling, against which efficiency is taken
-    published  the paper's model, when these runs are of it
+    members    in order of the parameter
+    base       smallest valid run of weak or strong scaling, the reference for efficiency
+    published  the paper's model, if the runs are of it
     """
 
     name: str
@@ -352,45 +349,46 @@ class Series:
 
     @property
     def device(self) -> str:
-        """Name the device of a process: GCD where it is one or the model is one of the paper's."""
+        """Name the device of a process; GCD also for the paper's models."""
         return "GCD" if self.published else formulas.device_unit(self.members[0].run.device)
 
     def efficiency(self, member: Figures) -> Range | None:
-        """Return throughput per device over that of the base; the ends are those of the slowest
-        steps of one against the fastest of the other. None without a base and for a run that is
-        invalid."""
+        """Return throughput per device relative to the base; None without a base or if invalid.
+
+        The ends compare the slowest steps of one run with the fastest of the other.
+        """
         base, mine = self.base and throughput(self.base), throughput(member)
         if not base or not mine:
             return None
         return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
-        """Return the valid run of most throughput per device, and all that cannot be told apart
-        from it.
-        """
+        """Return the valid runs with the highest throughput per device, within their spread."""
         rates = [(rate, m) for m in self.members if (rate := throughput(m))]
         top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
         return [m for rate, m in rates if top and rate[2] >= top[0]]
 
     def remarks(self, member: Figures) -> list[str]:
-        """List what there is to say about a run, the gravest first."""
+        """List remarks on a run, the most serious first."""
         said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
         if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
             said.append(
                 "best"
                 if len(best) == 1
-                else f"as good as any: {len(best)} runs are best within their spread"
+                else f"among the best: {len(best)} runs are equal within their spread"
             )
         return said
 
     def value(self, member: Figures) -> float | None:
-        """Return the value of what varies, in a run."""
+        """Return a run's value of the varied parameter."""
         return member.run.point.get("value") if self.kind == SWEEP else member.run.world_size
 
 
 def throughput(m: Figures) -> Range | None:
-    """Return tokens per second of a device in the slowest steady step, the median and the fastest;
-    None of an invalid run. A single step could have been any."""
+    """Return tokens/s per device in the slowest, the median and the fastest steady step.
+
+    None for an invalid run. A single step has no range.
+    """
     rate = m.tokens_per_s_per_device
     if rate is None or m.step_s is None or not m.valid:
         return None
@@ -399,9 +397,7 @@ def throughput(m: Figures) -> Range | None:
 
 
 def compare(measured: Sequence[Figures]) -> list[Series]:
-    """Put runs into series: by the experiment that their points name, else by model and layout of a
-    replica.
-    """
+    """Group runs into series: by their points' experiment, or by model and replica layout."""
     groups: dict[str, list[Figures]] = {}
     for each in measured:
         key = each.run.point.get("experiment") or [each.run.get(name) for name in _ALIKE]
@@ -420,7 +416,7 @@ def _series(members: list[Figures]) -> Series:
         )
     members.sort(key=lambda m: m.run.world_size or 0)
     valid = [m for m in members if m.valid and m.run.world_size]
-    # The kind is what is fixed while the number of devices varies.
+    # The kind depends on what is constant while the number of devices varies.
     kind = OTHER
     if len({m.run.world_size for m in valid}) > 1:
         shares = {m.batch / m.run.replicas for m in valid if m.batch and m.run.replicas}
@@ -432,7 +428,7 @@ def _series(members: list[Figures]) -> Series:
 
 
 def state(m: Figures) -> str:
-    """Return 'valid', 'invalid', or what became of a run without figures."""
+    """Return 'valid', 'invalid', or the state of a run without figures."""
     if m.run.failure is not None:
         return "not run" if m.run.failure == "not run yet" else "failed"
     return "valid" if m.valid else "invalid"
@@ -459,14 +455,12 @@ _HEADS = {
     "memory_bytes": "GiB",
     "state": "state",
 }
-"""Heads of the table's columns, by the names of the CSV file; {} is a device."""
+"""Column titles by the names of the CSV file; {} is a device."""
 _SHARES = {"spread", "mfu", "hfu", "efficiency"}
 
 
 def _row(series: Series, m: Figures) -> dict[str, Any]:
-    """Return a run's values by the names of the CSV file, unrounded; None where there is no
-    figure.
-    """
+    """Return a run's unrounded values by the names of the CSV file; None for no figure."""
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     efficiency = series.efficiency(m)
     return {
@@ -490,7 +484,7 @@ def _row(series: Series, m: Figures) -> dict[str, Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    """Format a cell, with three digits of what is measured.
+    """Format a cell, with three digits for measured values.
 
     >>> _text("step_s", 69.234), _text("tokens_per_s", 12345.6), _text("mfu", 0.3614), _text("hfu", None)
     ('69.2', '12,346', '36.14 %', '')
@@ -504,7 +498,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def table(series: Series) -> Table:
-    """Make a table of the columns in which some row has a value."""
+    """Make a table of the columns that are not empty."""
     says = (
         f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
     )
@@ -535,9 +529,11 @@ def as_csv(everything: Sequence[Series]) -> str:
 
 
 def draw(everything: Sequence[Series], path: Path) -> bool:
-    """Draw efficiency of weak and strong scaling with the published point, throughput of each
-    sweep; bars are the range of the steady steps. False where there is nothing to draw. Raises
-    ConfigError without matplotlib, or where the file cannot be written."""
+    """Draw scaling efficiency with the published point, and the throughput of each sweep.
+
+    Bars are the range of the steady steps. Returns False if there is nothing to draw. Raises
+    ConfigError without matplotlib, or if the file cannot be written.
+    """
     plot = pyplot(instead="give --no-plots")
     shown = [series for series in everything if series.kind == SWEEP or series.base is not None]
     if not shown:

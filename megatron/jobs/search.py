@@ -1,6 +1,8 @@
-"""Propose the candidate that is tried next, by a pure function of what has been seen, the seed and
-how many there were before: a search that was killed goes on as if it had not been. Optuna and
-DeepHyper choose among listed candidates."""
+"""Proposals of candidates to try next, chosen by Optuna or DeepHyper from the list.
+
+A proposal is a pure function of the history, the seed and the number of earlier proposals, so that
+a killed search resumes as if it had not been interrupted.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,25 @@ from megatron.jobs.candidates import Candidate
 from megatron.jobs.space import Parameter
 
 SEARCHES: Mapping[str, str] = {
-    "auto": "deephyper where it is installed, optuna otherwise",
+    "auto": "deephyper if installed, otherwise optuna",
     "deephyper": "DeepHyper's centralised Bayesian optimisation, as in the paper",
     "optuna": "Optuna's tree-structured Parzen estimator",
 }
-"""What --search takes: a sentence for each."""
-_FIRST = 4  # trials of the planner's best, or at random, before anything is learnt
-_FAILURE = 0.405  # log(1.5): half more than expected is what a failure counts as
+"""Values of --search, each with a description."""
+_FIRST = 4  # initial trials of the planner's best, or at random
+_FAILURE = 0.405  # log(1.5): a failure counts as 1.5 times the expected cost
 _NEAR = 0.223  # log(1.25)
-_RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % about a prior whose slope is 1 +- 0.5
+_RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % around a prior with a slope of 1 +- 0.5
 _KAPPA, _TREES = 1.5, 100
 
 
 @dataclass(frozen=True)
 class History:
-    """The state that a proposal may depend on.
+    """State on which a proposal depends.
 
-    seen     log(cost) by candidate, in the order of their first trials; None: it failed
-    open     candidates that may be proposed: not tried, running or ruled out; pending: those that
-             run
+    seen     log(cost) by candidate, in the order of first trials; None: it failed
+    open     candidates that may be proposed: not tried, running or ruled out
+    pending  running candidates
     prior    log(cost) by the planner, for each candidate; None: without a prior
     """
 
@@ -49,14 +51,16 @@ class History:
     prior: Sequence[float] | None = None
 
     def places(self, index: int) -> tuple[int, ...]:
-        """Return the places of a candidate's values among those of each parameter."""
+        """Return the indices of a candidate's values in the value list of each parameter."""
         values = self.candidates[index].values
         return tuple(p.values.index(values[p.name]) for p in self.parameters)
 
     def expected(self) -> list[float]:
-        """Return log(cost) of each candidate by the planner, as far as the measured ones bear it
-        out: level + slope x prior, the slope by least squares with a belief in 1 (_RIDGE). Without
-        a prior: the mean of what was tried."""
+        """Return the expected log(cost) of each candidate: level + slope x the planner's prior.
+
+        Level and slope are fitted to measured candidates by least squares, with the slope
+        regularized toward 1 (_RIDGE). Without a prior this is the mean of what was tried.
+        """
         known = {index: cost for index, cost in self.seen.items() if cost is not None}
         level = statistics.mean(known.values()) if known else 0.0
         if self.prior is None:
@@ -69,9 +73,11 @@ class History:
         return [level + slope * (prior - middle) for prior in self.prior]
 
     def told(self) -> dict[int, float]:
-        """Return log(cost) of what was tried or runs: of a failure half more than expected of it,
-        of a running one what is expected, so that the next one goes elsewhere (constant liar,
-        Ginsbourger et al. 2010)."""
+        """Return log(cost) of tried and running candidates.
+
+        A failure counts as half more than expected. A running one counts as expected, so that the
+        next proposal goes elsewhere (constant liar, Ginsbourger et al. 2010).
+        """
         expected = self.expected()
         tried = {
             i: expected[i] + _FAILURE if cost is None else cost for i, cost in self.seen.items()
@@ -80,8 +86,10 @@ class History:
 
 
 def find_search(name: str) -> str:
-    """Find the search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its
-    library is missing or another version."""
+    """Resolve a name in SEARCHES, including "auto".
+
+    Raises ConfigError if its library is missing or has an incompatible version.
+    """
     try:
         if name == "optuna":
             import optuna  # noqa: F401
@@ -94,15 +102,15 @@ def find_search(name: str) -> str:
             return find_search("optuna")
         extra = "tune" if name == "optuna" else name
         raise ConfigError(
-            f"--search {name} needs a library that this Python does not have, or in another "
-            f"version ({error}): pip install --upgrade 'megatron-frontier[{extra}]'"
+            f"--search {name} needs a library that is missing or has an incompatible version "
+            f"({error}): pip install --upgrade 'megatron-frontier[{extra}]'"
         ) from None
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
-    """Return (candidate to try next, what chose it), of at least one that is open.
+    """Return (candidate to try next, its proposer); at least one must be open.
 
-    count  proposals made so far: seeds what is random
+    count  number of earlier proposals, which seeds random choices
     """
     prior, chance = history.prior, random.Random(f"{seed} {count}")
     failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
@@ -112,9 +120,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """Return the planner's log(cost), and for each failure that differs in one value alone a
-        quarter more.
-        """
+        """Return the planner's log(cost), plus a quarter for each failure that differs in one value."""
         near = [
             other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2
         ]
@@ -124,8 +130,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
 
 
 def _optuna(history: History, chance: random.Random) -> int:
-    """Choose by TPE over the product of the values, by their places; where its sample is no open
-    candidate the nearest one is taken."""
+    """Choose by TPE over the indices of values; take the open candidate nearest to its sample."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
@@ -159,16 +164,18 @@ def _optuna(history: History, chance: random.Random) -> int:
 
 
 def _deephyper(history: History, chance: random.Random) -> int:
-    """Choose by asynchronous Bayesian optimisation with an upper confidence bound, in which failed
-    trials count too (Dash et al. 2023, Table V). The forest, its bound and the choice are
-    DeepHyper's; the list, the prior and what failures count as are brought to it."""
+    """Choose by asynchronous Bayesian optimisation with an upper confidence bound.
+
+    Failed trials count, too (Dash et al. 2023, Table V). The forest, its bound and the choice are
+    DeepHyper's; the list, the prior and the cost of failures are supplied here.
+    """
     import numpy as np
     from ConfigSpace import OrdinalHyperparameter
     from deephyper.hpo import CBO, HpProblem
     from deephyper.skopt.learning import RandomForestRegressor
 
     class OnPrediction(RandomForestRegressor):  # type: ignore[misc]
-        """A forest of log(cost) less its prediction, which is also one more feature."""
+        """Forest of log(cost) minus its prediction, which is also an additional feature."""
 
         def fit(self, X: Any, y: Any) -> Any:
             return super().fit(*self._on(X, y))
@@ -185,8 +192,8 @@ def _deephyper(history: History, chance: random.Random) -> int:
 
     logging.getLogger("deephyper").setLevel(logging.ERROR)
     seed = chance.getrandbits(31)
-    # A forest takes many candidates for the same, and of those the first sample is taken: not the
-    # next of the list.
+    # A forest predicts the same for many candidates, and the first sample of these is taken:
+    # shuffle, so that it is not the next one of the list.
     sampled = chance.sample(list(history.open), len(history.open))
     names = sorted(p.name for p in history.parameters)  # as DeepHyper orders them
     points = [
@@ -196,15 +203,15 @@ def _deephyper(history: History, chance: random.Random) -> int:
     keys = [tuple(point[name] for name in names) for point in points]
     predictions = dict(zip(keys, history.expected(), strict=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kinds of arrays, and points that are asked for again
+        warnings.simplefilter("ignore")  # about kinds of arrays, and repeated points
         problem = HpProblem()
         for parameter in history.parameters:
-            # By their places: trees split places and DeepHyper's labels of categories alike.
+            # By index: trees split indices and DeepHyper's labels of categories alike.
             problem.add_hyperparameter(
                 OrdinalHyperparameter(parameter.name, list(range(len(parameter.values))))
             )
         problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
-        # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their
+        # Its threshold of 0.005 for a split assumes costs spread over 0..1; 10 trees estimate the
         # spread badly.
         forest = OnPrediction(
             _TREES,

@@ -1,4 +1,4 @@
-"""The settings of a search by tools/tune.py: the space, the machine, and where trials run."""
+"""Settings of a search by tools/tune.py: the space, the machine, and the place of trials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
 
 @dataclass(frozen=True)
 class Setup:
-    """A search and where it runs.
+    """Settings of a search and its place.
 
     flags       flags of pretrain_gpt.py, given after --
     prior       whether the planner's ranking guides the search
@@ -49,12 +49,12 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """The number of steps of a trial."""
+        """Number of steps of a trial."""
         return self.warm_up + self.iterations
 
     @property
     def searched_by(self) -> str:
-        """The name of the search, for titles and summaries."""
+        """Name of the search, for titles and summaries."""
         return self.search + (" with the planner's ranking" if self.prior else "")
 
     def limit_s(self, candidate: Candidate) -> float:
@@ -64,9 +64,7 @@ class Setup:
         return START_UP_S + SLACK * candidate.step_s * self.steps
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be the same for a search to resume; the rest may change between two
-        starts.
-        """
+        """Return the settings that must not change when a search resumes."""
         return {
             "space": self.space.name,
             "contents of the space": self.space.digest(),
@@ -84,14 +82,13 @@ class Setup:
 
 
 def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
-    """Make the settings from the command line. Raises ConfigError for contradictions, and for what
-    is not here.
-    """
+    """Build the settings from the command line. Raises ConfigError."""
     if args.dry_run and args.report_only:
-        raise ConfigError("--dry-run beside --report-only: give one of them")
+        raise ConfigError("--dry-run and --report-only: give only one of them")
     if args.space is None:
         raise ConfigError(
-            "--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones"
+            "--space FILE|NAME is required: name the space to search; --list-spaces shows those of "
+            "this package"
         )
     space = load_space(args.space)
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
@@ -100,13 +97,13 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if name is None:
         name = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
     cluster = None if name in ("", "none") else load_cluster(name)
-    # --dry-run and --report-only work on a login node without the libraries that search.
+    # --dry-run and --report-only work on a login node without the search libraries.
     shows = args.dry_run or args.report_only
     search = args.search if shows else find_search(args.search)
     prior = not args.no_prior
     if prior and cluster is None:
         raise ConfigError(
-            "the planner's ranking needs a described machine: measure this one with 'python "
+            "the planner's ranking needs a machine description: measure this machine with 'python "
             "tools/calibrate.py -o machine.toml' and give --cluster machine.toml, or search "
             "without the ranking: --no-prior"
         )
@@ -119,7 +116,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         each, nodes, place = _processes(args, space, cluster), 1, Place(launcher)
     elif args.processes is not None:
         raise ConfigError(
-            "--processes is for --launcher local; on nodes --tasks-per-node says how many each has"
+            "--processes is for --launcher local; use --tasks-per-node for the processes of a node"
         )
     else:
         hosts, each = (
@@ -129,11 +126,11 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
         place = Place(launcher, hosts, args.parallel or nodes)
         if not nodes:
-            raise ConfigError("without --hosts-file: give --nodes N, how many the allocation has")
+            raise ConfigError("without --hosts-file: give --nodes N, the size of the allocation")
     walltime_s = None if args.walltime is None else duration_s(args.walltime)
     if args.walltime is not None and not walltime_s:
         raise ConfigError(
-            f"--walltime {args.walltime}: a time such as 90 (minutes), 1:30:00 or 1-00:00:00"
+            f"--walltime {args.walltime}: give a time such as 90 (minutes), 1:30:00 or 1-00:00:00"
         )
     return Setup(
         args,
@@ -152,14 +149,12 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
-    """Return the number of processes on this machine: its GPUs, else its cores, or more if the
-    space asks for more.
-    """
+    """Return the number of processes here: GPUs, otherwise cores, or more if the space needs it."""
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run "
-                "one after another; --processes says on how many devices"
+                "one after another; use --processes for the number of devices"
             )
     if args.processes or cluster is not None:
         return int(args.processes or (cluster.devices_per_node if cluster else 1))
@@ -185,7 +180,7 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
         if shows:
             return ()
         raise ConfigError(
-            "no nodes: inside an allocation give --hosts-file FILE, as "
+            "no nodes: give --hosts-file FILE inside an allocation, as "
             "examples/frontier/tune.sbatch does; --launcher local runs trials on this machine, "
             "--dry-run shows what would run"
         )
@@ -193,6 +188,6 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
     if not hosts or len(set(hosts)) < len(hosts):
         twice = next((host for host in hosts if hosts.count(host) > 1), "no node")
         raise ConfigError(
-            f"--hosts-file {args.hosts_file} names {twice}: each node once, one a line"
+            f"--hosts-file {args.hosts_file} names {twice}: give each node once, one per line"
         )
     return hosts

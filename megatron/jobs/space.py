@@ -1,14 +1,13 @@
-"""The space that a tuner searches: a TOML file, or one of those that come with this package
-(`spaces/`).
+"""Search space of the tuner: a TOML file, from the user or from this package (`spaces/`).
 
     [parameters]   name = [values]
-    [variables]    the same, for names that are no flags
+    [variables]    the same, for names that are not flags
     [derived]      name = "expression"
-    [constraints]  "reason that is shown" = "expression that must hold"
+    [constraints]  "displayed reason" = "expression that must hold"
     [trial]        iterations, warm_up
 
-beside title, source, flags and cluster. A name is a short one (planner/layout.py), processes,
-preset, or a setting.
+and title, source, flags and cluster. A name is a short name (planner/layout.py), processes, preset,
+or a setting.
 """
 
 from __future__ import annotations
@@ -53,15 +52,16 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression; make one with `parse_expression`."""
+    """Expression; created by `parse_expression`."""
 
     text: str
     tree: ast.expr
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate with these values of names; `and`, `or` and `if` look at no more than Python's
-        do. Raises ValueError for what is not offered, and where there is no value, such as after a
-        division by zero."""
+        """Evaluate with these values of names; `and`, `or` and `if` short-circuit as in Python.
+
+        Raises ValueError for unsupported syntax, and if there is no value (division by zero).
+        """
         try:
             return _value(self.tree, values)
         except (ArithmeticError, LookupError, TypeError, RecursionError) as error:
@@ -69,8 +69,10 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Parse names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B
-    else C, min() and max(). Raises ValueError for what is no expression of Python.
+    """Parse an expression of a subset of Python.
+
+    It may have names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B
+    else C, min() and max(). Raises ValueError for invalid syntax.
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
     128
@@ -96,9 +98,9 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return -_value(node.operand, values)
         case ast.BinOp() if type(node.op) in _OPERATORS:
             sides = _value(node.left, values), _value(node.right, values)
-            # a text times a number may fill the memory
+            # a text times a number could fill the memory
             if not all(isinstance(side, int | float) for side in sides):
-                raise TypeError(f"{sides[0]!r} and {sides[1]!r}: only numbers can be computed with")
+                raise TypeError(f"{sides[0]!r} and {sides[1]!r}: arithmetic needs numbers")
             return _OPERATORS[type(node.op)](*sides)
         case ast.BoolOp():
             found = None
@@ -118,7 +120,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             )
         case ast.Call(func=ast.Name(id="min" | "max" as name), keywords=[]) if len(node.args) > 1:
             return _FUNCTIONS[name](_value(argument, values) for argument in node.args)
-    raise ValueError(f"'{ast.unparse(node)}' is not offered")
+    raise ValueError(f"'{ast.unparse(node)}' is not supported")
 
 
 Value = int | float | str | bool | tuple[int, ...] | None
@@ -151,7 +153,7 @@ SETTING = {
     "order": "rank_order",
     "devices": "device_order",
 }
-"""The setting that a short name is another name of."""
+"""Settings that short names are aliases of."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
 DECIDES = {
     **SETTING,
@@ -161,7 +163,7 @@ DECIDES = {
     "nodes": "world_size",
     "processes": "world_size",
 }
-"""The setting that nothing else may say beside a short name."""
+"""Settings that conflict with a short name."""
 # Patterns of recomputation as values.
 _WHOLE = {
     "selective": "selective:core_attn",
@@ -170,10 +172,10 @@ _WHOLE = {
     "full:block": "full:block:1",
 }
 _NO_PLACE = (
-    "has no place in a search: the tuner and its trials decide it (--iterations, "
-    "--cluster, nodes, processes)"
+    "is not allowed in a search: the tuner and its trials set it (--iterations, --cluster, nodes, "
+    "processes)"
 )
-# What the tuner or a trial says, what has no one step time, and what would cost a trial time.
+# Settings that the tuner or a trial sets, that vary the step time, or that would slow down a trial.
 _REFUSED = frozenset(
     (
         "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster "
@@ -189,9 +191,7 @@ _REFUSED = frozenset(
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that varies; ordered: whether neighbouring values are alike (numbers are, names are
-    not).
-    """
+    """Parameter that varies; ordered: whether neighbouring values are similar, as numbers are."""
 
     name: str
     values: tuple[Value, ...]
@@ -200,15 +200,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Space:
-    """A space file, read and checked; `load_space` makes one.
+    """Validated space file; created by `load_space`.
 
-    parameters   all that varies, with the variables, in the order of the file
-    variables    names of those that are no flags and stand in expressions only
-    flags        of pretrain_gpt.py that all layouts have
-    derived      name -> what it is
-    constraints  reason that is shown -> what must hold
-    cluster      name of the machine that it is meant for; ""
-    iterations   of a trial that are measured, after `warm_up` that are not
+    parameters   all parameters, including variables, in the order of the file
+    variables    names of those that are not flags and occur only in expressions
+    flags        of pretrain_gpt.py that all layouts share
+    derived      name -> expression
+    constraints  displayed reason -> expression that must hold
+    cluster      name of the intended machine; "" for any
+    iterations   measured steps of a trial, after `warm_up` steps
     """
 
     name: str
@@ -230,12 +230,11 @@ class Space:
 
     @property
     def combinations(self) -> int:
-        """Count all combinations of values, whether they make a layout or not."""
+        """Count all combinations of values, valid or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def digest(self) -> str:
-        """Return a digest that is the same for spaces of the same layouts in the same order,
-        whatever their titles and reasons are."""
+        """Return a digest of the layouts and their order; titles and reasons do not count."""
         rules = (
             [(name, rule.text) for name, rule in self.derived.items()],
             [e.text for e in self.constraints.values()],
@@ -247,21 +246,21 @@ class Space:
 
 
 def meaning(name: str) -> str:
-    """Return the short name, or else the setting, that a name stands for, with or without dashes.
-    Raises ConfigError."""
+    """Resolve a name, with or without dashes, to a short name or a setting.
+
+    Raises ConfigError.
+    """
     plain = name.lstrip("-").replace("-", "_")
     if plain not in _SHORT and plain not in all_options():
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
-        raise ConfigError(f"'{name}' is no setting{hint}; short names are {', '.join(_SHORT)}")
+        raise ConfigError(f"'{name}' is not a setting{hint}; short names are {', '.join(_SHORT)}")
     return _SHORT.get(plain) or _SHORT_OF.get(plain, plain)
 
 
 def read_value(name: str, given: Any) -> Value:
-    """Return a value of a space file as it is kept. Raises ConfigError for what the name's flags do
-    not take.
-    """
+    """Convert a value of a space file. Raises ConfigError if the flags of its name reject it."""
     if type(given) not in (int, float, str, bool):
-        raise ConfigError(f"{given!r} is no value of a flag")
+        raise ConfigError(f"{given!r} cannot be the value of a flag")
     text = write_value(given)
     if name in _DIMENSIONS:
         value: Value = parse_layout(f"{name}={_WHOLE.get(text, text)}", name)[name][0]
@@ -280,9 +279,7 @@ def read_value(name: str, given: Any) -> Value:
 
 
 def flags_of(name: str, value: Any) -> list[str]:
-    """Return the flags that give a name this value; for chunks, which depend on the stages, ask for
-    CHUNK.
-    """
+    """Return the flags that set a name to this value; chunks, which depend on stages, use CHUNK."""
     if name == "preset":
         return [] if value is None else ["--preset", str(value)]
     settings = {SETTING.get(name, name): value}
@@ -312,8 +309,10 @@ def _words(option: Option, value: Any) -> list[str]:
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map each setting to the flag with its words, of flags as `scan` gives them. Raises
-    ConfigError with all that have no place."""
+    """Map settings to their flags with words, from flags as returned by `scan`.
+
+    Raises ConfigError that lists all flags that are not allowed.
+    """
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
         written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
@@ -328,7 +327,7 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def known_spaces() -> dict[str, str]:
-    """Map the names of the spaces that come with this package to their titles."""
+    """Map the names of this package's spaces to their titles."""
     return {name: load_space(name).title for name in _ready()}
 
 
@@ -337,16 +336,16 @@ def _ready() -> list[str]:
 
 
 def load_space(name_or_path: str) -> Space:
-    """Load the space of this name, or of this file.
+    """Load a space by name or file.
 
-    Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is
-    unknown, cannot be read or is said twice; with the file, the table and the key.
+    Raises ConfigError with file, table and key for an unknown name, an unreadable file, and entries
+    that are unknown, invalid or contradict each other.
     """
     path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
     if not path.is_file():
         raise ConfigError(
-            f"--space {name_or_path} is neither a file nor a space that is "
-            f"known{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}"
+            f"--space {name_or_path} is neither a file nor a known "
+            f"space{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}"
         )
     file = read_toml(path, _MOST_BYTES, error=ConfigError)
     with _at(path, "the file"):
@@ -356,7 +355,7 @@ def load_space(name_or_path: str) -> Space:
         _check_keys(file["trial"], dict.fromkeys(_TRIAL, int))
         trial = _TRIAL | file["trial"]
         if trial["iterations"] < 1 or trial["warm_up"] < 0:
-            raise ConfigError(f"{trial}: at least 1 of iterations and 0 of warm_up")
+            raise ConfigError(f"{trial}: iterations must be at least 1, warm_up at least 0")
     flags = tuple(map(str, file["flags"]))
     with _at(path, "flags"):
         scanned = scan(flags)
@@ -399,7 +398,7 @@ def load_space(name_or_path: str) -> Space:
 
 @contextlib.contextmanager
 def _at(path: Path, where: str) -> Iterator[None]:
-    """Say in which place of a file a mistake is."""
+    """Add the location in a file to errors."""
     try:
         yield
     except (ConfigError, ValueError) as error:
@@ -413,18 +412,18 @@ def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
                 f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}"
             )
         if type(value) is not kinds[key]:
-            raise ConfigError(f"{key} is {value!r}, but has to be a {kinds[key].__name__}")
+            raise ConfigError(f"{key} is {value!r}, expected a {kinds[key].__name__}")
 
 
 def _named(key: str, said: dict[str, str]) -> str:
-    """Return what a key means; none of its settings may be said already. Raises ConfigError."""
+    """Resolve a key, and record its settings. Raises ConfigError for settings given twice."""
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_PLACE}")
     setting = DECIDES.get(name, name)
     if setting in said:
-        raise ConfigError(f"{said[setting]}, which says the same: leave one out")
-    said[setting] = f"{key} is there"
+        raise ConfigError(f"{said[setting]}, which sets the same: remove one")
+    said[setting] = f"{key} is given"
     return name
 
 
@@ -432,7 +431,7 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
     if not isinstance(given, list) or not given:
         raise ConfigError(f"expected values such as [1, 2, 4], got {given!r}")
     if not is_flag and (name in _SHORT or name in all_options()):
-        raise ConfigError("is a flag or a short name: put it into [parameters]")
+        raise ConfigError("is a flag or a short name: move it to [parameters]")
     read = [read_value(name, value) for value in given] if is_flag else given
     values = tuple({write_value(value): value for value in read}.values())
     numbers = tuple(sorted(value for value in values if isinstance(value, int | float)))
@@ -441,9 +440,7 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
 
 
 def _expression(given: Any, variables: Collection[str]) -> Expression:
-    """Parse an expression; settings in it get their short names. Raises ConfigError and
-    ValueError.
-    """
+    """Parse an expression, using short names. Raises ConfigError and ValueError."""
     found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
     for node in ast.walk(found.tree):
         if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:

@@ -1,8 +1,7 @@
-"""Search for the best layout by trials, as tools/tune.py asks, and write a report of it.
+"""Search for the best layout by trials (tools/tune.py), and its report.
 
-What is known of a search lies in the folders of its trials, as those of experiments: point.json
-when one is started, result.json when it has ended, metrics.jsonl. A search that was killed goes on
-from there.
+The state of a search is in the folders of its trials, as for experiments: point.json from the
+start, metrics.jsonl, result.json from the end. A killed search resumes from there.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
 EXHAUSTED, BUDGET, NODES = (
-    "nothing is left to try",
+    "all layouts were tried",
     "the trials are used up",
-    "too few nodes are left",
+    "too few nodes remain",
 )
 _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
@@ -68,7 +67,7 @@ _KINDS: Kinds = {is_text: ("key", "by", "status", "kind", "reason")}
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Run the tool with these words; return the exit code. Raises ConfigError."""
+    """Run the tool with these arguments; return the exit code. Raises ConfigError."""
     if args.list_spaces:
         for name, title in known_spaces().items():
             print(f"{name:20} {title}")
@@ -86,8 +85,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         return 0 if _report(Search(setup, found)) else 1
     if not found.candidates:
         raise ConfigError(
-            "nothing can be tried: no layout of the space is valid and fits here (--dry-run says "
-            "why)"
+            "no layout of the space is valid and fits on this machine (--dry-run lists the reasons)"
         )
     claim = FolderClaim(setup.out, f"--out {setup.out}")
     claim.take(lambda text: _say(text.strip()))
@@ -113,8 +111,8 @@ def _search(setup: Setup, found: Enumeration) -> int:
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(
-        f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) ended in this "
-        "start" + (f"; the same command goes on from {setup.out}" if goes_on else "")
+        f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) finished since "
+        "the start" + (f"; the same command resumes from {setup.out}" if goes_on else "")
     )
     has_best = _report(search)
     if goes_on:
@@ -123,11 +121,11 @@ def _search(setup: Setup, found: Enumeration) -> int:
 
 
 def _report(search: Search) -> bool:
-    """Write the report and print what matters of it; return whether there is a best layout."""
+    """Write the report and print its summary; return whether there is a best layout."""
     for line in [*summary(search), *(f"wrote {path}" for path in write_report(search))]:
         _say(line)
     if search.ranked:
-        _say(f"the best: {command(search)}")
+        _say(f"best: {command(search)}")
     return bool(search.ranked)
 
 
@@ -135,13 +133,14 @@ def _report(search: Search) -> bool:
 
 
 class Search:
-    """The source of a runner's jobs: proposals become trials, trials become better proposals, until
-    the budget is used. When the search has ended, the layouts that may be the best are measured
-    again.
+    """Source of a runner's jobs: proposes trials and learns from them, until the budget is used.
 
-    trials  all of them, by number; found: the list that is searched; done: how many ended in this
-            start; why: with what it ends, once nothing more can be started
-    Raises ConfigError where the folder has another search's trials.
+    At the end of the search the layouts that may be the best are measured again.
+
+    trials  all of them, by number; found: the list that is searched; done: number of trials that
+            finished since the start; why: reason for the end, once no more trials can be started
+
+    Raises ConfigError if the folder has trials of another search.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Search:
             self._read(folder, by_key)
         if self.trials:
             ended = sum(bool(trial.result.status) for trial in self.trials.values())
-            say(f"going on: {ended} of {len(self.trials)} trials have ended")
+            say(f"resuming: {ended} of {len(self.trials)} trials are finished")
         self._waiting = [trial for trial in self.trials.values() if not trial.result.status]
 
     @property
@@ -175,13 +174,11 @@ class Search:
         return ranked(self.layouts)
 
     def written(self, cost: float) -> str:
-        """Write a cost as users read it."""
+        """Format a cost for users."""
         return written(cost, self._objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
-        """Take over a trial of an earlier start. Raises ConfigError for a file that no tuner
-        wrote.
-        """
+        """Load a trial of an earlier start. Raises ConfigError for a file not of the tuner."""
         try:
             point, result = (
                 read_beside(folder / POINT, _KINDS),
@@ -189,9 +186,9 @@ class Search:
             )
             complete = is_complete(folder, self.setup.steps)
         except DataError as error:
-            raise ConfigError(f"{folder}: {error}: put it right, or give another --out") from error
+            raise ConfigError(f"{folder}: {error}: repair it, or give another --out") from error
         candidate = by_key.get(point.get("key", ""))
-        # killed before it was written, or none here, such as with fewer nodes
+        # killed before it was written, or not a candidate here, for example with fewer nodes
         if candidate is None:
             return
         trial = Trial(int(folder.name), candidate, point.get("by", ""))
@@ -215,8 +212,7 @@ class Search:
         if left_s is not None and self._took_s and left_s <= statistics.median(self._took_s):
             self.why = TIME
             return None
-        # The first in the queue is not overtaken by smaller ones, which would keep it waiting for
-        # ever.
+        # Smaller trials must not overtake the first in the queue: it could wait forever.
         if not runner.room(trial.candidate.nodes):
             return None
         self._held, self.trials[trial.number] = None, trial
@@ -224,9 +220,9 @@ class Search:
         self._running.add(trial.number)
         candidate = trial.candidate
         expected = (
-            "" if candidate.step_s is None else f", {candidate.step_s:.3g} s a step predicted"
+            "" if candidate.step_s is None else f", predicted {candidate.step_s:.3g} s per step"
         )
-        how = "to confirm what was found" if trial.by == CONFIRM else f"chosen by {trial.by}"
+        how = "confirms a leading layout" if trial.by == CONFIRM else f"chosen by {trial.by}"
         self._say(
             f"trial {trial.number} {candidate.key}: {candidate.processes} process(es), "
             f"{how}{expected}"
@@ -234,9 +230,7 @@ class Search:
         return self._job(trial)
 
     def _choose(self, runner: Runner) -> Trial | None:
-        """Return the trial that is to be started next; None where there is none, and `why` says why
-        the search ends.
-        """
+        """Return the next trial to start; None for none, with the reason in `why`."""
         args, trials, number = (
             self.setup.args,
             list(self.trials.values()),
@@ -269,8 +263,8 @@ class Search:
             trial.by == CONFIRM and trial.number > max(searched, default=0) for trial in trials
         )
         if not (waiting or lacking or self._running & set(searched)) and confirmed < args.confirm:
-            # Where nodes died the first in turn may have too few: their turn stays theirs, for
-            # others measured more often instead would be named on better evidence.
+            # After nodes died, the first in turn may have too few. Do not skip it: other layouts,
+            # measured more often instead, would win on more evidence.
             turn = in_turn(trials, self._objective)
             for candidate in turn:
                 if runner.ever(candidate.nodes):
@@ -280,9 +274,9 @@ class Search:
         return None
 
     def _history(self) -> History:
-        """Collect all that the next proposal depends on."""
+        """Collect the state that the next proposal depends on."""
         candidates, trials = self.found.candidates, list(self.trials.values())
-        # A lost rank says nothing of the layout.
+        # A lost rank says nothing about the layout.
         seen = {
             one.candidate.index: math.log(one.cost) if one.cost < math.inf else None
             for one in self.layouts
@@ -338,12 +332,12 @@ class Search:
         )
 
     def ended(self, end: Attempt) -> None:
-        """Note how a trial ended and say what it is worth."""
+        """Record the end of a trial, and log its result."""
         trial = self.trials[int(end.job.folder.name)]
         head = f"trial {trial.number} {trial.candidate.key}"
         self._running.discard(trial.number)
         if end.interrupted:
-            self._say(f"{head}: {end.interrupted}: it is run again")
+            self._say(f"{head}: {end.interrupted}: it will run again")
             self._waiting.insert(0, trial)
             return
         result = (
@@ -367,14 +361,12 @@ class Search:
             said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
         self._say(
             f"{head}: {said}; {sum(bool(t.result.status) for t in self.trials.values())} trials "
-            "have ended"
+            "finished"
         )
 
 
 def _check_identity(setup: Setup) -> None:
-    """Raises ConfigError that names the first thing in which a search differs from that of its
-    folder.
-    """
+    """Raise ConfigError for the first difference between a search and that of its folder."""
     path, now = setup.out / _IDENTITY, setup.identity()
     if not path.exists():
         setup.out.mkdir(parents=True, exist_ok=True)
@@ -383,8 +375,8 @@ def _check_identity(setup: Setup) -> None:
     for name, value in now.items():
         if there.get(name) != value:
             raise ConfigError(
-                f"{path} is of another search: {name} was {there.get(name)}, now it is {value}. "
-                "Give the same again to go on with it, or another --out to begin anew"
+                f"{path} belongs to another search: {name} was {there.get(name)}, now it is "
+                f"{value}. Give the old value to resume it, or another --out to start a new one"
             )
 
 
@@ -392,23 +384,23 @@ def _check_identity(setup: Setup) -> None:
 
 
 def _dry_run(setup: Setup, found: Enumeration) -> None:
-    """Print which layouts there are, what the planner says of them, and what they may cost."""
+    """Print the layouts with their predictions, and the cost of the search."""
     space, args, candidates = setup.space, setup.args, found.candidates
     print(
         f"{space.name}: {space.title}\n{space.combinations:,} combinations: {len(candidates):,} "
-        f"layouts can be tried on {setup.machine.max_nodes} node(s) of "
+        f"valid layouts on {setup.machine.max_nodes} node(s) of "
         f"{setup.machine.processes_per_node} process(es)"
     )
     counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
     rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
-    print_table(Table("Combinations that are no layouts", ("how many", "why", "for example"), rows))
+    print_table(Table("Rejected combinations", ("how many", "why", "for example"), rows))
     if not candidates:
-        print("Nothing can be tried: the table above says why.")
+        print("No layout is left to try: the table above lists the reasons.")
         return
     first = sorted(candidates, key=lambda c: c.cost(c.step_s or 0.0, args.objective))
     print_table(
         Table(
-            "the first of them, by the planner where it knows the machine; none of it measured",
+            "the first layouts; memory and time are predicted, if the machine is described",
             ("layout", "nodes", "GiB", "s/step", "value"),
             [
                 (
@@ -423,15 +415,15 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
         )
     )
     print(
-        "a trial of the first is, on each of its processes:\n    pretrain_gpt.py "
+        "each process of the first layout's trial runs:\n    pretrain_gpt.py "
         + shlex.join(trial_flags(first[0].flags, setup.steps))
     )
     count = min(args.max_trials or len(first), len(first))
-    again = args.confirm if count > 1 else 0  # of a single layout there is nothing to confirm
+    again = args.confirm if count > 1 else 0  # a single layout needs no confirmation
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
-        f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, and {again} that "
-        "measure the leading ones again, none longer than "
+        f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, and {again} to "
+        "measure the leading layouts again, each at most "
         f"{show_duration(max(map(setup.limit_s, first)))}: at most "
         f"{sum(dearest) + again * dearest[0]:,.1f} node-hours"
     )
@@ -444,9 +436,7 @@ _FILES = ("trials.md", "best.txt", "trajectory.png")
 
 
 def summary(search: Search) -> list[str]:
-    """Say in sentences what came of a search. No layout is called better than another within the
-    noise.
-    """
+    """Summarize a search in sentences, treating layouts within the noise as equal."""
     trials, layouts, best = search.trials.values(), search.layouts, search.ranked
     kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.step_s)
     again, lines = sum(trial.by == CONFIRM for trial in trials), list[str]()
@@ -455,22 +445,24 @@ def summary(search: Search) -> list[str]:
         near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
         lines += [
             f"Best: {best[0].candidate.key} ({best[0].numbers}, {best[0].spread}): "
-            f"{search.written(best[0].cost)}, {best[0].step_s:.4g} s a step.",
-            "As good as it within the noise, for trials of one layout scatter by some "
-            f"{100 * noise:.1f} %: {near or 'none'}.",
+            f"{search.written(best[0].cost)}, {best[0].step_s:.4g} s per step.",
+            "Equally good within the noise (trials of a layout scatter by about "
+            f"{100 * noise:.1f} %): {near or 'none'}.",
         ]
     return [
         *lines,
         f"{len(layouts)} of {len(search.found.candidates):,} layouts were tried, searched by "
-        f"{search.setup.searched_by}; {again} trial(s) measured leading ones again. Without valid "
+        f"{search.setup.searched_by}; {again} trial(s) repeated leading ones. Without valid "
         f"figures: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
     ]
 
 
 def write_report(search: Search) -> list[Path]:
-    """Write the report of a search as far as it went into FOLDER, in place of an earlier one; the
-    files. Without matplotlib or Optuna trials.md says why there is no picture. Raises ConfigError
-    where nothing can be written."""
+    """Write the report of a search so far into its folder; return the files.
+
+    It replaces an earlier report. Without matplotlib or Optuna, trials.md says why there is no
+    plot. Raises ConfigError if the folder is not writable.
+    """
     folder, parts = search.setup.out / FOLDER, [f"# {search.setup.space.title}"]
     parts.append("\n".join(f"- {line}" for line in summary(search)))
     try:
@@ -490,13 +482,13 @@ def write_report(search: Search) -> list[Path]:
             files.append(_picture(search, folder / "trajectory.png"))
             parts.append("![trajectory](trajectory.png)")
         except (ConfigError, ImportError, RuntimeError, ValueError) as error:
-            parts.append(f"No picture: {error}")
+            parts.append(f"No plot: {error}")
     text = "\n\n".join([*parts, _table(search).markdown()]) + "\n"
     return [write_text(folder / "trials.md", text, choose="another --out folder"), *files]
 
 
 def _table(search: Search) -> Table:
-    """Make a table of layouts with figures, the best first, and of trials without."""
+    """Tabulate layouts with figures, the best first, then trials without."""
     rows = [
         (
             one.numbers.partition(" ")[2],
@@ -533,7 +525,7 @@ def _table(search: Search) -> Table:
 
 
 def _picture(search: Search, path: Path) -> Path:
-    """Draw every trial in its order with the best so far."""
+    """Draw all trials in order, with the best so far."""
     plot = pyplot(install="'megatron-frontier[tune]'")
     import optuna
 
@@ -551,8 +543,10 @@ def _picture(search: Search, path: Path) -> Path:
 
 
 def command(search: Search) -> str:
-    """Return one line for a shell that runs the best layout: by torchrun, or as a step of a Slurm
-    job, its devices bound to tasks as in the launch scripts."""
+    """Return a shell command that runs the best layout.
+
+    It uses torchrun, or a step of a Slurm job with devices bound as in the launch scripts.
+    """
     candidate, cluster = search.ranked[0].candidate, search.setup.cluster
     program = ["pretrain_gpt.py", *candidate.flags]
     if search.setup.place.launcher != "slurm":

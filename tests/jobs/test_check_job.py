@@ -181,7 +181,7 @@ def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers("echo 'sbatch: Job 7 to start at 12:00'")
     assert said(report()) == set()
     monkeypatch.setenv("PATH", "/nowhere")
-    assert said(report()) == set() and any("cannot be asked" in text for text in report().unchecked)
+    assert said(report()) == set() and any("cannot be run" in text for text in report().unchecked)
 
 
 def test_what_it_costs() -> None:

@@ -172,5 +172,5 @@ def test_factors_are_not_made_of_noise() -> None:
 
 
 def test_runs_of_another_machine_correct_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not of this machine"):
+    with pytest.raises(DataError, match="not from this machine"):
         refined(FRONTIER, [metrics(tmp_path / "metrics.jsonl", QUIET, 1e3)])
