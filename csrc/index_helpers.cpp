@@ -1,10 +1,10 @@
-// Loops over tokens, pieces and samples that are too slow in Python, one file for each. megatron/data/index_helpers.py
+// Loops over tokens, pieces and samples that are too slow in Python, one file for each. megatron/data/indexed_dataset.py
 // is their interface and has the same functions in numpy; the tests hold both to the same bytes.
 
 #include "index_helpers.hpp"
 
 PYBIND11_MODULE(_index_helpers, module) {
-  module.doc() = "Index loops of megatron.data in C++; megatron.data.index_helpers is the interface.";
+  module.doc() = "Index loops of megatron.data in C++; megatron.data.indexed_dataset is the interface.";
   // Counts the changes to names and arguments: a library from an older build is then left aside.
   module.attr("interface") = 2;
   index_helpers::bind_blend(module);

@@ -9,7 +9,7 @@
 // registers are its budget. One for rows also says how many rows it HOLDS. Grids are capped and blocks loop, so no count
 // of rows is too large; there are fewer than 2^28 columns.
 //
-// The build check (megatron/kernels/resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
+// The build check (benchmarks/kernel_resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
 // store of a kernel whose packs have more than one element. Exceptions are announced by a comment line of their own,
 //
 //     // narrow: COUNT (what they are, and why)
