@@ -1,29 +1,28 @@
 # make train   set up, then train a small GPT on real text on this machine
-# make test    set up, then run everything that a change can break
+# make test    set up, then run all tests of a change
 # make prove   the long proofs, as named campaigns: ONLY=list names them with their minutes
-# make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
-# make bench   set up, then measure training beside public peers
+# make kernels compile csrc/kernels/ with every available compiler: for GPUs and this CPU
+# make bench   set up, then compare training speed with other frameworks
 # make gpu-check
-#              what the GPUs here can prove and measure, most valuable first, within BUDGET; again: what was not done yet
+#              test and measure the GPUs here, most valuable steps first, within BUDGET; run again to continue
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
-#   PYTHON       interpreter that makes the virtual environment (3.11 or newer)
-#   VENV         where the environment lies; an existing one is used as it is
-#   TORCH        what to install as torch, as pip takes it, e.g. for ROCm
+#   PYTHON       interpreter that creates the virtual environment (3.11 or newer)
+#   VENV         path of the environment; an existing one is used unchanged
+#   TORCH        requirement of torch for pip, e.g. for ROCm
 #                  make train TORCH="torch --index-url https://download.pytorch.org/whl/rocm7.1"
 #                default: the tested version, unless the environment has a torch already
-#   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
-#                containers)
+#   SYSTEM_SITE  1: let a new environment use the system's packages, for an installed torch (modules, containers)
 #   WORKERS      processes that run tests side by side
 #   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
-#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: further arguments of theirs;
+#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: additional arguments for them;
 #                or steps of make gpu-check
-#   BUDGET       time of make gpu-check: 90s, 8m, 1h. It sets up nothing where a torch is there already: that of PYTHON,
-#                where it is given, else of VENV, else of python3
+#   BUDGET       time of make gpu-check: 90s, 8m, 1h. It sets up nothing if it finds a torch: that of PYTHON if given,
+#                otherwise of VENV, otherwise of python3
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   MEGATRON_KERNELS_TARGETS
-#                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
+#                kernels to build during set-up, e.g. host,hip; none; default: host, and torch's kind of GPU
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -38,13 +37,13 @@ BUDGET      ?= 8m
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
-# What the environment is made from; a change makes it anew.
+# Inputs of the environment; a change rebuilds it.
 MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt)) \
              $(wildcard csrc/*.[ch]pp csrc/kernels/*.cpp csrc/kernels/*.h)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
-# Without compiled files every one of the many processes of the tests would compile the library and pytest all tests.
+# Without compiled files each of the many test processes would compile the library, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test quick prove lint bench gpu-check kernels kernels-check clean
@@ -90,7 +89,7 @@ lint: $(STAMP)
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted: $(PY) -m ruff format ."; exit 1; }
 	@$(PY) -m mypy megatron tools/megatron_conversion tools/megatron_preparation
 
-# Peers lie in a folder of their own, see requirements/bench.txt; without them (no network) their rows say so.
+# Peers are in a separate folder, see requirements/bench.txt; if they are missing (no network), their rows say so.
 PEERS := $(VENV)/peers/.ready
 
 $(PEERS): requirements/bench.txt | $(STAMP)
@@ -99,7 +98,7 @@ $(PEERS): requirements/bench.txt | $(STAMP)
 bench: $(STAMP) $(PEERS)
 	@$(PY) benchmarks/bench.py $(BENCH)
 
-# Whatever has a torch serves: nothing is set up then.
+# Any environment with torch is used; nothing is set up then.
 HAS_TORCH := import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))
 ifneq ($(filter gpu-check,$(MAKECMDGOALS)),)
 WITH_TORCH := $(shell for py in $(if $(filter file,$(origin PYTHON)),,$(PYTHON)) $(PY) $(PYTHON); do \
