@@ -24,8 +24,8 @@ from megatron.parallel.launch import Launch
 
 WRITES = {
     "enter": "flight.enter(b'all_reduce', 'tensor', 4096)",
-    "enter_wait": "flight.enter_wait(b'all_reduce', 'tensor', 4096, 3)",
-    "enter_message": "flight.enter_message(b'receive', 'pipeline', 4096, 3)",
+    "enter a wait": "flight.enter(b'all_reduce', 'tensor', 4096, sequence=3)",
+    "enter a message": "flight.enter(b'receive', 'pipeline', 4096, peer=3)",
     "leave": "flight.leave()",
     "instruction": "flight.instruction(b'FORWARD', 3, 4)",
     "computed": "flight.computed()",

@@ -25,12 +25,14 @@ class Started:
     a collective that did nothing.
     """
 
-    def __init__(self, work: Any = None, group: Group | None = None, *entry: Any) -> None:
-        self._work, self._group, self._entry = work, group, entry
+    def __init__(
+        self, work: Any = None, group: Group | None = None, sequence: int = 0, *call: Any
+    ) -> None:
+        self._work, self._group, self._sequence, self._call = work, group, sequence, call
 
     def wait(self) -> None:
         if self._group is not None:
-            self._group.flight.enter_wait(*self._entry)
+            self._group.flight.enter(*self._call, sequence=self._sequence)
             self._work.wait()
             self._group.flight.leave()
 
@@ -50,11 +52,11 @@ def start(
     """Call torch's `function`, which starts the collective `call` over `group`; return the work
     handle.
     """
-    by_host = x.is_cpu
-    sequence = group.flight.enter(call, group.kind, size_bytes, by_host)
+    entry = call, group.kind, size_bytes, x.is_cpu
+    sequence = group.flight.enter(*entry)
     work = function(x, *args, group=group.handle, async_op=True, **kwargs)
     group.flight.leave()
-    return Started(work, group, call, group.kind, size_bytes, sequence, by_host)
+    return Started(work, group, sequence, *entry)
 
 
 def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Started:
@@ -184,7 +186,7 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
         peer = line.ranks[second if line.rank == first else first]
         for sends in (line.rank == first, line.rank != first):
             call, exchange = (b"send", dist.send) if sends else (b"receive", dist.recv)
-            line.flight.enter_message(call, line.kind, x.nbytes, peer)
+            line.flight.enter(call, line.kind, x.nbytes, peer=peer)
             exchange(x, peer, group=line.handle)
             line.flight.leave()
     all_reduce(x, world)

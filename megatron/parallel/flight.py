@@ -157,38 +157,36 @@ class FlightRecorder:
 
     # -- what it waits in ------------------------------------------------------------------------
 
-    def enter(self, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
-        """Enter a collective that is posted now and may block this rank until `leave`.
+    def enter(
+        self,
+        name: bytes,
+        kind: str,
+        size_bytes: int,
+        by_host: bool = False,
+        *,
+        peer: int = -1,
+        sequence: int = 0,
+    ) -> int:
+        """Enter a call that may block this rank until `leave`: a collective or a message, or the
+        wait for one.
 
-        by_host  whether only the host takes part in it
+        by_host   whether only the host takes part in it
+        peer      the global rank to or from which a message goes; -1: a collective
+        sequence  the number of a collective that was posted before; 0: it is posted now
 
-        Returns its number among those of its kind of group, the same on all ranks of the group.
+        Returns a collective's number among those of its kind of group, the same on all ranks of the
+        group.
         """
-        number = _NUMBER_OF[kind]
-        self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
-        self._enter(call, kind, -1, size_bytes, sequence, by_host)
-        return sequence
-
-    def enter_wait(
-        self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False
-    ) -> None:
-        """Enter the wait for a collective that was posted before as `sequence`."""
-        self._enter(call, kind, -1, size_bytes, sequence, by_host)
-
-    def enter_message(self, call: bytes, kind: str, size_bytes: int, peer: int) -> None:
-        """Enter the posting of a message to or from the global rank `peer`, or the wait for it."""
-        self._enter(call, kind, peer, size_bytes, 0, False)
-
-    def _enter(
-        self, name: bytes, kind: str, peer: int, size_bytes: int, sequence: int, by_host: bool
-    ) -> None:
-        call = self._call
-        call.name, call.kind, call.peer = name, _NUMBER_OF[kind], peer
+        call, number = self._call, _NUMBER_OF[kind]
+        if peer < 0 and not sequence:
+            self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
+        call.name, call.kind, call.peer = name, number, peer
         call.size_bytes, call.sequence = size_bytes, sequence
         self._record.in_call = True
         self.alive()
         if self.meter is not None and (self.meter.on_host or not by_host):
             self.meter.enter(CallRecord.from_buffer_copy(call))
+        return sequence
 
     def leave(self) -> None:
         """Leave what was entered last."""

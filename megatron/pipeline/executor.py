@@ -388,7 +388,8 @@ class Exchange:
     def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:
         """Record a message that may block this rank; an error in it names the neighbour."""
         flight, call = self._pipeline.flight, b"send" if instruction.op in SENDS else b"receive"
-        flight.enter_message(call, self._pipeline.kind, tensor.nbytes, self._peer(instruction))
+        peer = self._peer(instruction)
+        flight.enter(call, self._pipeline.kind, tensor.nbytes, peer=peer)
         with self._blame(instruction):
             yield
         flight.leave()

@@ -76,11 +76,11 @@ def test_a_record_says_what_its_rank_does() -> None:
     assert read(flight).call is None
     assert flight.enter(b"all_gather", "data", 8) == 2
     flight.leave()
-    flight.enter_wait(b"all_reduce", "data", 400, 1)
+    flight.enter(b"all_reduce", "data", 400, sequence=1)
     assert read(flight).call == Call("all_reduce", "data", -1, 400, 1)
     assert (read(flight).posted_in("data"), read(flight).posted_in("world")) == (2, 0)
     flight.leave()
-    flight.enter_message(b"receive", "pipeline", 64, 9)
+    flight.enter(b"receive", "pipeline", 64, peer=9)
     assert read(flight).call == Call("receive", "pipeline", 9, 64, 0)
 
 
@@ -93,7 +93,7 @@ def test_every_write_but_an_answer_is_progress() -> None:
         lambda: flight.instruction(b"FORWARD", 0, 0),
         lambda: flight.enter(b"reduce", "world", 1),
         flight.leave,
-        lambda: flight.enter_wait(b"reduce", "world", 1, 1),
+        lambda: flight.enter(b"reduce", "world", 1, sequence=1),
     ]
     for write in writes:
         before = flight.progress()

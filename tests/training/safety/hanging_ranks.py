@@ -135,17 +135,15 @@ class Time:
     ) -> None:
         """Mark this rank as soon as it enters the call in which it will stay."""
 
-        def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
-            def entering(*args: Any) -> Any:
-                result, state = plain(*args), FlightState.read(recorder.buffer)
-                if state is not None and there(state):
-                    self.board.mark("there")
-                return result
+        plain = recorder.enter
 
-            return entering
+        def entering(*args: Any, **named: Any) -> int:
+            result, state = plain(*args, **named), FlightState.read(recorder.buffer)
+            if state is not None and there(state):
+                self.board.mark("there")
+            return result
 
-        for name in ("enter", "enter_message", "enter_wait"):
-            setattr(recorder, name, noting(getattr(recorder, name)))
+        recorder.enter = entering  # type: ignore[method-assign]
 
 
 class Toy:
