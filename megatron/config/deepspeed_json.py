@@ -117,26 +117,28 @@ class _Merge:
         if value is None or value == "auto":
             return
         if isinstance(names, str):
-            self._set_one(key, names, value, as_it_is=key != _POWER_OF_TWO)
+            self._set_one(key, names, value)
         elif isinstance(value, list) and len(value) == len(names):
             for name, item in zip(names, value, strict=True):
-                self._set_one(key, name, item, as_it_is=False)
+                self._set_one(key, name, item, written=value)
         else:
             problem = f"{key} expected a list of {len(names)} numbers, got {value!r}"
             self.settings.mark_bad(names[0], problem, self._at(key))
 
-    def _set_one(self, key: str, name: str, value: Any, as_it_is: bool) -> None:
-        """Give one setting. `as_it_is`: the file has the setting's own value, so that the message
-        can say what to write.
+    def _set_one(self, key: str, name: str, value: Any, written: Any = None) -> None:
+        """Give one setting. `written`: what the file has, where that is not the setting's own
+        value.
         """
         settings, option, origin = self.settings, all_options()[name], f"{self._at(key)}: {key}"
         try:
-            value = option.accept(_power_of_two(value) if key == _POWER_OF_TWO else value)
+            if key == _POWER_OF_TWO:
+                written, value = value, _power_of_two(value)
+            value = option.accept(value)
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
             return
         if name not in settings.given:
-            # A format that is off leaves the other to a preset.
+            # false for a precision is the default, not a choice
             if value != option.default or name not in ("fp16", "bf16"):
                 settings.give(name, value, origin)
             return
@@ -150,20 +152,24 @@ class _Merge:
                 f"DeepSpeed takes it from its file ({origin} 0); for a fixed one, write it there"
             )
         elif chosen != value:
-            right = f'{json.dumps(chosen)} or "auto"' if as_it_is else '"auto"'
+            entry, right = key, f'{json.dumps(chosen)} or "auto"'
+            if written is not None:
+                entry, right = f"{key} {json.dumps(written)}", '"auto"'
             settings.problems.append(
-                f"{option.flag} is {chosen} ({where}), but {key} means {value} ({self._at(key)}): "
+                f"{option.flag} is {chosen} ({where}), but {entry} means {value} ({self._at(key)}): "
                 f"write {right} in {self._line(key)}, or give {option.written(value)}"
             )
 
     def _both_precisions(self) -> None:
-        """Record a contradiction where the command line and the file, or two entries of the file,
-        switch on different formats.
+        """Record a contradiction where the file switches on one precision, and the command line or
+        another entry the other.
         """
         given, origins = self.settings.given, self.settings.origins
-        if not (given.get("fp16") and given.get("bf16")) or origins["fp16"] == origins["bf16"]:
+        if not (given.get("fp16") and given.get("bf16")):
             return
         in_file = [name for name in ("fp16", "bf16") if origins[name].startswith(f"{self.path}:")]
+        if not in_file:
+            return  # reported by the check of the settings
         lines = [self._line(origins[name].rpartition(" ")[2]) for name in in_file]
         flag = f", or give --{in_file[0]} alone" if len(in_file) == 1 else ""
         problem = (
@@ -173,8 +179,8 @@ class _Merge:
         self.settings.mark_bad("bf16", problem, "argument")
 
     def _accumulation(self, steps: Any) -> None:
-        """Check gradient_accumulation_steps x micro-batch x replicas = global batch, or derive the
-        missing one.
+        """Set the batch size that is missing in gradient_accumulation_steps x micro-batch x replicas
+        = global batch, or check it.
         """
         if steps is None or steps == "auto":
             return
@@ -182,7 +188,7 @@ class _Merge:
             written = json.dumps(steps)
             self._problem(_STEPS, f"{_STEPS} must be a whole number of at least 1, got {written}")
             return
-        given, origins = self.settings.given, self.settings.origins
+        given = self.settings.given
         replica = given.get("tensor_model_parallel_size", 1) * given.get(
             "pipeline_model_parallel_size", 1
         )
@@ -191,29 +197,19 @@ class _Merge:
             return  # reported by the check of the world size
         micro: int | None = given.get("micro_batch_size")
         total: int | None = given.get("global_batch_size")
-        origin = f"{self._at(_STEPS)}: {_STEPS}"
-        if micro is None and total is None:
-            self.settings.problems.append(
-                f"{origin} {steps} needs a micro-batch or a global batch size: give "
-                "--micro-batch-size"
-            )
+        if micro is not None:
+            total = micro * steps * replicas
+            self._set_one(_STEPS, "global_batch_size", total, written=steps)
         elif total is None:
-            assert micro is not None
-            self.settings.give("global_batch_size", micro * steps * replicas, origin)
-        elif micro is None and total % (steps * replicas) == 0:
-            self.settings.give("micro_batch_size", total // (steps * replicas), origin)
-        elif micro is None:
+            self._problem(_STEPS, f"{_STEPS} {steps} needs a batch size: give --micro-batch-size")
+        elif total % (steps * replicas) == 0:
+            micro = total // (steps * replicas)
+            self._set_one(_STEPS, "micro_batch_size", micro, written=steps)
+        else:
             self.settings.problems.append(
-                f"global batch size {total} ({origins['global_batch_size']}) is not a multiple of "
-                f"{_STEPS} {steps} ({self._at(_STEPS)}) x data-parallel size {replicas}"
-            )
-        elif micro * steps * replicas != total:
-            self.settings.problems.append(
-                f"{_STEPS} is {steps} ({self._at(_STEPS)}), but global batch size {total} "
-                f"({origins['global_batch_size']}) / micro-batch size {micro} "
-                f"({origins['micro_batch_size']}) / data-parallel size {replicas} is "
-                f'{total / (micro * replicas):g}: make them agree, or write "auto" in '
-                f"{self._line(_STEPS)}"
+                f"global batch size {total} ({self.settings.origins['global_batch_size']}) is not "
+                f"a multiple of {_STEPS} {steps} ({self._at(_STEPS)}) x data-parallel size "
+                f"{replicas}"
             )
 
     def _pass_on(self) -> None:
