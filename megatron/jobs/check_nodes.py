@@ -293,7 +293,7 @@ def run(args: argparse.Namespace) -> int:
 
     def work() -> dict[int, dict[str, Any]]:
         connection = StoreConnection(launch, timedelta(seconds=2 * args.seconds))
-        connection.open(2 * args.seconds)
+        connection.open()
         process = Process(connection, args.seconds)
         process.multiply(
             args.backend, Placing(local_order=cluster.local_order) if cluster else None

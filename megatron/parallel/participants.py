@@ -29,10 +29,6 @@ _SHOWN = 8  # groups of ranks, and names, in the description of a difference
 _LONGEST = 200  # characters of a value in it
 
 
-def device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
-
-
 def bus_address(device: torch.device) -> tuple[int, ...]:
     """Return PCI domain, bus and device; empty for the CPU or where torch does not know."""
     if device.type == "cpu":
@@ -68,7 +64,7 @@ def describe_process(launch: Launch, device: torch.device, backend: str, placing
         near=near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
         pid=os.getpid(),
         backend=backend,
-        device=device_name(device),
+        device=str(device),
         identity=device_identity(device),
     )
 

@@ -35,6 +35,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from megatron.config.duration import show_duration
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
@@ -43,7 +44,6 @@ from megatron.parallel.participants import (
     Alike,
     conflict,
     describe_process,
-    device_name,
     difference,
 )
 from megatron.parallel.placing import Placing, Task, assign, check_devices
@@ -54,7 +54,6 @@ from megatron.parallel.store import (
     batches,
     host_name_is_local,
     raise_file_limit,
-    show_duration,
     without_dns,
 )
 from megatron.parallel.topology import compress_ranks
@@ -131,7 +130,7 @@ class Rendezvous(StoreConnection):
     @property
     def _myself(self) -> str:
         task = f", task {self.launch.task}" if self.launch.task != self.launch.rank else ""
-        return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)}{task})"
+        return f"rank {self.launch.rank} ({self.launch.node}:{self.device}{task})"
 
     @property
     def places(self) -> list[str]:
@@ -153,15 +152,14 @@ class Rendezvous(StoreConnection):
                 "torch.distributed is initialised already: connect once, or close the first "
                 "rendezvous"
             )
-        seconds = self.timeout.total_seconds()
-        deadline = self.clock() + seconds
+        deadline = self.clock() + self.timeout.total_seconds()
         with (
             without_dns()
             if self.serves_store and not self.launch.on_one_node
             else contextlib.nullcontext()
         ):
-            self.open(seconds)
-            self._torch_store = self.another(seconds)
+            self.open()
+            self._torch_store = self.another()
             self.flight_file = FlightFile(self.launch)
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
@@ -177,7 +175,7 @@ class Rendezvous(StoreConnection):
                 self._store_lost = True
                 self._leave()
                 raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-        where, pid = f"{self.launch.node}:{device_name(self.device)}", os.getpid()
+        where, pid = f"{self.launch.node}:{self.device}", os.getpid()
         self.flight.describe(self.launch.rank, pid, where, process_start(pid))
         self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
@@ -255,7 +253,7 @@ class Rendezvous(StoreConnection):
     def _absent(self) -> str:
         """Return the error that names the ranks that did not come."""
         size, missing = self.launch.world_size, self.ranks_without("participant", _SHOWN)
-        within = show_duration(self.timeout)
+        within = show_duration(self.timeout.total_seconds())
         self._absentees = len(missing)
         if not missing:
             first = self._participant(0)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.config.duration import show_duration
 from megatron.errors import LaunchError
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import bounded
@@ -69,24 +70,20 @@ class StoreConnection:
         served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
         return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
-    def open(self, seconds: float) -> None:
-        """Connect to the store, or serve it; it may come up within `seconds`. Raises
-        LaunchError.
-        """
+    def open(self) -> None:
+        """Connect to the store, or serve it; it may come up within `timeout`. Raises LaunchError."""
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()
         else:
-            self.store = self._of_job(self._serve() if self.serves_store else self._client(seconds))
+            self.store = self._of_job(self._serve() if self.serves_store else self._client())
 
-    def another(self, seconds: float | None = None) -> Any:
+    def another(self) -> Any:
         """Return another connection: while a thread waits for a key in one, no other thread gets
         an answer there.
         """
         if isinstance(self.store, dist.HashStore):
             return self.store
-        return self._of_job(
-            self._client(self.timeout.total_seconds() if seconds is None else seconds)
-        )
+        return self._of_job(self._client())
 
     def _of_job(self, store: Any) -> Any:
         return dist.PrefixStore(self.launch.store_prefix(), store)
@@ -115,13 +112,14 @@ class StoreConnection:
                 f"port, and give every process a rank of its own ({str(error).splitlines()[0]})"
             ) from error
 
-    def _client(self, seconds: float) -> Any:
-        """Connect to the store's server, which may come up within `seconds`."""
+    def _client(self) -> Any:
+        """Connect to the store's server, which may come up within `timeout`."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = (
             "127.0.0.1" if self.serves_store else self.launch.store_host,
             self.launch.master_port,
         )
+        seconds = self.timeout.total_seconds()
         deadline = self.clock() + seconds
 
         def connect() -> Any:
@@ -140,7 +138,7 @@ class StoreConnection:
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
                 f"rank {self.launch.rank} on node {self.launch.node} does not reach "
-                f"{self.store_name} within {show_duration(self.timeout)}: {error}. Either rank 0 "
+                f"{self.store_name} within {show_duration(seconds)}: {error}. Either rank 0 "
                 "did not start (look at its output), or it runs on another host or port than "
                 "MASTER_ADDR and MASTER_PORT say"
             ) from error
@@ -205,11 +203,6 @@ def batches(keys: Sequence[T]) -> Iterator[list[T]]:
     """Yield parts of the keys, each for one request to the store."""
     for start in range(0, len(keys), _BATCH):
         yield list(keys[start : start + _BATCH])
-
-
-def show_duration(duration: timedelta) -> str:
-    seconds = duration.total_seconds()
-    return f"{seconds / 60:g} minutes" if seconds >= 120 else f"{seconds:g} s"
 
 
 # -- this host -----------------------------------------------------------------------------------

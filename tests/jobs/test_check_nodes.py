@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,9 +122,13 @@ def test_without_rank_0_the_others_end(
 ) -> None:
     for name, value in variables(1, free_port()).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        StoreConnection, "open", lambda self, seconds, real=StoreConnection.open: real(self, 0.05)
-    )
+    real = StoreConnection.open
+
+    def impatient(self: StoreConnection) -> None:
+        self.timeout = timedelta(seconds=0.05)
+        real(self)
+
+    monkeypatch.setattr(StoreConnection, "open", impatient)
     assert main(["measure", "--out", str(tmp_path / "out")]) == 75
     assert "rank 0" in capsys.readouterr().err and not (tmp_path / "out").exists()
 

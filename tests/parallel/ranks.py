@@ -90,9 +90,9 @@ class InMemory(Apart):
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
     def _serve(self) -> Any:
-        return self._client(0.0)
+        return self._client()
 
-    def _client(self, seconds: float) -> Any:
+    def _client(self) -> Any:
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
 
 

@@ -319,14 +319,14 @@ def test_a_rank_connects_twice() -> None:
     port, served, failed = free_port(), threading.Event(), threading.Event()
 
     class Through(Apart):
-        def open(self, seconds: float) -> None:
+        def open(self) -> None:
             if self.launch.rank == 0:
-                super().open(seconds)
+                super().open()
                 served.set()
                 return
             served.wait()
             self.launch = dataclasses.replace(self.launch, master_port=door)
-            super().open(seconds)
+            super().open()
 
     def fail_or_ask(rank: Apart) -> str:
         if rank.launch.rank == 0:
