@@ -27,7 +27,6 @@ from megatron.kernels.ops import (
     norm,
     optimizer,
     rotary,
-    softmax,
 )
 
 Tensor = torch.Tensor
@@ -109,7 +108,7 @@ def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
     return Work(
         (x, hidden),
-        lambda x, _: softmax.causal_softmax(x, SCALE),
+        lambda x, _: attention.causal_softmax(x, SCALE),
         _torch_softmax,
         [x],
         {"apex": apex},
@@ -131,7 +130,7 @@ def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         fused = _foreign("apex.transformer.functional.fused_softmax", "ScaledMaskedSoftmax")
         return lambda x, mask: fused.apply(x, mask, SCALE)
 
-    ours = lambda x, mask: softmax.masked_softmax(x, mask, SCALE)  # noqa: E731
+    ours = lambda x, mask: attention.masked_softmax(x, mask, SCALE)  # noqa: E731
     return Work((x, hidden), ours, _torch_softmax, [x], {"apex": apex})
 
 

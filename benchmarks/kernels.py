@@ -61,7 +61,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron.kernels import library
-from megatron.kernels.ops import softmax
+from megatron.kernels.ops import attention
 
 Seconds = Callable[[], float]
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
@@ -310,7 +310,7 @@ def bare_call_us(device: torch.device, calls: int, now: Callable[[], float]) -> 
     """
     x = torch.randn(4, 16, device=device)
     out = torch.empty_like(x)
-    return per_call_us(lambda: softmax._CAUSAL(x, out, x, 4, 4, 16, 1.0), device, calls, now)
+    return per_call_us(lambda: attention._CAUSAL(x, out, x, 4, 4, 16, 1.0), device, calls, now)
 
 
 # ---- command line --------------------------------------------------------------------------------

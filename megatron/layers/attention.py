@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.choose import Fusions
 from megatron.kernels.ops import attention as kernel
+from megatron.kernels.ops.attention import causal_softmax, masked_softmax
 from megatron.kernels.ops.dropout import keyed_dropout
-from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
-from megatron.kernels.work import Attention, Scope, counts_as, once_and_again
+from megatron.kernels.work import Attention, counts_as, once_and_again
 from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding
@@ -402,14 +402,6 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
-def _counted(q: Tensor, backward: bool = False) -> Scope:
-    """Count all blocks for q [s, b, groups, share, d] as one pass of attention, whose rate is
-    measured as such.
-    """
-    s, b, groups, share, d = q.shape
-    return counts_as(Attention(b, groups * share, s, d, backward))
-
-
 class _Attention(torch.autograd.Function):
     """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of
     the tensors.
@@ -419,9 +411,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
         slopes, fused, law = settings
-        s, b, groups, share, _ = q.shape
+        s, b, groups, share, d = q.shape
         weights = kernel.attention_weights_ if fused else kernel.weights_reference
-        with _counted(q):
+        # All blocks count as one pass of attention, whose rate is measured as such.
+        with counts_as(Attention(b, groups * share, s, d)):
             out = q.new_empty(q.shape)
             queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
             logarithms = q.new_empty(
@@ -455,7 +448,7 @@ class _Attention(torch.autograd.Function):
         s, b, groups, share, d = q.shape
         gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
         row_dots = kernel.row_dots if fused else kernel.dots_reference
-        with _counted(q, backward=True):
+        with counts_as(Attention(b, groups * share, s, d, backward=True)):
             dout = dout.contiguous()
             dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)

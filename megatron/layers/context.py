@@ -185,17 +185,13 @@ class LayerContext:
 
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
-        if heads not in self.alibis:
-            slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
-            self.alibis[heads] = Alibi(slopes.to(self.parameters.device))
-        return self.alibis[heads]
+        slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
+        return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 
     def rotary(self, dimension: int, base: float) -> RotaryEmbedding:
         """Return the rotary embedding of this many entries of a head: one object for all layers."""
-        key = dimension, base
-        if key not in self.rotaries:
-            self.rotaries[key] = RotaryEmbedding(dimension, base, self.fusions.rotary)
-        return self.rotaries[key]
+        made = RotaryEmbedding(dimension, base, self.fusions.rotary)
+        return self.rotaries.setdefault((dimension, base), made)
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:

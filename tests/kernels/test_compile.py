@@ -19,14 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import library
 from megatron.kernels.ops.activation import bias_activation
-from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
+from megatron.kernels.ops.attention import (
+    TILE,
+    attention_gradient_,
+    attention_weights_,
+    causal_softmax,
+    masked_softmax,
+    row_dots,
+)
 from megatron.kernels.ops.cross_entropy import gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.embedding import add_rows_
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
-from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
 from megatron.parallel.random import Place
 
 pytestmark = pytest.mark.slow

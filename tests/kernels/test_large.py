@@ -11,11 +11,16 @@ import pytest
 import torch
 
 from megatron.kernels.ops.activation import bias_activation
-from megatron.kernels.ops.attention import attention_gradient_, attention_weights_, row_dots
+from megatron.kernels.ops.attention import (
+    attention_gradient_,
+    attention_weights_,
+    causal_softmax,
+    masked_softmax,
+    row_dots,
+)
 from megatron.kernels.ops.cross_entropy import local_pass
 from megatron.kernels.ops.norm import rms_norm
 from megatron.kernels.ops.optimizer import scale_and_norm_
-from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
 from tests.kernels.numerics.reference import SIMULATED, assert_close, devices, exact, random, zeros
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]

@@ -1,15 +1,24 @@
-"""Softmax of one block of causal attention scores, forward and backward, in place.
+"""Softmax of attention scores: of all scores at once, causal or masked, and of one block, in place.
 
-The matrix products around it are torch's (megatron/layers/attention.py). For each row the
-backward pass keeps the logarithm of the sum of exponentials, as in Dao et al., arXiv 2205.14135,
-and recomputes the weights from it.
+The matrix products around it are torch's (megatron/layers/attention.py).
+
+Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, and the mask, one byte
+an element, in each of three passes, of which the heads share what a cache holds; backward 2 N e in
+and N e out. A causal row is read up to its last visible key: half of what goes in. Rows that are
+not made of full, aligned packs of 16 bytes go one element at a time and are read up to three times.
+So are, by packs, rows of more than 65,536 elements (fp32: 32,768; in the backward pass half of that
+on CUDA), which do not fit into registers.
+
+Of causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
+exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
+it.
 
 Rows are [sample and group][position][query of the group]: the queries of a group share their keys
 and are rows of one matrix. Dropout masks come from Philox (see dropout.py), by seed and by sample,
 head, query and key among those of the whole job, so that they do not depend on the division into
 ranks, micro-batches and blocks.
 
-Bytes moved for N scores of e bytes that are not masked: attention_weights_ 2 N e,
+Bytes moved for N scores of a block that are not masked: attention_weights_ 2 N e,
 attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 """
 
@@ -27,11 +36,16 @@ from megatron.kernels.operators import (
     check_all,
     check_beside,
     check_shape,
+    empty_like_first,
     operator,
 )
 from megatron.kernels.ops.dropout import check_key, threshold
+from megatron.kernels.work import Memory
 from megatron.parallel.random import dropout_mask, mix
 
+_CAUSAL = Function("mk_causal_softmax", "pplllf")
+_MASKED = Function("mk_masked_softmax", "pppllllf")
+_SOFTMAX_BACKWARD = Function("mk_softmax_backward", "ppplllf")
 _WEIGHTS = Function("mk_attention_weights", "pppp" + "lllllllll" + "fuwf")
 _GRADIENT = Function("mk_attention_gradient", "pppppp" + "llllllllll" + "fuwf")
 _DOTS = Function("mk_row_dots", "pppll")
@@ -137,7 +151,7 @@ def _check_gradient(
     check_shape(name, logarithms.shape, dots=dots)
 
 
-# -- with torch's operators ------------------------------------------------------------------------
+# -- a block, with torch's operators ------------------------------------------------------------------------
 
 
 def _mask(
@@ -242,7 +256,7 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) * b.to(wide)).sum(-1)
 
 
-# -- with the kernels ------------------------------------------------------------------------------
+# -- a block, with the kernels ------------------------------------------------------------------------------
 
 
 def _launch(
@@ -360,3 +374,114 @@ row_dots = operator(
     "row_dots(Tensor a, Tensor b) -> Tensor", _dots, dots_reference, _like_dots, check=_check_dots
 )
 """Sum a * b over the last dimension, fp32: a and b [.., n], contiguous, of one type -> [..]."""
+
+
+# -- all scores at once ----------------------------------------------------------------------------
+
+
+def _check_softmax(name: str, scores: Tensor, mask: Tensor | None, scale: float) -> None:
+    check_all(name, scores=scores)
+    least, shape = (2, "[.., queries, keys]") if mask is None else (4, "[b, heads, queries, keys]")
+    check(
+        name,
+        scores.dim() == least or (mask is None and scores.dim() > least),
+        f"scores have {scores.dim()} dimension(s); {shape} is needed",
+    )
+    if mask is not None:
+        check_beside(name, scores, [torch.bool], mask=mask)
+        batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
+        check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
+
+
+def softmax_reference(scores: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Compute the softmax with torch's operators, in fp32 (fp64 for fp64 scores)."""
+    if hidden is None:
+        queries, keys = scores.shape[-2:]
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        hidden.triu_(keys - queries + 1)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+    # A row that sees nothing above -infinity is all zero, rather than all NaN.
+    nothing = (hidden | (wide == float("-inf"))).all(-1, keepdim=True)
+    return out.masked_fill(nothing, 0.0).to(scores.dtype)
+
+
+def _softmax_backward_reference(
+    gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> Tensor:
+    g, y = gradient.float(), probabilities.float()
+    return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
+
+
+def _run_softmax(out: Tensor, scores: Tensor, mask: Tensor | None, scale: float) -> None:
+    queries, keys = scores.shape[-2:]
+    rows = scores.numel() // keys
+    if mask is None:
+        _CAUSAL(scores, out, scores, rows, queries, keys, scale)
+    else:
+        _MASKED(scores, out, scores, mask, rows, queries, rows // len(mask), keys, scale)
+
+
+def _run_softmax_backward(
+    out: Tensor, gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
+) -> None:
+    queries, keys = probabilities.shape[-2:]
+    queries = queries if causal else 0
+    _SOFTMAX_BACKWARD(out, out, gradient, probabilities, out.numel() // keys, queries, keys, scale)
+
+
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.scale = inputs
+    ctx.causal = mask is None
+    ctx.save_for_backward(output)
+
+
+def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    (probabilities,) = ctx.saved_tensors
+    dx = _softmax_backward(gradient.contiguous(), probabilities, ctx.scale, ctx.causal)
+    return dx, None, None
+
+
+def _moved(scores: Tensor, mask: Tensor | None, scale: float) -> Memory:
+    """Return the bytes of the forward pass, which reads only the visible part of a causal row."""
+    return Memory(3 * scores.nbytes // 2 if mask is None else 2 * scores.nbytes + mask.nbytes)
+
+
+_softmax_backward = operator(
+    "softmax_backward(Tensor gradient, Tensor probabilities, float scale, bool causal) -> Tensor",
+    _run_softmax_backward,
+    _softmax_backward_reference,
+    empty_like_first,
+)
+_softmax = operator(
+    "softmax(Tensor scores, Tensor? mask, float scale) -> Tensor",
+    _run_softmax,
+    softmax_reference,
+    empty_like_first,
+    check=_check_softmax,
+    save=_save_softmax,
+    backward=_softmax_gradient,
+    work=_moved,
+)
+
+
+def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
+    """Return softmax(scale * scores) over the keys that a query may see; the others get exactly 0.
+
+    scores [.., queries, keys], copied unless contiguous; query q sees keys 0 ... keys - queries +
+    q. A query that sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
+    types other than fp32, fp16 and bf16.
+    """
+    result: Tensor = _softmax(scores.contiguous(), None, scale)
+    return result
+
+
+def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+    """Return softmax(scale * scores) over the keys where `mask` is False; the others get exactly 0.
+
+    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees
+    nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
+    other types or shapes.
+    """
+    result: Tensor = _softmax(scores.contiguous(), mask.contiguous(), scale)
+    return result

@@ -221,11 +221,6 @@ def adamw_(
     """
     if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
         check("adamw_", bool(parameters), "there are no parameters for the other lists")
-        check(
-            "adamw_",
-            bool(gradients and exp_avgs and exp_avg_sqs),
-            "a list is empty but there are parameters",
-        )
         if not isinstance(gradient_scale, Tensor):
             gradient_scale = torch.full(
                 (), gradient_scale, dtype=torch.float32, device=parameters[0].device

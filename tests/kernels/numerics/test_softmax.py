@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
+from megatron.kernels.ops.attention import causal_softmax, masked_softmax
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
