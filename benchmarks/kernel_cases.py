@@ -256,11 +256,13 @@ def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: boo
 
     if add:
         leaves = [x, residual, weight, bias]
-        ours = lambda *a: norm.add_layer_norm(*a, EPSILON)  # noqa: E731
+        ours = lambda *a: norm.norm(*a, EPSILON)  # noqa: E731
         return Work(tuple(leaves), ours, added, leaves, {"flash-attn": flash})
     leaves = [x, weight, bias]
     others = {"apex": apex, "liger": liger, "flash-attn": flash}
-    return Work(tuple(leaves), lambda *a: norm.layer_norm(*a, EPSILON), plain, leaves, others)
+    return Work(
+        tuple(leaves), lambda x, *a: norm.norm(x, None, *a, EPSILON)[0], plain, leaves, others
+    )
 
 
 def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
@@ -300,8 +302,16 @@ def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool 
     others = {"liger": liger, "flash-attn": flash} | ({} if add else {"apex": apex})
     if add:
         leaves = [x, residual, weight]
-        return Work(tuple(leaves), lambda *a: norm.add_rms_norm(*a, EPSILON), added, leaves, others)
-    return Work((x, weight), lambda *a: norm.rms_norm(*a, EPSILON), plain, [x, weight], others)
+        return Work(
+            tuple(leaves), lambda *a: norm.norm(*a, None, EPSILON, rms=True), added, leaves, others
+        )
+    return Work(
+        (x, weight),
+        lambda x, weight: norm.norm(x, None, weight, None, EPSILON, rms=True)[0],
+        plain,
+        [x, weight],
+        others,
+    )
 
 
 # ---- bias and activation; bias, dropout and residual ---------------------------------------------

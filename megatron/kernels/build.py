@@ -209,7 +209,7 @@ def build(
 
     with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
         objects = [f"{scratch}/{name}.o" for name in names]
-        with concurrent.futures.ThreadPoolExecutor(jobs or _processors()) as pool:
+        with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
             running = [
                 pool.submit(call, tool, *flags, *defined, *as_cuda, "-c", f"{name}.cpp", "-o", out)
                 for name, out in zip(names, objects, strict=True)
@@ -368,10 +368,6 @@ def _knows_half(tool: str) -> bool:
         ).returncode
     except OSError:
         return False
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor_flags() -> frozenset[str]:

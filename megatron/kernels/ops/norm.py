@@ -224,57 +224,20 @@ def norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    one_plus: bool,
-    rms: bool,
+    one_plus: bool = False,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of the sum, sum), the sum empty without a residual: what the functions below
-    have in common.
+    """Return (norm of sum, sum), where sum = x + residual, rounded to the type; without a residual
+    the norm of x, and an empty sum.
+
+    LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
+    with `rms` it is x / sqrt(mean of x^2 + eps) * weight (Zhang and Sennrich, arXiv 1910.07467).
+    With `one_plus` the gain is weight + 1. Statistics are those of the last dimension, and in fp32,
+    as all arithmetic. x, residual [.., h], copied unless contiguous; weight, bias [h]. The
+    gradients of weight and bias are not rounded if these are in fp32 beside x in 16 bits; those of
+    x and residual are one tensor. Raises KernelError for types other than fp32, fp16 and bf16, or
+    other shapes.
     """
     residual = None if residual is None else residual.contiguous()
     y, total, _, _ = _norm(x.contiguous(), residual, weight, bias, eps, one_plus, rms)
     return y, total
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool = False
-) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450).
-
-    Statistics are those of the last dimension, and in fp32, as all arithmetic. x [.., h], copied
-    unless contiguous; weight, bias [h], all of one type. The gradients of weight and bias are not
-    rounded if these are in fp32 beside x in 16 bits. With `one_plus` the gain is weight + 1. Raises
-    KernelError for types other than fp32, fp16 and bf16, or other shapes.
-    """
-    return norm(x, None, weight, bias, eps, one_plus, False)[0]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
-    """Return x / sqrt(mean of x^2 + eps) * weight over the last dimension (Zhang and Sennrich,
-    arXiv 1910.07467).
-
-    Arguments and errors as for `layer_norm`.
-    """
-    return norm(x, None, weight, None, eps, one_plus, True)[0]
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    one_plus: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (`layer_norm` of sum, sum), where sum = x + residual, rounded to the type. x, residual
-    [.., h].
-
-    The gradients of x and residual are one tensor.
-    """
-    return norm(x, residual, weight, bias, eps, one_plus, False)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return (`rms_norm` of sum, sum) as `add_layer_norm` does."""
-    return norm(x, residual, weight, None, eps, one_plus, True)

@@ -18,10 +18,8 @@ from torch import Tensor
 from megatron.kernels.library import TYPES, Function
 from megatron.kernels.operators import (
     check,
-    check_contiguous,
-    check_device,
+    check_beside,
     check_shape,
-    check_type,
     operator,
 )
 
@@ -58,9 +56,7 @@ def _check_list(
         name, len(tensors) == len(like), f"there are {len(tensors)} {what} for {len(like)} tensors"
     )
     named = {f"{what}[{i}]": tensor for i, tensor in enumerate(tensors)}
-    check_type(name, dtypes, **named)
-    check_device(name, **{"the first tensor": like[0], **named})
-    check_contiguous(name, **named)
+    check_beside(name, like[0], dtypes, **named)
     for (which, tensor), model in zip(named.items(), like, strict=True):
         check_shape(name, model.shape, **{which: tensor})
 

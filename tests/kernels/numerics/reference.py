@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron.errors import KernelError
+from megatron.kernels.ops.norm import norm
 from tests.helpers.examples import examples
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -116,3 +117,19 @@ def assert_close(
         f"off by {float(error.max()):.3e}, {float(worst):.3e} more than allowed, at "
         f"{int((error - bound).argmax())}"
     )
+
+
+def layer_norm(x, weight, bias, eps, one_plus=False):  # type: ignore[no-untyped-def]
+    return norm(x, None, weight, bias, eps, one_plus)[0]
+
+
+def rms_norm(x, weight, eps, one_plus=False):  # type: ignore[no-untyped-def]
+    return norm(x, None, weight, None, eps, one_plus, rms=True)[0]
+
+
+def add_layer_norm(x, residual, weight, bias, eps, one_plus=False):  # type: ignore[no-untyped-def]
+    return norm(x, residual, weight, bias, eps, one_plus)
+
+
+def add_rms_norm(x, residual, weight, eps, one_plus=False):  # type: ignore[no-untyped-def]
+    return norm(x, residual, weight, None, eps, one_plus, rms=True)

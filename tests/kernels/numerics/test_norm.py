@@ -9,18 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
     SIMULATED,
     TYPES,
     WIDTHS,
+    add_layer_norm,
+    add_rms_norm,
     assert_close,
     devices,
     exact,
+    layer_norm,
     random,
     refused,
+    rms_norm,
     types,
 )
 
