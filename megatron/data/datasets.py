@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron.data import index_cache
@@ -57,9 +58,7 @@ class SplitPlan:
     split: str
 
 
-def split_bounds(
-    split: str, num_sequences: int
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     """Return the first and past-the-last sequence of train, validation and test, in Megatron's
     rounding.
 
@@ -75,8 +74,8 @@ def split_bounds(
     for part in parts[:3]:
         cuts.append(cuts[-1] + round(part / total * float(num_sequences)))
     surplus = cuts[-1] - num_sequences
-    train_end, valid_end, test_end = (max(0, cut - surplus) for cut in cuts[1:])
-    return (0, train_end), (train_end, valid_end), (valid_end, test_end)
+    ends = [max(0, cut - surplus) for cut in cuts[1:]]
+    return tuple(pairwise([0, *ends]))
 
 
 def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
@@ -134,7 +133,7 @@ def samples_of_part(num_samples: int, weight: float) -> int:
     return math.ceil(num_samples * weight * 1.005)
 
 
-def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, SplitPlan | None]:
+def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
     """Return what the data flags name for training, validation and test; None if they name nothing.
 
     Raises ConfigError for none at all, DataError for a --data-file-list that cannot be read.
@@ -145,18 +144,14 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
             if data.data_path
             else read_data_file_list(str(data.data_file_list))
         )
-        plan = SplitPlan(blend, data.split)
-        return plan, plan, plan
+        return [SplitPlan(blend, data.split)] * len(SPLIT_NAMES)
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if not any(per_split):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
             "for a trial"
         )
-    train, valid, test = (
-        SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in per_split
-    )
-    return train, valid, test
+    return [SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in per_split]
 
 
 def data_prefixes(config: Config) -> list[str]:
@@ -208,12 +203,10 @@ def build_datasets(
                 )
         made.append(_build_split(config, index, plan, opened, count, pad_id, verify, workers))
     if train_samples and made[0] is None:
-        flag = (
-            f"--split is {config.data.split!r}"
-            if plans[0] is not None
-            else "give --train-data-path"
+        raise DataError(
+            f"there is no training data: change --split {config.data.split!r}, or give "
+            "--train-data-path"
         )
-        raise DataError(f"there is no training data: {flag}")
     return Datasets(*made)
 
 

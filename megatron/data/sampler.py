@@ -323,15 +323,6 @@ class MicroBatch:
         both = (self.cu_seqlens is None) == (self.document_lengths is None)
         assert both, "cu_seqlens and document_lengths are given together"
 
-    @property
-    def max_seqlen(self) -> int:
-        """Return the length of the longest document, or of a sample without documents."""
-        return (
-            self.tokens.shape[-1]
-            if self.document_lengths is None
-            else int(self.document_lengths.max())
-        )
-
     def to(self, device: Any) -> MicroBatch:
         """Return a copy on `device`; from pinned memory the copy is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -141,10 +141,8 @@ def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool 
     if value is None:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}")
     path = Path(value)
-    if not path.exists():
+    if not path.is_file() and not (or_folder and path.is_dir()):
         raise DataError(
             f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded"
         )
-    if not or_folder and not path.is_file():
-        raise DataError(f"{value}: {flag} of {tokenizer_type} is not a file")
     return path
