@@ -22,6 +22,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
+from megatron.untrusted import read_text
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -31,6 +32,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 # The place of --split in the description of an index over a whole data set (--train-data-path and
 # its siblings): its documents differ from those of the split that the run may also name.
 WHOLE = "whole"
+_MOST_BYTES = 1 << 24  # of a --data-file-list
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,7 @@ def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
     Raises DataError if the file cannot be read and ConfigError, with file and line, for a line of
     another form.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: --data-file-list cannot be read: {error}") from error
+    lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
     pairs = []
     for number, line in enumerate(lines, 1):
         fields = line.split()

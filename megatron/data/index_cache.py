@@ -200,17 +200,15 @@ def _build(
 def heard(listen: Callable[[str], object]) -> Iterator[None]:
     """Pass the messages of the block to `listen` alone."""
 
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            listen(record.getMessage())
+    def hear(record: logging.LogRecord) -> bool:
+        listen(record.getMessage())
+        return False  # it goes nowhere else
 
-    handler, level, propagate = Handler(), log.level, log.propagate
-    log.addHandler(handler)
+    level = log.level
+    log.addFilter(hear)
     log.setLevel(logging.INFO)
-    log.propagate = False
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        log.removeFilter(hear)
         log.setLevel(level)
-        log.propagate = propagate

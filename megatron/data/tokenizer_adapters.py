@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -232,13 +232,10 @@ class GPT2Tokenizer(FastTokenizer):
         vocabulary = self._tokenizer.get_vocab()
         results = ["".join(pair) for pair in merges]
         ids = [vocabulary[result] for result in results]
-        if any(later <= earlier for earlier, later in pairwise(ids)):
+        if ids != sorted(set(ids)):
             return None
         whole = Fast(self._tokenizer.model)  # without the pattern that cuts texts into pieces
-        if any(
-            encoding.ids != [i]
-            for encoding, i in zip(whole.encode_batch_fast(results), ids, strict=True)
-        ):
+        if [encoding.ids for encoding in whole.encode_batch_fast(results)] != [[i] for i in ids]:
             return None
         letters = byte_letters()
         tokens = {bytes([byte]): vocabulary[letter] for letter, byte in letters.items()}

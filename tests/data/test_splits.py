@@ -68,5 +68,5 @@ def test_data_file_list(tmp_path: Path) -> None:
     path.write_text("0 a\n")
     with pytest.raises(ConfigError, match=f"{path}: "):
         read_data_file_list(str(path))
-    with pytest.raises(DataError, match="--data-file-list"):
+    with pytest.raises(DataError, match=f"{tmp_path}/none"):
         read_data_file_list(str(tmp_path / "none"))
