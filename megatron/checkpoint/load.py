@@ -77,8 +77,8 @@ class LoadedState:
     state: dict[str, Any]
     optimizer: bool
     folder: Path
-    rejected: tuple[Rejected, ...] = ()
-    notes: tuple[str, ...] = ()
+    rejected: tuple[Rejected, ...]
+    notes: tuple[str, ...]
 
 
 class _Damage(CheckpointError):

@@ -410,25 +410,23 @@ def write_offline(
     """
     folder = Path(directory).absolute() / folder_name(iteration)
     texts = _texts(iteration, config, state, scalars, optimizer, provenance)
-    temporary = None
+    stored: dict[str, Stored] = {}
     try:
         temporary = start_folder(folder)
-        generation = next_generation(folder.parent)
-        stored: dict[str, Stored] = {}
-        for number, (name, tensor) in enumerate(tensors):
-            with ShardWriter(temporary, number) as writer:
-                for offset, view in _rows(tensor):
-                    writer.add(name, tuple(tensor.shape), offset, view)
-                stored |= writer.finish()
-        part = _write_part(temporary, 0, stored, True)
-        _write_small_files(temporary, [part], texts, True, generation)
-        commit_folder(temporary, folder, iteration, generation)
-    except BaseException as error:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
-        if isinstance(error, OSError):
-            raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
-        raise
+        try:
+            generation = next_generation(folder.parent)
+            for number, (name, tensor) in enumerate(tensors):
+                with ShardWriter(temporary, number) as writer:
+                    for offset, view in _rows(tensor):
+                        writer.add(name, tuple(tensor.shape), offset, view)
+                    stored |= writer.finish()
+            part = _write_part(temporary, 0, stored, True)
+            _write_small_files(temporary, [part], texts, True, generation)
+            commit_folder(temporary, folder, iteration, generation)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # where it was not committed
+    except OSError as error:
+        raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
     return folder
 
 

@@ -92,10 +92,8 @@ def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shard
     out = {}
     for p in parameters:
         s = sharding_of(p)
-        pieces = (
-            {s.offset: p.detach()[tuple(slice(0, n) for n in s.extent)]} if all(s.extent) else {}
-        )
-        out[f"{MASTER}.{s.name}"] = Shards(s.global_shape, pieces)
+        real = p.detach()[tuple(slice(0, n) for n in s.extent)]
+        out[f"{MASTER}.{s.name}"] = Shards(s.global_shape, {s.offset: real})
     return out
 
 
