@@ -14,13 +14,11 @@ from typing import Any
 from megatron.errors import ConfigError
 
 
-def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
+def pyplot(instead: str = "") -> Any:
     """Import matplotlib.pyplot for drawing to files, with text shown literally.
 
-    install   what to give to pip
-    instead   what else the user can do
-
-    Raises ConfigError where matplotlib cannot be imported.
+    Raises ConfigError where matplotlib cannot be imported; `instead` is what the user can do
+    without it.
     """
     try:
         import matplotlib
@@ -29,7 +27,7 @@ def pyplot(install: str = "matplotlib", instead: str = "") -> Any:
         from matplotlib import pyplot
     except ImportError as error:
         raise ConfigError(
-            f"plots need matplotlib, which cannot be imported ({error}): pip install {install}"
+            f"plots need matplotlib, which cannot be imported ({error}): pip install matplotlib"
             + (f", or {instead}" if instead else "")
         ) from None
     pyplot.rcParams["text.parse_math"] = False  # a $ is a dollar sign
@@ -73,7 +71,7 @@ def tidy(axes: Any) -> None:
 def plain_numbers(axis: Any) -> None:
     """Label an axis with numbers such as 12,345 and 0.05, also a logarithmic one or one of less
     than a decade. Call it when the limits are set or the data is drawn."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
     if axis.get_scale() == "log":
@@ -82,4 +80,3 @@ def plain_numbers(axis: Any) -> None:
             LogLocator(subs=(1.0, 2.0, 5.0)) if high / low > 10 else MaxNLocator(7)
         )
         axis.set_minor_locator(NullLocator())
-        axis.set_minor_formatter(NullFormatter())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
     """
     records = []
     with open_regular(path, error=DataError) as raw:
-        if os.fstat(raw.fileno()).st_size > _MOST_BYTES:
+        if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes: no run writes as many")
         file = io.TextIOWrapper(raw, errors="replace")
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):

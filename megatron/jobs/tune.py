@@ -526,7 +526,7 @@ def _table(search: Search) -> Table:
 
 def _picture(search: Search, path: Path) -> Path:
     """Draw all trials in order, with the best so far."""
-    plot = pyplot(install="'megatron-frontier[tune]'")
+    plot = pyplot()
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
