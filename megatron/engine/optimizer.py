@@ -33,7 +33,7 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def parameter_groups(
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Sequence[torch.nn.Parameter],
     weight_decay: float,
     bucket_elements: float = math.inf,
     whole: WantsWhole | None = None,
@@ -50,7 +50,7 @@ def parameter_groups(
     whether it consists of whole parameters.
     """
     kinds: dict[tuple[bool, bool, bool], list[list[torch.nn.Parameter]]] = {}
-    for p in list(parameters)[::-1]:
+    for p in reversed(parameters):
         s = sharding_of(p)
         wanted = whole is not None and bool(whole(s.name, s.global_shape))
         buckets = kinds.setdefault((not s.decay, wanted, s.tied), [[]])
