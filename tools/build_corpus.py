@@ -144,9 +144,7 @@ def _source_docstrings(name: str, source: str) -> Iterator[str]:
 
 
 def _builtin_docstrings(name: str) -> Iterator[str]:
-    """Return the docstrings of a module that is compiled into the interpreter; importing it runs no
-    source.
-    """
+    """Return the docstrings of a built-in module; importing it runs no source."""
     try:
         module = __import__(name)
     except ImportError:  # some builds list modules that cannot be imported on this system

@@ -40,9 +40,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def read_config(flags: Sequence[str]) -> Config:
-    """Return the configuration of the run. Raises ConfigError, also if the batch size is
-    unknown.
-    """
+    """Return the run's configuration. Raises ConfigError, also for an unknown batch size."""
     config = parse_args(flags)
     guessed = [
         name
@@ -58,9 +56,7 @@ def read_config(flags: Sequence[str]) -> Config:
 
 
 def build(config: Config, workers: int) -> None:
-    """Build the indices that the run reads, from its start or from the checkpoint that --load
-    names.
-    """
+    """Build the indices that the run reads, from its start or from the checkpoint of --load."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.datasets import prebuild
     from megatron.training.report.reporter import Reporter
@@ -110,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def command() -> None:
-    """Run as the program of this process, whose end waits for no library's threads."""
+    """Run as a program that exits without waiting for threads of libraries."""
     leave(main())
 
 

@@ -34,7 +34,7 @@ DEFAULT_MODEL = ["--preset", "gpt2-124m"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the tool's own flags; what is left is pretrain_gpt.py's."""
+    """Build the parser of the tool's own flags; all others are those of pretrain_gpt.py."""
     parser = Parser(
         description=__doc__,
         usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS "
@@ -121,8 +121,10 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
 
 
 def start(count: int, argv: Sequence[str]) -> None:
-    """Start this program `count` times, as a launcher would, and show what the first process says.
-    Raises LaunchError where one fails."""
+    """Start `count` processes of this program as a launcher would, with the first one's output.
+
+    Raises LaunchError if one fails.
+    """
     from megatron.jobs.processes import logs_of, start_here
     from megatron.jobs.result import ending
 
@@ -153,28 +155,27 @@ GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 
 
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
-    """Correct a description by runs. Raises MegatronError."""
+    """Correct a cluster file by the step times of runs. Raises MegatronError."""
     from megatron.jobs.refine import refined
     from megatron.planner.cluster import load_cluster, write_cluster
     from megatron.planner.table import print_table
 
     if args.cluster is None:
-        raise ConfigError("--refine needs --cluster: the description that it corrects")
+        raise ConfigError("--refine needs --cluster, the cluster file to correct")
     if flags:
         raise ConfigError(
-            f"{flags[0]} means nothing beside --refine: the metrics files say what ran; remove it"
+            f"{flags[0]} has no effect with --refine, which reads the settings from the metrics "
+            "files: remove it"
         )
     cluster = load_cluster(args.cluster)
     if args.output.exists() and args.output.samefile(cluster.path):
-        raise ConfigError(
-            f"-o {args.output} is the description that is corrected: choose another file"
-        )
+        raise ConfigError(f"-o {args.output} is the cluster file to correct: choose another file")
     corrected, factors, errors, left_out = refined(cluster, args.refine)
     write_cluster(corrected, args.output, _HEADING)
     print_table(errors)
     for why in left_out:
         print(f"left out: {why}")
-    print("seconds times {:.3f} for computations, {:.3f} for messages".format(*factors))
+    print("times multiplied by {:.3f} for computations, {:.3f} for messages".format(*factors))
     print(f"{args.output}: {args.cluster}, corrected")
 
 
@@ -195,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def command() -> None:
-    """Run as the program of this process, whose end waits for no library's threads."""
+    """Run as a program that exits without waiting for threads of libraries."""
     leave(main())
 
 

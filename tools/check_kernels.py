@@ -29,14 +29,15 @@ from megatron.kernels.ops.optimizer import adamw_, adamw_reference_
 from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""What a kernel gives, and torch's result."""
+"""Results of a kernel and of torch."""
 Check = Callable[[torch.device, torch.dtype], Pairs]
 _ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 def compared(operator: Operator, odd: bool) -> Check:
-    """Compare values and gradients at an eighth of the benchmark's shape; `odd`: rows that packs of
-    16 bytes leave.
+    """Compare values and gradients at an eighth of the benchmark's shape.
+
+    odd  use rows that are not a multiple of 16 bytes
     """
 
     def check(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -54,16 +55,14 @@ def compared(operator: Operator, odd: bool) -> Check:
             )
             return [y.detach() for y in (*outputs, *gradients)]
 
-        expected = results(work.exact or work.torch)  # first: a kernel may write over its arguments
+        expected = results(work.exact or work.torch)  # first: a kernel may overwrite its arguments
         yield from zip(results(work.ours), expected, strict=True)
 
     return check
 
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare bias_dropout_add with the mask that it shows of ones, and the mask's share with its
-    law.
-    """
+    """Compare bias_dropout_add with the mask that ones reveal, and the mask with its probability."""
     rate, seed = 0.2, 1234567890123
     x, residual, bias = (
         torch.randn(shape, device=device).to(dtype) for shape in ((200, 1001), (200, 1001), (1001,))
@@ -71,15 +70,13 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
     kept = bias_dropout_add(torch.ones_like(x), None, None, rate, seed) != 0
     share = (kept.float().mean() - (1 - rate)) / (5 * (rate * (1 - rate) / kept.numel()) ** 0.5)
     if abs(share) > 1:
-        raise ArithmeticError(f"{kept.float().mean():.4f} are kept, not {1 - rate}")
+        raise ArithmeticError(f"{kept.float().mean():.4f} are kept, expected {1 - rate}")
     found = bias_dropout_add(x, bias, residual, rate, seed)
     yield found, residual.float() + (x.float() + bias.float()) * kept / (1 - rate)
 
 
 def adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare three steps over tensors of odd sizes; gradients, and copies if the type has 16 bits,
-    are of the type.
-    """
+    """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`."""
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     weights = [torch.randn(n, device=device) for n in (1, 1000, 4099, 70000)]
     sides = []
@@ -119,11 +116,10 @@ CHECKS: dict[str, list[Check]] = {
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
-    """Return whether the kernel agrees with torch, and its error that is largest in comparison with
-    what is allowed.
+    """Return whether the kernel agrees with torch, and its largest error relative to the limit.
 
-    An entry may be off, relative to the largest, by sixteen roundings to its type (torch rounds
-    after each of its operators), and by 2^-16 for fp32 arithmetic and sums of thousands of terms.
+    The limit, relative to the largest entry, is sixteen roundings to its type (torch rounds after
+    each of its operators), plus 2^-16 for fp32 arithmetic and sums of thousands of terms.
     """
     worst, detail = 0.0, "no error"
     for check in checks:
@@ -147,7 +143,7 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
                             off / limit,
                             f"largest error {off:.1e}, allowed {limit:.1e} ({dtype})",
                         )
-            except Exception as error:  # whatever goes wrong is what the reader wants to know
+            except Exception as error:  # report any failure
                 return (
                     False,
                     f"{dtype}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
@@ -156,7 +152,7 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
 
 
 def describe(device_type: str) -> Iterator[str]:
-    """Which library serves this kind of device, or why none."""
+    """Describe the library for this kind of device, or why there is none."""
     found = library.find(device_type)
     if found.handle is None:
         yield f"{device_type:<5} none: {found.reason}"
@@ -173,7 +169,7 @@ def describe(device_type: str) -> Iterator[str]:
 
 
 def inventory(device_types: Sequence[str]) -> Iterator[str]:
-    """Libraries, compilers and optional packages."""
+    """List libraries, compilers and optional packages."""
     yield "fused kernels, by kind of device"
     for device_type in device_types:
         yield from (f"  {line}" for line in describe(device_type))
@@ -192,9 +188,7 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
 
 
 def compare(device_type: str) -> bool:
-    """Compare all kernels of a kind of device with torch; print a line for each. Whether all
-    agree.
-    """
+    """Compare all kernels of a kind of device with torch, print them, return if all agree."""
     found = library.find(device_type)
     print(f"{found.target} {found.arch} on {device_type}, compared with torch")
     failed = 0
@@ -211,7 +205,7 @@ def compare(device_type: str) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "--device",
@@ -224,9 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 1 where a kernel does not agree or a device that was asked for
-    has no library.
-    """
+    """Run and return the exit code: 1 if a kernel disagrees or a requested device has no library."""
     args = build_parser().parse_args(argv)
     device_types = [args.device] if args.device else ["cpu", "cuda"]
     print(*inventory(device_types), sep="\n")

@@ -8,7 +8,7 @@ Examples:
 
 Model and tokenizer are those of the checkpoint; the layout may differ from that of the training.
 There is no key-value cache: each token costs a pass over the whole text. If the newest checkpoint
-is damaged, the one before it is used, with a warning.
+is damaged, the previous one is used, with a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "--load", required=True, metavar="FOLDER", help="the --save folder of a training run"
@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     args = build_parser().parse_args(argv)
     try:
         launch, problem = detect_launch(), None
@@ -149,7 +149,7 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     )
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(
-            f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with"
+            f"{args.load} was trained without a tokenizer, so prompts cannot be encoded"
         )
     vocab_size = config.model.vocab_size
     if config.tokenizer.tokenizer_type == "NullTokenizer" and vocab_size is not None:
@@ -181,7 +181,7 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
 
 
 def model_config(args: argparse.Namespace, world_size: int) -> Config:
-    """The checkpoint's model and tokenizer, in fp32, on the layout that is asked for here."""
+    """Return the checkpoint's model and tokenizer, in fp32, on the requested layout."""
     from megatron.checkpoint.find import find_folder, open_checkpoint
 
     stored = open_checkpoint(find_folder(args.load, args.load_tag)).config
@@ -199,7 +199,7 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
 
 
 def command() -> None:
-    """Run as the program of this process, whose end waits for no library's threads."""
+    """Run as a program that exits without waiting for threads of libraries."""
     leave(main())
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Show the contents of a checkpoint, verify it, or compare two.
 
-    python tools/inspect_checkpoint.py runs/example/run                    # list all, show the newest good one
+    python tools/inspect_checkpoint.py runs/example/run                    # list all, show the newest valid one
     python tools/inspect_checkpoint.py runs/example/run/iter_0000100 --norms --match '*query_key_value*'
     python tools/inspect_checkpoint.py runs/example/run --verify           # check every byte of all of them
     python tools/inspect_checkpoint.py --diff runs/a/iter_0000100 runs/b/iter_0000100
@@ -58,7 +58,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.process import as_tool
 
 OK, DAMAGED = 0, 1
-_PIPE_COLUMNS = 200  # width of the output where it is not a terminal
+_PIPE_COLUMNS = 200  # width of the output if it is not a terminal
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -103,17 +103,17 @@ _PER_FILE = 3  # damaged shards of a file that are reported one by one
 Count = Callable[[int], object]
 """Called with the number of bytes that were read since the last call."""
 Change = tuple[str, Any, Any]
-"""Name, value in the first checkpoint, value in the second; ABSENT where it is missing."""
+"""Name, value in the first checkpoint, value in the second; ABSENT if missing."""
 ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint without the values of its tensors.
+    """Contents of a checkpoint, without the values of its tensors.
 
     stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
     files      bytes of all files in the folder
-    provenance   provenance; empty where nothing is known
+    provenance   provenance; empty if unknown
     """
 
     checkpoint: Checkpoint
@@ -127,7 +127,7 @@ class Contents:
 
     @property
     def parameters(self) -> dict[str, tuple[str, ...]]:
-        """The kinds of tensors that there are of each parameter."""
+        """Kinds of stored tensors of each parameter."""
         found: dict[str, tuple[str, ...]] = {}
         for name in self.stored:
             kind, _, parameter = name.partition(".")
@@ -148,7 +148,7 @@ class Contents:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Layout of the job that wrote it, from the provenance or else the configuration."""
+        """Layout of the job that wrote it, from provenance or configuration."""
         parallel = self.checkpoint.config.get("parallel", {})
         fields = {
             "tensor": "tensor_model_parallel_size",
@@ -162,17 +162,14 @@ class Contents:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of
-    checkpoints.
-    """
+    """Return whether a folder is a (possibly damaged) checkpoint, not a folder of them."""
     return iteration_of(path) is not None or any(
         (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, SHARD_INDEX)
     )
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at a path: itself, or the newest good one in it, or the one that `tag`
-    names there.
+    """Return the checkpoint at a path: itself, the newest valid one in it, or the one of `tag`.
 
     Raises CheckpointError.
     """
@@ -192,9 +189,7 @@ def contents(folder: Path) -> Contents:
 
 
 def matching(found: Contents, pattern: str | None) -> list[str]:
-    """Return the names of tensors that a shell pattern matches, or whose parameters it matches;
-    None matches all.
-    """
+    """Return the tensors whose own or parameter's name matches a shell pattern; None: all."""
     return [
         name
         for name in found.stored
@@ -221,9 +216,7 @@ def read_whole(found: Contents, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """Euclidean norm and largest absolute value of a tensor's finite elements, in float64; the
-    number of the others.
-    """
+    """Norm and largest absolute value of a tensor's finite elements in float64; count of others."""
 
     norm: float
     largest: float
@@ -231,7 +224,7 @@ class Norm:
 
 
 def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
-    """Yield the norm of each tensor. Raises CheckpointError naming the file that is damaged."""
+    """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
     for name in names:
         squares, largest, bad = 0.0, 0.0, 0
         wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
@@ -251,11 +244,11 @@ def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tu
 
 
 def verify(folder: Path, count: Count = bool) -> list[str]:
-    """List what is wrong with a checkpoint, each problem with the file or tensor it is in.
+    """List the problems of a checkpoint, each with its file or tensor.
 
-    Everything is checked, also after a problem was found: the manifest, the small files, every
-    shard of the data files, bytes and files that belong to nothing, and that the shards make up
-    each tensor exactly once.
+    Everything is checked, even after a problem was found: the manifest, the small files, every
+    shard of the data files, stray bytes and files, and that the shards cover each tensor exactly
+    once.
     """
     problems: list[str] = []
     try:
@@ -277,9 +270,7 @@ def verify(folder: Path, count: Count = bool) -> list[str]:
 def _data_files(
     folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count
 ) -> Iterator[str]:
-    """Yield damaged shards, bytes of the data files that no shard accounts for, and files that
-    belong to nothing.
-    """
+    """Yield damaged shards, stray bytes in data files, and stray files."""
     files: dict[str, list[tuple[int, str, Shard]]] = {}
     for name, entry in stored.items():
         for shard in entry["boxes"]:
@@ -314,7 +305,7 @@ def _data_files(
 
 
 def verify_tracker(directory: Path) -> list[str]:
-    """List what is wrong with the tracker file of a folder of checkpoints."""
+    """List the problems of the tracker file in a folder of checkpoints."""
     tracker, there = read_tracker(directory), [folder.name for folder in folders(directory)]
     if tracker.problem is not None:
         return [f"{tracker.path} {tracker.problem}"]
@@ -334,8 +325,8 @@ class TensorDifference:
 
     elements     number of elements whose bits differ
     of           elements of the tensor
-    largest      largest absolute difference; inf where one of them is not finite
-    relative     Euclidean norm of the difference over that of the first; inf where that is 0 or not
+    largest      largest absolute difference; inf if one is not finite
+    relative     Euclidean norm of the difference over that of the first; inf if that is 0 or not
                  finite
     """
 
@@ -350,10 +341,10 @@ class Difference:
     """Differences between two checkpoints.
 
     only_first, only_second    tensors that only one of them has
-    kinds                      tensors of another shape or dtype
-    tensors                    tensors of other values
-    equal                      number of tensors that are the same to the bit
-    settings, state            values of the configuration, and of what else a run keeps
+    kinds                      tensors that differ in shape or dtype
+    tensors                    tensors that differ in values
+    equal                      number of bitwise equal tensors
+    settings, state            differences in the configuration, and in the other state of a run
     """
 
     only_first: list[str]
@@ -373,10 +364,9 @@ class Difference:
 def compare(
     first: Contents, second: Contents, pattern: str | None = None, count: Count = bool
 ) -> Difference:
-    """Compare two checkpoints, whatever layouts wrote them; of tensors, only those that `pattern`
-    matches.
+    """Compare two checkpoints of any layouts, and the tensors that `pattern` matches.
 
-    Raises CheckpointError naming the file that is damaged.
+    Raises CheckpointError that names a damaged file.
     """
     names, others = matching(first, pattern), set(matching(second, pattern))
     kinds: list[Change] = []
@@ -405,13 +395,13 @@ def compare(
         tensors,
         equal,
         _changes(first.checkpoint.config, second.checkpoint.config),
-        # Older versions kept the time of the save in the state.
+        # Older versions stored the time of the save in the state.
         _changes(*({**c.checkpoint.state, "saved_at_s": None} for c in (first, second))),
     )
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
-    """Compare two tensors of one shape and dtype, in float64; None where all bits are the same."""
+    """Compare two tensors of one shape and dtype, in float64; None if bitwise equal."""
     elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
     for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
         bytes_of = (x.numel(), x.element_size())
@@ -545,9 +535,7 @@ def read_bytes(found: Any, names: Iterable[str]) -> int:
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
-    """Raise ConfigError where a pattern matches nothing, so that an empty comparison does not pass
-    for equality.
-    """
+    """Raise ConfigError if a pattern matches nothing: an empty comparison must not look equal."""
     if pattern is not None and not names:
         raise ConfigError(
             f"--match {pattern} matches no tensor: give a whole name, or use the wildcard *"
@@ -555,9 +543,7 @@ def check_match(pattern: str | None, names: Sequence[str]) -> None:
 
 
 def overview(directory: Path) -> list[dict[str, Any]]:
-    """List the checkpoints of a folder with their sizes and, where small files are damaged, the
-    problem.
-    """
+    """List a folder's checkpoints with sizes, and problems of their small files."""
     from megatron.checkpoint.find import folders, open_checkpoint
 
     out = []
@@ -644,7 +630,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     else:
         chosen = folders(args.path)
         if not chosen:
-            find(args.path)  # raises a more specific error where there is one
+            find(args.path)  # may raise a more specific error
             raise CheckpointError(f"no checkpoint in {args.path}")
         problems = {"tracker": verify_tracker(args.path)}
     for folder in chosen:
@@ -661,9 +647,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 def tagged(directory: Path, tag: str) -> Path:
-    """Return a checkpoint of a folder, good or damaged. Raises CheckpointError where it does not
-    exist.
-    """
+    """Return a checkpoint of a folder, valid or not. Raises CheckpointError if it is missing."""
     from megatron.checkpoint.folder import tagged_name
 
     folder = directory / tagged_name(tag)
@@ -706,7 +690,7 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         for title, names in (("only in A", found.only_first), ("only in B", found.only_second)):
             table(title, ("name",), [(name,) for name in names])
         for title, changed in (
-            ("tensors of another shape or dtype", found.kinds),
+            ("tensors that differ in shape or dtype", found.kinds),
             ("state that differs", found.state),
             ("settings that differ", found.settings),
         ):
@@ -785,7 +769,7 @@ def plain_text(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with infinities and NaN as text, which JSON has no numbers for."""
+    """Return the value with infinities and NaN as text, since JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

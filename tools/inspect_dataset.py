@@ -194,7 +194,7 @@ def show(result: Inspection) -> None:
         print(f"  problem: {problem}")
     for kind, count in result.counts.items():
         if count > PROBLEMS_PER_KIND:
-            print(f"  problem: {count:,} of the kind {kind} in all, {PROBLEMS_PER_KIND} shown")
+            print(f"  problem: {count:,} of the kind {kind} in total, {PROBLEMS_PER_KIND} shown")
     if result.sound:
         print("  no problem found")
 
@@ -207,9 +207,9 @@ _BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class LengthCounts:
-    """The number of documents of each length: `values` int64 ascending, `counts` int64 of each.
+    """Number of documents of each length: `values` int64 ascending, `counts` int64 of each.
 
-    Exact, and small for any number of documents: n different lengths need n * n / 2 tokens.
+    It is exact, and small for any number of documents: n distinct lengths need n * n / 2 tokens.
     """
 
     values: npt.NDArray[np.int64]
@@ -226,9 +226,7 @@ class LengthCounts:
         return int((self.values * self.counts).sum())
 
     def summary(self) -> dict[str, float]:
-        """Return the smallest, median, mean, 99th percentile and largest length, and the number of
-        empty documents.
-        """
+        """Return statistics of the lengths, and the number of empty documents."""
         shares = {"min": 0.0, "median": 0.5, "mean": None, "p99": 0.99, "max": 1.0}
         mean = self.tokens / self.documents if self.documents else 0.0
         found = {
@@ -237,9 +235,7 @@ class LengthCounts:
         return {**found, "empty": int(self.counts[self.values == 0].sum())}
 
     def quantile(self, fraction: float) -> int:
-        """Return the smallest length that at least this fraction of the documents does not
-        exceed.
-        """
+        """Return the shortest length that this fraction of the documents does not exceed."""
         if not self.documents:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), (fraction - 1e-9) * self.documents))
@@ -248,7 +244,7 @@ class LengthCounts:
 
 @dataclass(frozen=True)
 class Sample:
-    """The beginning of a document: its ids, and their text if there is a tokenizer."""
+    """Beginning of a document: its ids, and their text if there is a tokenizer."""
 
     document: int
     tokens: int
@@ -258,7 +254,7 @@ class Sample:
 
 @dataclass
 class Inspection:
-    """The report on a data set.
+    """Report on a data set.
 
     `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has
     the number of each kind that can be frequent. `index` is None if .idx cannot be read at all,
@@ -284,7 +280,7 @@ class Inspection:
         self.problems.append(f"{file}: {'' if byte is None else f'byte {byte}: '}{text}")
 
     def places(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
-        """Count the true entries as problems of a kind, and return those that are to be listed."""
+        """Count the true entries as problems of a kind, and return those to list."""
         room = max(PROBLEMS_PER_KIND - self.counts[kind], 0)
         places = np.flatnonzero(wrong)
         self.counts[kind] += len(places)
@@ -303,13 +299,13 @@ def inspect(
     sample_tokens: int = 128,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Inspection:
-    """Check a data set, count its lengths, and decode the beginnings of `documents` or of the first
-    `num_samples`.
+    """Check a data set, count its lengths, and decode some documents.
 
-    The whole index is checked; with `validate` all tokens too: ids must be in the tokenizer's
+    These are the beginnings of `documents`, or of the first `num_samples`; unreadable ones are left
+    out. The whole index is checked; with `validate` all tokens, too: ids must be in the tokenizer's
     vocabulary, or in 0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read.
-    Unreadable samples are left out. Raises DataError if there are no files at all and ConfigError
-    for documents that the data set does not have.
+    Raises DataError if there are no files at all and ConfigError for documents that the data set
+    does not have.
     """
     name = os.fspath(prefix)
     files = {path.suffix: path for path in (bin_path(name), idx_path(name))}
@@ -364,8 +360,8 @@ def _check_sequences(found: Inspection, index: Index) -> None:
             )
         for at in found.places("pointer", pointers != expected):
             text = (
-                f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the "
-                "one before it ends, "
+                f"sequence {start + at} starts at byte {pointers[at]} of .bin, not at the end of "
+                "the previous one, "
             )
             found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
         end = int(ends[-1])
@@ -397,8 +393,8 @@ def _check_documents(found: Inspection, index: Index) -> None:
         block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
         for at in found.places("boundary", block[1:] < block[:-1]):
             text = (
-                f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the "
-                "one before it"
+                f"document boundary {start + at} is {block[at + 1]}, less than the previous one, "
+                f"{block[at]}"
             )
             found.add(path, first + 8 * (start + at), text)
 
@@ -427,8 +423,8 @@ def _check_tokens(
             on_progress(position)
     if wrong := found.counts["vocabulary"]:
         text = (
-            f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, the type "
-            "in .idx may be wrong"
+            f"{wrong} of {found.tokens_scanned} tokens; if most tokens are affected, the type in "
+            ".idx may be wrong"
         )
         found.add(path, None, text)
 
@@ -469,8 +465,8 @@ def _take_samples(
     for document in wanted:
         if not 0 <= document < dataset.num_documents:
             raise ConfigError(
-                f"--documents {document}: {name} has {dataset.num_documents} documents, the first "
-                "is 0"
+                f"--documents {document}: {name} has {dataset.num_documents} documents, numbered "
+                "from 0"
             )
         first, stop = dataset.document_indices[document : document + 2].tolist()
         ids: list[int] = []

@@ -88,11 +88,10 @@ def merge(
     on_progress: Callable[[int], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedDatasetWriter:
-    """Write the sequences and documents of `inputs`, one after the other, as one data set; return
-    its closed writer.
+    """Concatenate the data sets `inputs` into one; return its closed writer.
 
     Different integer types become the smallest type that can represent all, reported with `say`.
-    The output appears when it is complete; the next merge removes leftovers of one that was killed.
+    The output appears when it is complete; the next merge removes leftovers of a killed one.
     `on_progress` gets the bytes of .bin files copied so far. Raises ConfigError if the output is
     one of the inputs or the inputs cannot be joined, and DataError for damaged inputs and for an
     output that cannot be written or does not fit on the disk.
@@ -101,7 +100,7 @@ def merge(
         raise ConfigError("nothing to merge: name at least one data set")
     _check_output(inputs, output_prefix)
     dtypes, tokens = list[np.dtype[Any]](), 0
-    # one open at a time: there may be more than a process can have open files
+    # open only one at a time: there may be more than a process can open
     for prefix in inputs:
         dataset = IndexedDataset(prefix, mmap=False)
         if dataset.modes is not None:
@@ -166,13 +165,13 @@ def _check_space(
     output: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], token_bytes: int
 ) -> None:
     folder = Path(os.path.abspath(output)).parent
-    # For a moment the parts of the index exist twice: in their own files and joined.
+    # The parts of the index exist twice for a short time: in their own files and joined.
     needed = token_bytes + 2 * sum(idx_path(prefix).stat().st_size for prefix in inputs)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
             f"{folder}: {free / 1e9:.3f} GB free, but the merged data set needs {needed / 1e9:.3f} "
-            "GB: make room or choose another --output-prefix; nothing was written"
+            "GB: free some space or choose another --output-prefix; nothing was written"
         )
 
 

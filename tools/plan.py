@@ -163,13 +163,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Search, or judge the layouts of --layout; print and write. Raises ConfigError."""
+    """Search, or evaluate the layouts of --layout; print and write. Raises ConfigError."""
     given = make_search(args, flags)
     forms = [_form(given, text) for text in args.layout]
     if args.output is not None:
         if args.explain is not None or len(forms) > 1:
             raise ConfigError(
-                "--output beside --explain or several of --layout: call once for each"
+                "--output cannot be combined with --explain or with several --layout: run once for "
+                "each"
             )
         tables.make_folder(args.output)
     print(_headline(given), flush=True)
@@ -184,7 +185,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     chosen = [chosen_layout(given, layout, args.tokens) for layout in best]
     if args.explain is not None and not rejected:
         if args.explain > len(chosen):
-            raise ConfigError(f"--explain {args.explain}: there are {len(chosen)} layouts")
+            raise ConfigError(f"--explain {args.explain}: there are only {len(chosen)} layouts")
         print(given.space.write(best[args.explain - 1]))
         _show(args, explain(chosen[args.explain - 1].found))
         return 0
@@ -208,14 +209,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
-    """Make the search that the words of the tool ask for. Raises ConfigError."""
+    """Build the requested search. Raises ConfigError."""
     cluster = load_cluster(args.cluster)
     worlds = _worlds(args, cluster)
     batch = args.global_batch or PRESETS.get(args.preset, {}).get("global_batch_size")
     if batch is None:
         make_config(args.preset, flags, 1)  # an unknown preset is the reason then
         raise ConfigError(
-            "--global-batch is missing: give the samples of a step, such as --global-batch 640"
+            "--global-batch is missing: give the samples per step, such as --global-batch 640"
         )
     batches = _numbers(str(batch), "--global-batch")
     wanted, more = (
@@ -224,24 +225,22 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     )
     for name, flag in (("nodes", "--nodes"), ("gbs", "--global-batch")):
         if name in wanted or name in more:
-            raise ConfigError(f"--fix and --allow take no {name}=...: give {flag}")
+            raise ConfigError(f"--fix and --allow do not accept {name}=...: use {flag}")
     for name, values in more.items():
         if name in wanted or name == "devices":
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
     check_device_orders(wanted, cluster)
     base = make_config(args.preset, flags, max(batches))
-    rates_of(cluster, base.precision.dtype_name)  # before the search: raises where it knows none
+    rates_of(cluster, base.precision.dtype_name)  # raises before the search if rates are unknown
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
     space = Space(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
     return Search(space, cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster))
 
 
 def _form(given: Search, text: str) -> Search:
-    """Return a search of the layouts of --layout alone, within what --fix allows. Raises
-    ConfigError.
-    """
+    """Restrict a search to the layouts of --layout, within --fix. Raises ConfigError."""
     wanted, space = parse_layout(text, "--layout"), given.space
-    if "recompute" in wanted:  # full means here what --recompute-granularity full means in a run
+    if "recompute" in wanted:  # "full" has the meaning of --recompute-granularity full
         wanted["recompute"] = tuple(
             "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
         )
@@ -251,7 +250,7 @@ def _form(given: Search, text: str) -> Search:
             ", ".join(map(write_value, values[name])) for values in (space.wanted, wanted)
         )
         raise ConfigError(
-            f"--layout {text}: {name}={own} is not among the allowed: {name}={allowed}"
+            f"--layout {text}: {name}={own} is not among the allowed values {name}={allowed}"
         )
     worlds = space.worlds
     if "nodes" in wanted:
@@ -269,7 +268,7 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
         for world in devices:
             if world > each and world % each:
                 raise ConfigError(
-                    f"--devices {world}: neither whole nodes of {each} devices nor a part of one"
+                    f"--devices {world}: give whole nodes of {each} devices, or a part of one node"
                 )
         _whole_nodes([max(devices) // each or 1], cluster)
         return tuple(devices)
@@ -277,9 +276,7 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
 
 
 def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """Count the devices of each number of nodes. Raises ConfigError for more nodes than a job
-    gets.
-    """
+    """Return the devices of each number of nodes. Raises ConfigError for too many nodes."""
     cluster.wall_limit_hours(max(nodes))
     return tuple(cluster.devices_per_node * count for count in nodes)
 
@@ -297,7 +294,7 @@ def _numbers(text: str, flag: str) -> list[int]:
         or (colon and found[0] > found[1])
     ):
         raise ConfigError(
-            f"{flag} {text}: give a number such as 128, several as 64,128, or a range as 16:128"
+            f"{flag} {text}: give a number (128), several (64,128), or a range (16:128)"
         )
     if colon:
         first, last = found
@@ -353,14 +350,13 @@ def _show_winner(given: Search, first: Chosen) -> None:
     cluster, confidence = given.space.cluster, first.found.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
     print(
-        "Days and node-hours are without start-up, evaluation, saving, failures and a growing "
-        "batch."
+        "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."
     )
     print(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
     if not confidence.by_basis["measured"]:
         print(
-            f"Not run on {cluster.device}: no figure here is a measurement of this code there. "
-            "--explain says where each is from; tools/calibrate.py measures a machine."
+            f"This code has not been measured on {cluster.device}: all figures are predictions. "
+            "--explain shows their sources; tools/calibrate.py measures a machine."
         )
 
 

@@ -24,7 +24,7 @@ from megatron.training.run.process import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "metrics",
@@ -33,16 +33,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="metrics.jsonl of one run, or of several to compare",
     )
     parser.add_argument(
-        "--output", required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf"
+        "--output", required=True, metavar="FILE", help="plot to write: .png, .svg or .pdf"
     )
-    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--title", default="", help="title of the plot")
     return parser
 
 
 def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The points where both are known. A resumed run replaces what an earlier one wrote beyond its
-    beginning.
-    """
+    """Return the points with both values; a resumed run overrides later points of earlier ones."""
     points: dict[float, float] = {}
     for record in records:
         if record["event"] == "start":
@@ -53,8 +51,11 @@ def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[floa
 
 
 def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
-    """Write the picture; its file. Raises DataError for a file that is missing or has nothing to
-    draw, ConfigError for a picture that cannot be written."""
+    """Write the plot and return its path.
+
+    Raises DataError for a file that is missing or has nothing to plot, ConfigError if the plot
+    cannot be written.
+    """
     pyplot = drawing.pyplot()
     from matplotlib.ticker import MaxNLocator
 
@@ -105,7 +106,7 @@ def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 after an error."""
+    """Run and return the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     written = draw([Path(path) for path in args.metrics], Path(args.output), args.title)
     print(f"wrote {written}")

@@ -39,9 +39,7 @@ Exit codes of rank 0: 0 all nodes are good; 4 some are not; 2 error in the input
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `measure`; `check`, whose options stand between sbatch's, has its own in
-    check_job.py.
-    """
+    """Return the parser of `measure`; that of `check` is in check_job.py."""
     parser = Parser("preflight.py measure", description=MEASURE)
     parser.add_argument(
         "--cluster",
@@ -93,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def command() -> None:
-    """Run as the program of this process, whose end waits for no library's threads."""
+    """Run as a program that exits without waiting for threads of libraries."""
     leave(main())
 
 

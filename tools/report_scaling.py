@@ -29,7 +29,7 @@ from megatron.untrusted import write_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="PATH", help="folder of runs, or metrics file")
     parser.add_argument(
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-plots",
         action="store_true",
-        help="with --out: write no picture (then matplotlib is not needed)",
+        help="with --out: write no plot (then matplotlib is not needed)",
     )
     parser.add_argument(
         "--warm-up",
@@ -57,16 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
-    """Write the report into a folder; returns its files. Raises ConfigError where it cannot be
-    written.
-    """
+    """Write the report into a folder; return its files. Raises ConfigError if not writable."""
     rows, picture = out / "report.csv", out / "scaling.png"
     try:
         out.mkdir(parents=True, exist_ok=True)
         drawn = [picture] if plots and draw(series, picture) else []
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: {error.strerror or error}: choose a folder that can be written"
+            f"--out {out}: {error.strerror or error}: choose a writable folder"
         ) from error
     write_text(rows, as_csv(series), choose="another --out folder")
     return [rows, *drawn]
@@ -74,7 +72,7 @@ def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     args = build_parser().parse_args(argv)
     found = [figures(run, args.warm_up, args.peak_tflops) for run in find_runs(args.runs)]
     series = compare(found)
@@ -89,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"wrote {path}")
     if not any(member.steady for member in found):
         print_error(
-            f"nothing to report: none of {len(found)} run(s) has a steady step; each says why above"
+            f"nothing to report: none of {len(found)} run(s) has a steady step; reasons are above"
         )
         return 1
     return 0

@@ -41,7 +41,7 @@ _COUNT = whole(1, MOST_PROCESSES)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     usage = "%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]"
     parser = Parser(description=__doc__, usage=usage)
     parser.add_argument(
@@ -165,12 +165,12 @@ def build_parser() -> argparse.ArgumentParser:
 def _numbers(text: str) -> tuple[int, ...]:
     parts = text.replace(",", " ").split()
     if not parts:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a list of whole numbers such as 1,2,4")
     return tuple(_COUNT(part) for part in parts)
 
 
 def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None) -> Request:
-    """The request that the command line makes; `flags` are pretrain_gpt.py's."""
+    """Return the request of the command line; `flags` are those of pretrain_gpt.py."""
     tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
     return Request(
         args.kind,
@@ -186,9 +186,7 @@ def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster |
 
 
 def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> str:
-    """The longest job on so many nodes as sbatch takes it. Raises ConfigError where nothing is
-    known.
-    """
+    """Return the longest time of a job for sbatch -t. Raises ConfigError if unknown."""
     if cluster is None:
         raise ConfigError("--print-limit needs --cluster")
     minutes = round(60 * cluster.wall_limit_hours(nodes, partition))
@@ -198,9 +196,7 @@ def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> s
 def list_jobs(
     args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
 ) -> None:
-    """Print what a job of its own needs for each point that is still to run; a dash: the default
-    partition.
-    """
+    """Print the needs of a separate job for each open point; a dash is the default partition."""
     for point in points:
         if state_of(root / point.name, point)[0] in ("", "interrupted"):
             partition = args.partition if point.fits_alone else point.queue or args.partition
@@ -213,7 +209,7 @@ def list_jobs(
 
 
 def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
-    """The points of these names. Raises ConfigError for one that is not there."""
+    """Return the points of these names. Raises ConfigError for an unknown name."""
     known = {point.name: point for point in points}
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -224,7 +220,7 @@ def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
 def dry_run(
     args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
 ) -> None:
-    """Print the table of points and what there is to say about them."""
+    """Print the table of points, and remarks on them."""
     print_table(experiment.table(points, root))
     nodes = args.nodes or max(p.nodes for p in points)
     for line in experiment.remarks(points, nodes, cluster, not args.one_at_a_time, args.partition):
@@ -232,12 +228,12 @@ def dry_run(
 
 
 def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
-    """Run the points; returns the exit code."""
+    """Run the points; return the exit code."""
     hosts: tuple[str, ...] = ()
     if args.launcher == "slurm":
         if args.hosts_file is None or not args.hosts_file.is_file():
             raise ConfigError(
-                "no nodes: inside an allocation give --hosts-file FILE, as "
+                "no nodes: give --hosts-file FILE inside an allocation, as "
                 "examples/frontier/weak_scaling.sh does; --launcher local runs on this machine, "
                 "--dry-run shows what would run"
             )
@@ -256,7 +252,7 @@ def _say(line: str) -> None:
 
 
 def summary(outcome: Experiment, root: Path) -> None:
-    """Print what became of the points and how to go on."""
+    """Print the outcome of the points, and the command for the report."""
     there = len(outcome.done) + len(outcome.skipped)
     _say(
         f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; "
@@ -270,7 +266,7 @@ def summary(outcome: Experiment, root: Path) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
     cluster = None if args.cluster in ("none", "") else load_cluster(args.cluster)

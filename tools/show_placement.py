@@ -37,7 +37,7 @@ from megatron.untrusted import without_waiting
 
 
 class RankRow(NamedTuple):
-    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
+    """Row of a rank. `chunks` are the layers of each of its chunks, in the order of the model."""
 
     rank: int
     node: int
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def rows_of(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
-    """Make a row of COLUMNS of every rank."""
+    """Yield a row of COLUMNS for every rank."""
     for row in rank_rows(config, placement):
         yield (
             *map(str, row[:-1]),
@@ -111,7 +111,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> None:
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
-    """Print the placement and the tables that the flags ask for."""
+    """Print the placement and the requested tables."""
     config = parse_plan(flags)
     if config.parallel.cluster is None:
         raise ConfigError(
@@ -129,7 +129,7 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, or 2 after an error."""
+    """Run and return the exit code: 0, or 2 after an error."""
     args, flags = build_parser().parse_known_args(argv)
     show(
         args,

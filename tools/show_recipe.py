@@ -37,9 +37,7 @@ _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A preset with flags, on the nodes that its script in examples/frontier asks for; `note` goes
-    with its name.
-    """
+    """Preset with flags, on the nodes of its script in examples/frontier; `note` extends its name."""
 
     model: str
     kind: str
@@ -59,8 +57,10 @@ def _paper(
     note: str = "",
     placement: str = _PLAIN,
 ) -> Recipe:
-    """Make a recipe as Dash et al. ran it: fp16, a vocabulary of 51,200, and ranks in plain order
-    unless `placement` is ""."""
+    """Return a recipe as run by Dash et al.
+
+    It has fp16, a vocabulary of 51,200, and ranks in plain order unless `placement` is "".
+    """
     flags = (
         f"--preset gpt-{model.lower()} --fp16 --make-vocab-size-divisible-by {vocabulary_multiple}"
     )
@@ -73,7 +73,7 @@ def _ours(model: str, nodes: int, more: str = "", note: str = "") -> Recipe:
     )
 
 
-# Beside each recipe of ours stands the paper's layout with the same devices and samples a step.
+# Each of our recipes is paired with the paper's layout on the same devices and samples per step.
 # Their weak scaling has 640 (175B) and 1600 (1T) samples per replica of their layout: 10,240 and
 # 9,600 on the same devices.
 RECIPES: tuple[Recipe, ...] = (
@@ -105,9 +105,9 @@ def name_of(recipe: Recipe) -> str:
 
 
 def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:
-    """Layout, memory and time of configurations by name, on the placement that is chosen for each.
+    """Tabulate layout, memory and time of configurations by name, on the placement of each.
 
-    Raises ConfigError for one that the cluster cannot run.
+    Raises ConfigError for one that does not fit on the cluster.
     """
     layouts, memory, times = [], [], []
     for name, config in configs.items():
@@ -208,7 +208,7 @@ def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Conf
     if args.all:
         if flags or args.vary:
             raise ConfigError(
-                "--all shows the recipes as they are: give no other flags beside it but --markdown"
+                "--all shows the unmodified recipes: it can be combined only with --markdown"
             )
         return {name_of(recipe): parse_plan(recipe.argv()) for recipe in RECIPES}
     if args.vary is None:
@@ -233,8 +233,8 @@ def main(argv: Sequence[str]) -> int:
                 f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed."
             )
         print(
-            "Nothing is measured, and not counted are the runtime, the communication library, "
-            "unusable memory."
+            "All figures are predictions; memory of the runtime, the communication library and "
+            "fragmentation is not included."
         )
     return 0
 

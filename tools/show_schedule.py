@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show a pipeline schedule: what each rank does when, how long it waits, and what it holds.
+"""Show a pipeline schedule: each rank's passes over time, its waits and its memory.
 
 python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
 """
@@ -25,7 +25,7 @@ _TIME = real(least=0)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(description="Show a pipeline schedule as text, and as a picture with --plot.")
+    parser = Parser(description="Show a pipeline schedule as text, and as a plot with --plot.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
         "--pipeline-size",

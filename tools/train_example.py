@@ -1,6 +1,6 @@
 """Train a small GPT on text from this machine, and print a sample. `make train` runs this.
 
-Makes a corpus from the Python standard library and trains a vocabulary on it; both are kept in
+Creates a corpus from the Python standard library and trains a vocabulary on it; both are kept in
 --folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
 ZeRO-1), or on the machine's accelerators, and plots the loss. Exit code 1 if the validation loss
 does not fall as expected.
@@ -32,12 +32,12 @@ from megatron.training.run.process import as_tool
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
-PEERS_LEAVE_S = 60.0  # how long the other processes may take to end after one failed
+PEERS_LEAVE_S = 60.0  # time for the other processes to end after one failed
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the example is."""
+    """Size of the example."""
 
     corpus_megabytes: float
     vocab_size: int
@@ -61,9 +61,7 @@ QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the example runs on: `processes` of `threads` threads each on "cuda" (CUDA or ROCm) or
-    "cpu".
-    """
+    """Machine of the example: `processes` of `threads` threads, on "cuda" (or ROCm) or "cpu"."""
 
     device: str
     processes: int
@@ -73,7 +71,7 @@ class Machine:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "--folder",
@@ -95,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code: 0, 1 when the loss did not fall enough, 2 after an error."""
+    """Run and return the exit code: 0, 1 if the loss did not fall enough, 2 after an error."""
     args = build_parser().parse_args(argv)
     size, folder = QUICK if args.quick else FULL, Path(args.folder)
     iterations = args.iterations or size.iterations
@@ -198,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Steps:
-    """Runs the parts of the example under headings, and remembers how long each took."""
+    """Run the parts of the example under headings, and record their times."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
@@ -214,25 +212,23 @@ class Steps:
 
 
 def tool(name: str, *arguments: object) -> list[str]:
-    """The command that runs one of the tools beside this one."""
+    """Return the command of another tool in this folder."""
     return [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
 
 
 def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end; LaunchError when it fails."""
+    """Run a command to its end. Raises LaunchError if it fails."""
     code = subprocess.run(
         list(command), env=None if env is None else dict(env), check=False
     ).returncode
     if code:
         raise LaunchError(
-            f"{Path(command[1]).name} ended with exit code {code}: its message stands above"
+            f"{Path(command[1]).name} ended with exit code {code}: see its message above"
         )
 
 
 def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
-    """Run `command` unless its outputs exist and were made by the same command from inputs that did
-    not change.
-    """
+    """Run `command`, unless its outputs exist from the same command and unchanged inputs."""
     stamp = target.with_name(target.name + ".made-by.json")
     inputs = {
         a: os.stat(a).st_mtime_ns
@@ -241,7 +237,7 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
     }
     wanted = json.dumps({"command": list(command[2:]), "inputs": inputs})
     if all(path.exists() for path in outputs) and stamp.exists() and stamp.read_text() == wanted:
-        print(f" kept from last time: {', '.join(map(str, outputs))}", flush=True)
+        print(f" reused: {', '.join(map(str, outputs))}", flush=True)
         return
     stamp.unlink(missing_ok=True)
     execute(command)
@@ -249,9 +245,7 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
 
 
 def choose_machine() -> Machine:
-    """Accelerators where there are any, otherwise 2 processes on the CPU in the format that
-    multiplies faster.
-    """
+    """Choose accelerators if present, otherwise 2 CPU processes in the faster dtype."""
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -263,17 +257,15 @@ def choose_machine() -> Machine:
     rates = {dtype: matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
     bf16 = rates[torch.bfloat16] > rates[torch.float32]
     reason = (
-        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at "
-        f"{rates[torch.float32]:.0f} GFLOP/s in fp32 and at {rates[torch.bfloat16]:.0f} in bf16: "
-        f"{'bf16' if bf16 else 'fp32'} it is"
+        f"2 processes of {threads} thread(s) on the CPU, in {'bf16' if bf16 else 'fp32'} (matrix "
+        f"products: {rates[torch.float32]:.0f} GFLOP/s in fp32, {rates[torch.bfloat16]:.0f} in "
+        "bf16)"
     )
     return Machine("cpu", 2, threads, bf16, reason)
 
 
 def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
-    """Rate of [1024, 256] x [256, 1024] products, the MLP's of the example, over about
-    `seconds`.
-    """
+    """Measure the rate of [1024, 256] x [256, 1024] products, as in the example's MLP."""
     import torch
 
     a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
@@ -288,7 +280,7 @@ def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
 def training_arguments(
     size: Size, machine: Machine, iterations: int, vocabulary: Path, data: Path, run: Path
 ) -> list[str]:
-    """The arguments of pretrain_gpt.py."""
+    """Return the arguments of pretrain_gpt.py."""
     settings: dict[str, object] = {
         "num-layers": size.layers,
         "hidden-size": size.hidden,
@@ -329,7 +321,7 @@ def training_arguments(
 
 
 def environment(machine: Machine) -> dict[str, str]:
-    """The environment of a process."""
+    """Return the environment of a process."""
     env = dict(os.environ)
     if machine.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(machine.threads))
@@ -337,7 +329,7 @@ def environment(machine: Machine) -> dict[str, str]:
 
 
 def train(arguments: Sequence[str], machine: Machine) -> None:
-    """Start the processes as a launcher would, and wait for all. LaunchError when one fails."""
+    """Start processes as a launcher would, and wait for all. Raises LaunchError if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -367,9 +359,7 @@ def train(arguments: Sequence[str], machine: Machine) -> None:
 
 
 def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait; after one fails the others get some time to say what they saw. LaunchError when one
-    failed.
-    """
+    """Wait for all; after a failure the others get time to report. Raises LaunchError."""
     deadline = None
     while any(process.poll() is None for process in processes):
         if deadline is None and any(process.poll() for process in processes):
@@ -380,14 +370,12 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     codes = [process.poll() for process in processes]
     if any(codes):
         raise LaunchError(
-            f"training failed, exit codes of the processes {codes}: their messages stand above"
+            f"training failed, exit codes of the processes {codes}: see their messages above"
         )
 
 
 def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
-    """Print what came out; the exit code: 1 when the validation loss did not fall by
-    `size.least_drop_nats`.
-    """
+    """Print the results; return 1 if the validation loss fell less than `least_drop_nats`."""
     records = read_records(run / "metrics.jsonl")
     valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
     iterations = [r for r in records if r["event"] == "iteration"]
@@ -397,7 +385,7 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     print("\n=== summary")
     for title, seconds in steps.seconds.items():
         print(f" {seconds:7.1f} s  {title}")
-    print(f" {time.monotonic() - steps.start:7.1f} s  in all")
+    print(f" {time.monotonic() - steps.start:7.1f} s  in total")
     print(
         f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, "
         f"{last['lm_loss']:.3f} at iteration {last['iteration']}: down by {drop:.3f} nats"
@@ -407,8 +395,7 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     if drop >= size.least_drop_nats:
         return 0
     print_error(
-        f"the validation loss came down by {drop:.3f} nats; it should by at least "
-        f"{size.least_drop_nats}"
+        f"the validation loss fell by {drop:.3f} nats, expected at least {size.least_drop_nats}"
     )
     return 1
 

@@ -85,9 +85,9 @@ def train_vocabulary(
     num_threads: int = 2,
     seed: int = 1234,
 ) -> int:
-    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file;
-    return its size.
+    """Train byte-pair encoding on up to `sample_bytes` of documents; return its vocabulary size.
 
+    The model is written to a file.
     Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
     give the same model. Text is not normalised, white space is kept, and characters without a piece
     are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
@@ -148,15 +148,16 @@ def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[
 
 
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
-    """Return lines of the first documents, up to `sample_bytes`. Newlines are symbols, so no piece
-    spans lines.
+    """Return lines of the first documents, up to `sample_bytes`.
+
+    Newlines are symbols, so no piece spans lines.
     """
     lines: list[str] = []
     size = 0
     for document in documents:
         for line in document.split("\n"):
             encoded = len(line.encode())
-            # Tabs are symbols too, and reserved in training. A long line is data, not text.
+            # Tabs are symbols, too, and reserved in training. Long lines are data, not text.
             if line.strip() and encoded <= _MAX_LINE_BYTES:
                 lines += [part for part in line.split("\t") if part]
                 size += encoded

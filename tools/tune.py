@@ -34,13 +34,13 @@ EPILOG = """\
 searches:
 {searches}
 
-Exit codes: 0 a best layout was found and confirmed, and no trials are left; 1 no layout has valid figures; 2 error in
-the input; 3 interrupted, or out of time or nodes while trials are left: the same command resumes; 4 out of time before
-any trial ended."""
+Exit codes: 0 a best layout was found and confirmed, and all trials are done; 1 no layout has valid figures; 2 error in
+the input; 3 interrupted, or out of time or nodes with trials left: the same command resumes; 4 out of time before any
+trial finished."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser."""
     width = max(map(len, SEARCHES))
     searches = "\n".join(f"  {name:{width}}  {text}" for name, text in SEARCHES.items())
     parser = Parser(
@@ -215,7 +215,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run and return the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
     return tune.run(args, with_preset(args.preset, flags))

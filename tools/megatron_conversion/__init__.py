@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron and of Megatron-DeepSpeed, read into this program's tensors.
+"""Conversion of checkpoints of Megatron and of Megatron-DeepSpeed.
 
-deepspeed.py, megatron.py   which files there are, and which parameter is in which of them
-source.py                   what a reader returns; Megatron's arguments as settings of ours
-names.py                    names of parameters, and tensor-parallel parts joined into whole tensors
-unpickle.py                 pickles, without running anything that is in them
-convert.py                  all of it together: find, check, write
+deepspeed.py, megatron.py   readers: the files, and the parameters in them
+source.py                   the result of a reader; Megatron's arguments as our settings
+names.py                    names of parameters; tensor-parallel parts joined into whole tensors
+unpickle.py                 pickles, without executing anything in them
+convert.py                  the conversion: find, check, write
 """

@@ -1,6 +1,4 @@
-"""Find a foreign checkpoint, check that a model of ours has the same parameters, and write it in
-our format.
-"""
+"""Conversion of a foreign checkpoint: find it, check its parameters, write it in our format."""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ _TRACKER_LIMIT_BYTES = 4096
 
 @dataclass
 class Plan:
-    """A foreign checkpoint that can be converted.
+    """Plan to convert a foreign checkpoint.
 
     shapes   global shape of each parameter, by our names
-    rules    how its tensor-parallel parts are laid out
-    notes    what a user should know
+    rules    layout of its tensor-parallel parts
+    notes    remarks for the user
     """
 
     source: Source
@@ -55,8 +53,7 @@ class Plan:
 
 
 def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder to read: DIRECTORY itself, the one that its tracker file names, or `tag` in
-    it.
+    """Return the folder to read: DIRECTORY itself, that of its tracker file, or `tag` in it.
 
     Raises CheckpointError.
     """
@@ -78,9 +75,7 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
 
 
 def _tracked(root: Path) -> str:
-    """Return the folder that a tracker file names; where DeepSpeed's is there, its engine wrote the
-    checkpoint.
-    """
+    """Return the folder that a tracker file names; DeepSpeed's tracker file takes precedence."""
     for name in ("latest", TRACKER):
         if (root / name).is_file():
             data = read_bytes(root / name, _TRACKER_LIMIT_BYTES, error=CheckpointError)
@@ -107,7 +102,7 @@ def read_source(
     if any(
         name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
     ):
-        why = "is of ZeRO stage 3: use the zero_to_fp32.py beside it, which makes a file of weights"
+        why = "is of ZeRO stage 3: extract its weights with the zero_to_fp32.py beside it"
     elif "zero" in names:
         why = "is a universal checkpoint: convert the one that it was made from"
     elif ".metadata" in names or "boxes.json" in names:
@@ -118,11 +113,10 @@ def read_source(
 
 
 def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
-    """Check a source against the model that its arguments and the settings `chosen` by the user
-    describe.
+    """Check a source against the model of its arguments and the user's settings `chosen`.
 
-    Raises CheckpointError where tensors are missing, unknown or of another shape, and ConfigError
-    for bad settings.
+    Raises CheckpointError for tensors that are missing, unknown or of another shape, and
+    ConfigError for invalid settings.
     """
     with laid_out(source.folder):
         settings, notes = settings_of(source.arguments)
@@ -132,7 +126,7 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
         if model.num_layers > len(layers):
             raise CheckpointError(
-                f"{source.folder} has {len(layers)} layers, and with these settings the model has "
+                f"{source.folder} has {len(layers)} layers, but with these settings the model has "
                 f"{model.num_layers}: correct --num-layers"
             )
         shapes = global_shapes(config)
@@ -164,7 +158,7 @@ def _rows(source: Source) -> int:
 def _completed(
     settings: dict[str, Any], source: Source, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add settings that follow from the tensors, where there are no arguments."""
+    """Add settings that follow from the tensors, for missing arguments."""
     parts = source.parts
     if not source.arguments:
         shown: dict[str, Any] = {
@@ -211,11 +205,11 @@ def convert(
 ) -> Path:
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
-    provenance   provenance to be kept beside that of the source
+    provenance   provenance to store beside that of the source
     progress   called with (parameters written, all parameters)
 
-    Raises CheckpointError when the optimizer's masters are not those of the weights, or when it
-    cannot be written.
+    Raises CheckpointError if the optimizer's masters do not match the weights, or if it cannot be
+    written.
     """
     source = plan.source
     state = dict(source.counters)
@@ -254,15 +248,13 @@ def convert(
 def _tensors(
     plan: Plan, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in a checkpoint, fp32 tensor), one after another; nothing is kept."""
+    """Yield (name in a checkpoint, fp32 tensor), one after another, without keeping them."""
     for done, name in enumerate(plan.shapes, 1):
         parts = plan.source.parts[name]
         if is_replicated(name) and any(
             not torch.equal(part.weight, parts[0].weight) for part in parts[1:]
         ):
-            plan.notes.append(
-                f"{name} is not the same on all tensor ranks: that of the first is taken"
-            )
+            plan.notes.append(f"{name} differs between tensor ranks: using that of the first")
         for kind in KINDS if plan.optimizer else KINDS[:1]:
             yield (
                 f"{kind}.{name}",
@@ -272,16 +264,14 @@ def _tensors(
 
 
 def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
-    """Return a part's tensor, fp32; a master must round to the weight that the model computes
-    with.
-    """
+    """Return a part's tensor in fp32; a master must round to the model's weight."""
     if part.state is None or not plan.optimizer:
         return part.weight.float()
     value = part.state(kind).detach().float()
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
-            "files of different steps or layouts. Convert without the optimizer (--no-optim) if "
-            "the weights are the right ones"
+            "the files are of different steps or layouts. If the weights are the right ones, "
+            "convert without the optimizer (--no-optim)"
         )
     return value

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed's engine wrote: those of Megatron-DeepSpeed, with or without pipeline.
+"""Reader of checkpoints of DeepSpeed's engine: Megatron-DeepSpeed's, with or without pipeline.
 
     global_step100/mp_rank_01_model_states.pt               a model-parallel rank (stage x tensor
     size + tensor rank):
@@ -56,11 +56,12 @@ def read_deepspeed(
 ) -> Source:
     """Read a folder that DeepSpeed's engine wrote.
 
-    optimizer   whether its state is wanted
-    version     checkpoint_version, instead of that in the files
+    optimizer   whether to read its state
+    version     checkpoint_version that overrides the one in the files
     plain       see unpickle.load_file
 
-    Raises CheckpointError, naming files, where some are missing, damaged or not of one checkpoint.
+    Raises CheckpointError with the names of files that are missing, damaged or of another
+    checkpoint.
     """
     listed = sorted(folder.iterdir())
     experts = [path.name for path in listed if "_expert_" in path.name]
@@ -117,11 +118,8 @@ def read_deepspeed(
 def _modules(
     states: Mapping[Path, Mapping[str, Any]],
 ) -> tuple[Weights, Callable[[str], str | None]]:
-    """Return the weights of a checkpoint without pipeline, and what translates names in its
-    optimizer.
-    """
-    # Of two names of one tensor the optimizer has the first. A tied embedding is an embedding to
-    # us.
+    """Return a non-pipeline checkpoint's weights, and the translator of its optimizer's names."""
+    # The optimizer has the first of two names of a tensor. A tied embedding is an embedding here.
     again = attributes(next(iter(states.values())).get("shared_params"))
     tied = {
         first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS
@@ -148,13 +146,13 @@ def _modules(
 def _layers(
     folder: Path, layer_files: Mapping[int, Mapping[int, Path]], tensor: int, plain: Sequence[str]
 ) -> tuple[Weights, Callable[[str], str | None]]:
-    """Return the same of a checkpoint with pipeline."""
+    """Return a pipeline checkpoint's weights, and the translator of its optimizer's names."""
     for files in layer_files.values():
         if sorted(files) != list(range(tensor)):
             example = re.sub(r"model_\d+-", "model_NN-", next(iter(files.values())).name)
             raise CheckpointError(
-                f"{folder} was written by {tensor} tensor-parallel ranks, but {example} is there "
-                f"for {sorted(files)}"
+                f"{folder} was written by {tensor} tensor-parallel ranks, but {example} exists for "
+                f"ranks {sorted(files)}"
             )
     loaded = {
         n: [load_file(files[t], plain) for t in range(tensor)]
@@ -177,16 +175,18 @@ def _shards(
     translate: Callable[[str], str | None],
     plain: Sequence[str],
 ) -> list[tuple[ZeroShards, dict[str, str]]]:
-    """Return the optimizer's shards of each model-parallel rank, with their names of parameters by
-    ours; empty, with a note, where there are none."""
+    """Return each model-parallel rank's optimizer shards, with their parameter names by ours.
+
+    Without shards the result is empty, with a note.
+    """
     files = shards_in(source.folder)
     if not files:
         kept = any(state.get("optimizer") for state in states.values())
         source.notes.append(
             "its optimizer's state is not in ZeRO's shards, and has no names of parameters: only "
-            "weights are taken"
+            "the weights are converted"
             if kept
-            else "it has no optimizer state: only weights are taken"
+            else "it has no optimizer state: only the weights are converted"
         )
         return []
     absent = [rank for rank in states if rank not in files]
@@ -207,7 +207,7 @@ def _shards(
             f"{source.folder}: optimizer shards of different steps: {sorted(map(str, steps))}"
         )
     if not all(shards.is_adam for shards, _ in found):
-        source.notes.append("its optimizer is not Adam: only weights are taken")
+        source.notes.append("its optimizer is not Adam: only the weights are converted")
         return []
     scaler = found[0][0].loss_scaler
     if "scale_window" in scaler:  # a dynamic loss scale
@@ -228,9 +228,7 @@ def _state(
     name: str,
     weight: torch.Tensor,
 ) -> Callable[[str], torch.Tensor]:
-    """Return what reads the optimizer's state of one part, from the first stage that has the
-    parameter.
-    """
+    """Return a reader of one part's optimizer state, on the first stage with the parameter."""
     for shards, names in stages:
         if name in names:
             return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
@@ -240,8 +238,9 @@ def _state(
 
 
 def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return {model-parallel rank: {data-parallel rank: file}}. Raises CheckpointError where one
-    rank has two files.
+    """Return {model-parallel rank: {data-parallel rank: file}}.
+
+    Raises CheckpointError if a rank has two files.
     """
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
@@ -257,9 +256,7 @@ def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 class _Stretch(NamedTuple):
-    """`numel` numbers from `start` of a group's flat tensors (by kind) in the shard of
-    data-parallel rank `data`.
-    """
+    """Range of `numel` elements from `start` in a group's flat tensors, in shard `data`."""
 
     data: int
     flat: Mapping[str, torch.Tensor]
@@ -268,11 +265,11 @@ class _Stretch(NamedTuple):
 
 
 class ZeroShards:
-    """The optimizer shards of one model-parallel rank.
+    """Optimizer shards of one model-parallel rank.
 
-    step         Adam's steps; None where the optimizer is not Adam
-    is_adam      whether both of Adam's moments are there
-    loss_scaler  attributes of DeepSpeed's loss scaler; empty where there is none
+    step         Adam's steps; None if the optimizer is not Adam
+    is_adam      whether it has both of Adam's moments
+    loss_scaler  attributes of DeepSpeed's loss scaler; empty if there is none
     names        parameters, by their names in the module
     """
 
@@ -302,8 +299,8 @@ class ZeroShards:
                 r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name
             )
             raise CheckpointError(
-                f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where "
-                f"{expected} wrote: {example} is {'missing' if missing else 'from another run'}"
+                f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks, but "
+                f"{expected} wrote it: {example} is {'missing' if missing else 'from another run'}"
             )
         pieces = [_pieces(state) for state in states]
         self.loss_scaler = attributes(states[0].get("loss_scaler"))
@@ -322,8 +319,9 @@ class ZeroShards:
         )
 
     def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape. Raises
-        CheckpointError.
+        """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape.
+
+        Raises CheckpointError.
         """
         stretches = self._where[name]
         held = sum(s.numel for s in stretches)
@@ -344,9 +342,7 @@ class ZeroShards:
 
 
 def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Return the flat tensors of a shard: of each group {"master": ..., "exp_avg": ...,
-    "exp_avg_sq": ...}.
-    """
+    """Return a shard's flat tensors by group: {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
     masters = state["single_partition_of_fp32_groups"]
     base = state["base_optimizer_state"]
     # A plain torch state dict, or with DeepSpeed's elastic checkpoints a list over the groups.
@@ -361,7 +357,7 @@ def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
 
 
 def _step(state: Mapping[str, Any]) -> int | None:
-    """Return Adam's count, which optimizers keep for each tensor or for each group."""
+    """Return Adam's step count, which optimizers store per tensor or per group."""
     base = state["base_optimizer_state"]
     places = base if isinstance(base, list) else [*base["state"].values(), *base["param_groups"]]
     for place in (*places, {"step": state.get("base_optimizer_state_step")}):
@@ -376,9 +372,7 @@ _Pieces = list[dict[str, torch.Tensor]]
 def _mapped(
     states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]
 ) -> dict[str, list[_Stretch]]:
-    """Return where the shards have parameters: their parts follow one another over the
-    data-parallel ranks.
-    """
+    """Locate parameters in the shards; their parts are in order of the data-parallel ranks."""
     found: dict[str, list[_Stretch]] = {}
     for data, state in enumerate(states):
         for flat, mapping in zip(pieces[data], state["param_slice_mappings"], strict=True):
@@ -391,13 +385,11 @@ def _mapped(
 
 
 def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stretch]]:
-    """Return where parameters are that lie end to end in the order of `param_shapes`, a dict for
-    each group.
-    """
+    """Locate parameters that are concatenated in the order of `param_shapes`, a dict per group."""
     if not param_shapes:
         raise CheckpointError(
-            "the ZeRO shards do not contain where parameters are (neither param_slice_mappings nor "
-            "param_shapes): convert without the optimizer (--no-optim)"
+            "the ZeRO shards do not contain the positions of parameters (neither "
+            "param_slice_mappings nor param_shapes): convert without the optimizer (--no-optim)"
         )
     found: dict[str, list[_Stretch]] = {}
     for group, shapes in enumerate(

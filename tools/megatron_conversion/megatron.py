@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron without DeepSpeed: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
+"""Reader of checkpoints of Megatron: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
 A rank's file holds arguments, weights (`model`, or `model0`, `model1`, ... with virtual stages) and
-the optimizer. That has no names in it: its tensors are in the order of the parameters, those with
-weight decay before those without. They are assigned by order and shape and checked against the
+the optimizer. The optimizer has no names: its tensors are in the order of the parameters, those
+with weight decay before those without. They are assigned by order and shape and checked against the
 weights: a master must round to its weight.
 """
 
@@ -96,8 +96,7 @@ def _models(state: Mapping[str, Any]) -> Models:
 def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
     """Return (pipeline rank, virtual stage, {name there: our name}) in order of the model.
 
-    Layers are counted from 0 in every virtual stage; those of later stages come after all before
-    them.
+    Layers are counted from 0 in every virtual stage; those of later stages follow all earlier ones.
     """
     if len({len(chunks) for chunks in models}) > 1:
         raise CheckpointError(
@@ -114,7 +113,7 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
 
 
 class _Unusable(Exception):
-    """Give the reason why the optimizer's state cannot be read."""
+    """Reason why the optimizer's state cannot be read."""
 
 
 def _optimizers(
@@ -122,11 +121,11 @@ def _optimizers(
     states: Mapping[tuple[int, int], dict[str, Any]],
     models: Mapping[tuple[int, int], Models],
 ) -> dict[tuple[int, int], State]:
-    """Return the optimizer's state of each rank; empty, with a note, where it cannot be read."""
+    """Return the optimizer's state of each rank; empty, with a note, if it cannot be read."""
     try:
         found = {rank: _optimizer(state, models[rank]) for rank, state in states.items()}
     except _Unusable as why:
-        source.notes.append(f"{why}: only weights are taken")
+        source.notes.append(f"{why}: only the weights are converted")
         return {}
     steps = {step for _, step in found.values()}
     if len(steps) > 1:
@@ -156,7 +155,7 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
         )
     moments, groups = base["state"], base["param_groups"]
     masters = held.get("fp32_from_fp16_params")
-    # The head's weight is a parameter of its own only where the first embedding is on another rank.
+    # The head's weight is a separate parameter only if the first embedding is on another rank.
     embedding = any(
         "word_embeddings_for_head" not in n and "word_embeddings." in n for m in models for n in m
     )

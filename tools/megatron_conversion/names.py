@@ -1,7 +1,7 @@
-"""Parameters of Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline: their names as ours, their
-parts joined.
+"""Names of foreign parameters as our names, and joining of tensor-parallel parts.
 
-Our names are those of the parameters' Shardings, with layers counted over the whole model.
+The sources are Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline. Our names are those of the
+parameters' Shardings, with layers counted over the whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORD_EMBEDDINGS, POSITION_EMBEDDINGS = (
 )
 OUTPUT_LAYER, FINAL_NORM = "output_layer.weight", "final_layernorm"
 
-# Entries that are no parameters: buffers, and the last stage's copy of a tied embedding.
+# Entries that are not parameters: buffers, and the last stage's copy of a tied embedding.
 _IGNORED = re.compile(
     r"(^|\.)(_extra_state|inv_freq|masked_bias)|(^|\.)word_embeddings_for_head\.|(^|\.)rotary_pos_emb\."
 )
@@ -51,9 +51,7 @@ _CORE = {
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dicts under joined names, in order; other values are left
-    out.
-    """
+    """Return the tensors of nested dicts under joined names, in order, without other values."""
     found: dict[str, torch.Tensor] = {}
     for key, value in nested.items():
         if isinstance(value, torch.Tensor):
@@ -64,10 +62,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
 
 
 def ours(name: str, first_layer: int = 0) -> str | None:
-    """Return our name of a parameter; None for what is none. Layers in the name count from
-    `first_layer`.
+    """Return our name of a parameter; None for other entries. Layers count from `first_layer`.
 
-    An unknown name is returned as it is; `convert` refuses names that the model does not have.
+    An unknown name is returned unchanged; `convert` refuses names that the model does not have.
 
     >>> ours("language_model.encoder.layers.1.self_attention.dense.weight", first_layer=2)
     'layers.3.self_attention.dense.weight'
@@ -109,9 +106,7 @@ class PipelineNames:
         return ours(self._prefixes[number] + name)
 
     def in_module(self, name: str) -> str | None:
-        """Return our name for a name in the whole module: 3.input_layernorm.weight,
-        tied_modules.embed.NAME.
-        """
+        """Return our name for a module name: 3.input_layernorm.weight, tied_modules.embed.NAME."""
         if tied := re.match(r"^tied_modules\.[^.]+\.(.+)$", name):
             return ours(tied[1])
         numbered = re.match(r"^(\d+)\.(.+)$", name)
@@ -152,10 +147,10 @@ def is_replicated(name: str) -> bool:
 
 
 def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tensor:
-    """Return the global tensor of parameter `name` (ours), in our order of rows, from its parts by
-    tensor rank.
+    """Return the global tensor of parameter `name` (ours), in our row order, from its parts.
 
-    Of replicated parameters the first is taken. Raises CheckpointError when the parts do not fit.
+    Parts are by tensor rank; for replicated parameters the first is used. Raises CheckpointError if
+    the parts do not fit.
     """
     try:
         if is_replicated(name):
@@ -163,8 +158,7 @@ def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tenso
         if "query_key_value." in name:
             return _joined([_ordered(part, rules) for part in parts], 0)
         if "dense_h_to_4h." in name and rules.swiglu:
-            # Each rank has [gate; value] of its own columns; here the two are matrices side by
-            # side.
+            # Each rank has [gate; value] of its columns; here gate and value are whole matrices.
             row = parts[0].shape[-1:] if name.endswith(".weight") else ()
             return _joined([part.reshape(2, -1, *row) for part in parts], 1)
         if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER):

@@ -1,4 +1,4 @@
-"""A foreign checkpoint as its reader returns it, and Megatron's arguments as our settings."""
+"""Foreign checkpoint as returned by its reader, and Megatron's arguments as our settings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _RUN = (
     "global_batch_size",
     "micro_batch_size",
 )
-# Arguments that have another meaning here, or none: (name, values that mean it is off).
+# Arguments with another meaning here, or none: (name, values that mean it is off).
 _UNKNOWN = (
     ("num_experts", (None, 0, 1, [1], (1,))),
     ("multi_latent_attention", (None, False)),
@@ -84,9 +84,9 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor rank's part of a parameter.
+    """Tensor rank's part of a parameter.
 
-    weight   as the model computes with it
+    weight   in the model's dtype
     state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
              optimizer state
     """
@@ -97,11 +97,11 @@ class Part:
 
 @dataclass
 class Source:
-    """A foreign checkpoint. Tensors stay in its files until they are read.
+    """Foreign checkpoint. Tensors stay in its files until they are read.
 
     kind             name of the program that wrote it
     iteration        iterations done
-    arguments        the settings it was trained with, by Megatron's names; empty where it has none
+    arguments        settings of its training, by Megatron's names; empty if it has none
     version          Megatron's checkpoint_version
     files            all files that were read
     parts            by our name of each parameter: the part of each tensor rank
@@ -109,7 +109,7 @@ class Source:
     optimizer_step   Adam's count of steps; None without optimizer state
     loss_scale       state of a dynamic loss scale
     data_size        number of data-parallel ranks whose shards were found
-    notes            what a user should know
+    notes            remarks for the user
     """
 
     kind: str
@@ -136,10 +136,9 @@ def source_of(
     tensor: int,
     pipeline: int,
 ) -> Source:
-    """Return a source with what the model-parallel ranks' files say of the run: `states` by file,
-    the first one first.
+    """Return a source with the run's data from the model-parallel ranks' files.
 
-    Raises CheckpointError where they are of different iterations.
+    `states` are by file, in order of ranks. Raises CheckpointError for different iterations.
     """
     first = next(iter(states.values()))
     arguments = attributes(first.get("args"))
@@ -162,7 +161,7 @@ def source_of(
     )
     if not arguments:
         source.notes.append("it has no arguments of Megatron: settings come from the command line")
-    # Megatron's scheduler counts samples, and only of steps that were not skipped.
+    # Megatron's scheduler counts only samples of steps that were not skipped.
     sequence = int(arguments.get("seq_length") or 0)
     samples = int(arguments.get("consumed_train_samples") or first.get("global_samples") or 0)
     tokens = first.get("tokens") or arguments.get("consumed_train_tokens") or samples * sequence
@@ -205,9 +204,7 @@ def check_ranks(
 
 
 def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
-    """Return what each tensor rank has, by parameter. Raises CheckpointError where they have
-    different ones.
-    """
+    """Return the tensor ranks' values by parameter. Raises CheckpointError if they differ."""
     for t, other in enumerate(each):
         if different := sorted(each[0].keys() ^ other.keys()):
             raise CheckpointError(
@@ -218,9 +215,7 @@ def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]
 
 @contextlib.contextmanager
 def laid_out(folder: Path) -> Iterator[None]:
-    """Turn errors from values of unexpected types or sizes, which foreign files may hold, into
-    CheckpointError.
-    """
+    """Turn errors from unexpected types or sizes in foreign files into CheckpointError."""
     try:
         yield
     except (
@@ -239,10 +234,9 @@ def laid_out(folder: Path) -> Iterator[None]:
 
 
 def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings, by their flat names; notes) from Megatron's arguments, of which any may
-    be missing.
+    """Return (our settings by flat name, notes) from Megatron's arguments, if present.
 
-    Raises CheckpointError, naming them, for parts that this program's model does not have.
+    Raises CheckpointError that names parts of the model that are not supported here.
     """
     strange = [
         f"{name}={arguments[name]!r}" for name, off in _UNKNOWN if arguments.get(name) not in off
@@ -291,10 +285,9 @@ def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return (configuration, notes) from the checkpoint's settings, which those that the user has
-    chosen override.
+    """Return (configuration, notes) from the checkpoint's settings, overridden by `chosen`.
 
-    Raises CheckpointError naming what neither has, and ConfigError for invalid settings.
+    Raises CheckpointError that names missing settings, and ConfigError for invalid ones.
     """
     values = {**settings, **chosen}
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")

@@ -1,9 +1,9 @@
-"""Reading foreign pickles: nothing in them is executed, and no module is imported for them.
+"""Reader of foreign pickles that executes nothing in them and imports no module for them.
 
 torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold
-objects: the namespace of arguments, enumerations, loss scalers. Each of these classes, known by the
-beginning of its name, is read as a `Record`, which has the object's content and no behaviour. A
-file that names any other class is refused.
+objects: the namespace of arguments, enumerations, loss scalers. Each of these classes, identified by
+a prefix of its name, is read as a `Record`, which has the object's content and no behaviour. A file
+that names any other class is refused.
 """
 
 from __future__ import annotations
@@ -48,15 +48,11 @@ _LEGACY = (
     "numpy.dtype",
     "numpy.core.multiarray._reconstruct",
 )
-"""Classes expected in files from before torch 1.6, whose classes cannot be listed without
-unpickling.
-"""
+"""Classes expected in files from before torch 1.6, which cannot be listed before unpickling."""
 
 
 class Record:
-    """The content of an object of a foreign class: its attributes and, as `arguments_`, its
-    constructor's arguments.
-    """
+    """Content of a foreign object: attributes and, in `arguments_`, constructor arguments."""
 
     arguments_: tuple[Any, ...]
 
@@ -66,7 +62,7 @@ class Record:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Do nothing: some pickled objects are created by __new__ alone."""
+        """Do nothing: some pickled objects are created only by __new__."""
 
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):
@@ -82,12 +78,11 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the dict that torch.save wrote to `path`. Tensors stay in the file, memory-mapped,
-    until they are read.
+    """Return the dict that torch.save wrote to `path`, with tensors memory-mapped.
 
-    plain   further classes to be read as Records
+    plain   additional classes to read as Records
 
-    Raises CheckpointError, naming the file, when it is missing, damaged, not a dict, or holds other
+    Raises CheckpointError that names the file if it is missing, damaged, not a dict, or holds other
     objects.
     """
     open_regular(path, error=CheckpointError).close()
@@ -118,14 +113,14 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?"
+            f"{path} holds a {type(found).__name__}, expected a dict: is it a checkpoint?"
         )
     return found
 
 
 def _refusal(path: Path, names: str) -> str:
     return (
-        f"{path} holds objects that are not read, as a pickle can run anything: {names}. If "
+        f"{path} holds objects that are not read, as pickles can run any code: {names}. If "
         "these classes only hold settings, name them with --plain-class to read them as plain "
         "values"
     )
