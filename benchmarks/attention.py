@@ -1,12 +1,11 @@
-"""Times causal attention, forward and backward: on a CPU by each way that --attention-backend
-offers.
+"""Time causal attention, forward and backward; on a CPU with each --attention-backend.
 
-    python benchmarks/attention.py                        # bf16 and fp32, this many threads as torch takes
+    python benchmarks/attention.py                        # bf16 and fp32, torch's default threads
     python benchmarks/attention.py --dtype bfloat16 --threads 1 --rounds 9
-    python benchmarks/attention.py --device cuda          # torch's and, where it is installed, flash-attn
+    python benchmarks/attention.py --device cuda          # torch's and, if installed, flash-attn
 
-The ways take turns, so that a busy machine slows all alike; each figure is the least of its rounds,
-in milliseconds.
+The backends take turns, so that a busy machine slows all of them equally; each figure is the
+minimum of its rounds, in milliseconds.
 """
 
 from __future__ import annotations

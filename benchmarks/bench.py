@@ -1,22 +1,22 @@
-"""`make bench`: tokens/s, share of the machine's ceiling and peak memory of training, beside public
-peers.
+"""`make bench`: tokens/s, share of the ceiling and memory of training, compared with peers.
 
     python benchmarks/bench.py [--quick] [--only W1 W4 parts] [--minutes 10] [--threads N] [--output runs/bench]
     python benchmarks/bench.py --device cuda
     python benchmarks/bench.py --markdown runs/bench/DATE.json
 
-What is run is in workloads.py: GPT-2 124M on one process (W1), and tensor, pipeline and data
+The workloads are in workloads.py: GPT-2 124M on one process (W1), and tensor, pipeline and data
 parallel runs of a smaller model on two (W2 to W4), each with pretrain_gpt.py as users start it and
 with peers from PyPI that do the same work. The machine's ceiling, the rate of large matrix products
-on as many threads, is measured in the same run, and every figure is also given as a share of it.
+on the same number of threads, is measured in the same run, and every figure is also given as a
+share of it.
 
-Sides take turns by rounds of short runs: each round starts every side once, lets it take steps that
-do not count and then steps that do, and the next round goes through them in the opposite order. So
-a machine that becomes slower touches all sides, no side's memory stands in another's way, and what
-differs between two starts of one program (where its memory lies) is in the spread. Ratios are taken
-within a round. Two rounds are run, more while --minutes last.
+Sides take turns in rounds of short runs: each round starts every side once for a few warm-up and
+measured steps, and the next round runs them in the opposite order. A machine that becomes slower
+thus affects all sides, no side's memory restricts another one, and the spread includes differences
+between two starts of one program (such as its memory layout). Ratios are computed within a round.
+At least two rounds are run, more within --minutes.
 
-A JSON file goes to --output, its tables beside it as Markdown, and the run is compared with the
+A JSON file and its tables as Markdown are written to --output, and the run is compared with the
 last one there of the same machine.
 """
 

@@ -1,22 +1,19 @@
-"""What checkpoints cost: bandwidth beside torch.save and torch.load, stall of a save in the
-background, memory.
+"""Cost of checkpoints: bandwidth compared with torch.save and torch.load, stalls, memory.
 
     python benchmarks/checkpoint.py [--folder DIR] [--repeat 5] [--layers 12 --hidden 768] [--json FILE]
 
 One process trains a GPT (GPT-2 124M in bf16: 1.39 GiB of fp32 weights and moments) and saves it.
 
-Bandwidth: the sides take turns within each repeat, on the same tensors and the same disk:
-torch.save of them into one file, with and without fsync, and a checkpoint of ours, which always
-syncs, takes digests and writes its lists; then torch.load of that file, and our load, which
-compares the digests and fills the engine. Files are read as the system has them in memory: it is
-the programs that are compared, not the disk.
+Bandwidth: the sides take turns within each repeat, on the same tensors and the same disk. They are
+torch.save into one file, with and without fsync, and our checkpoint, which always syncs, computes
+digests and writes its lists; then torch.load of that file, and our load, which compares the digests
+and fills the engine. Files are read from the page cache: the programs are compared, not the disk.
 
-Background: groups of steps, without a save, with one that training waits for, and with one in the
-background, take turns too. The stall is the time for which training stands still; what a save costs
-is how much longer its group took.
+Background: groups of steps without a save, with a synchronous save, and with a background save take
+turns, too. The stall is the time for which training pauses; the cost of a save is the additional
+time of its group.
 
-Memory: by how much the resident size of the process grows during a save, beside the size of the
-state.
+Memory: growth of the process's resident size during a save, compared with the size of the state.
 """
 
 from __future__ import annotations

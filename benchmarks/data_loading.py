@@ -1,16 +1,16 @@
-"""How much of a training step waits for data, and how fast the loader is on its own.
+"""Measure the share of a training step that waits for data, and the speed of the loader.
 
     python benchmarks/data_loading.py [--steps 4] [--repeat 3] [--cold] [--folder /tmp]
 
 Short documents (20 tokens on average, in shuffled order: a sample of 1024 tokens is gathered from
-some 50 places) are the worst case, documents of 100,000 tokens the best. Each is read through a
-memory map and by position (--no-mmap-bin-files), when asked (0 workers) and ahead (2 workers).
-First the stream alone, all ways in turn and the median of the repeats; then pretrain_gpt.py with
-GPT-2 124M, whose timers say what a step waits.
+about 50 places) are the worst case, documents of 100,000 tokens the best. Each is read through a
+memory map and by position (--no-mmap-bin-files), on demand (0 workers) and ahead (2 workers).
+First the stream is measured separately, with all ways in turn and the median of the repeats; then
+pretrain_gpt.py with GPT-2 124M, whose timers give the wait of a step.
 
-Expected: a sample is 50 pieces of under 1 us each and 0.1-0.2 ms of numpy around them, a step of
-124M takes a second or more on two cores: under 0.1 % of the step without workers, less with them.
-The target is under 2 %.
+Expected: a sample is 50 pieces of under 1 us each plus 0.1-0.2 ms of numpy, and a step of 124M
+takes a second or more on two cores: under 0.1 % of the step without workers, less with them. The
+target is under 2 %.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A slow network in software: messages of gloo process groups complete only when such a link would
-have carried them.
+"""Slow network in software: gloo messages complete only when a slow link would deliver them.
 
     import delayed_links
     links = delayed_links.install(latency_s=0.005, gigabytes_per_s=0.5)  # in every process, at the
@@ -13,22 +12,22 @@ The second form runs a program under the delay (start it once per rank, as the p
 
 What is modelled:
 
-- A message begins when the last of its ranks has posted it. Every rank sends the time of its
-  posting along with the message (a second, tiny exchange); clocks of the processes of one machine
-  agree, so this works on one machine only.
-- The messages of a link follow each other. A process group is one link for its collectives; each
-  direction of a pair of ranks in a group is one link for point-to-point. A message is there at
+- A message begins when the last of its ranks has posted it. Every rank sends its posting time along
+  with the message (a second, tiny exchange). This works only on one machine, where the clocks of
+  processes agree.
+- The messages of a link are serialized. A process group is one link for its collectives; each
+  direction of a pair of ranks in a group is one link for point-to-point. A message arrives at
 
       max(begun, link free) + latency + bytes / bandwidth,
 
-  and the link is free again after bytes / bandwidth: latency is paid by each message, but it holds
-  up none.
+  and the link is free again after bytes / bandwidth: latency delays each message, but does not
+  block the link.
 - Bytes are those that a ring of n ranks puts on each rank's wire: 2 (n-1)/n of the tensor for an
   all-reduce, (n-1)/n of the whole for a reduce-scatter or an all-gather, the tensor for a reduce, a
   broadcast and point-to-point. A barrier has none.
-- Computing goes on meanwhile: nothing burns a core. The delay is in wait(), which sleeps, and in
-  is_completed(). The real message runs below, and its own time counts only where it is longer than
-  that of the link.
+- Computation continues in the meantime, without busy-waiting. The delay is in wait(), which sleeps,
+  and in is_completed(). The real message is sent as well, and its time counts only if it is longer
+  than that of the link.
 
 Not delayed: gather, scatter, all-to-all, coalesced collectives, receives from any source, and what
 C++ code sends by itself (DistributedDataParallel). `get_future` of a delayed message is refused.

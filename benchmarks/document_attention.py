@@ -1,12 +1,11 @@
-"""Attention inside documents: batches of documents of like length against one call under a mask [b,
-1, s, s].
+"""Compare attention by batches of similar documents with one call under a mask [b, 1, s, s].
 
 Both sides are torch's scaled_dot_product_attention, forward and backward, in one process and
-alternating; the medians and their ratio are printed, and what each keeps from forward to backward.
+alternating; the medians and their ratio are printed, and the memory kept from forward to backward.
 
-Expected: the mask's side computes s * s scores whatever the documents are, ours those of the
-documents. So ours is faster the shorter they are, down to the cost of putting rows in order and of
-the calls; and one layer keeps no mask, which as fp32 is 4 * b * s * s bytes on a CPU.
+Expected: the masked side always computes s * s scores, ours only those of the documents. Ours is
+therefore faster for shorter documents, down to the cost of reordering rows and of the calls; and a
+layer keeps no mask, which in fp32 is 4 * b * s * s bytes on a CPU.
 
     python benchmarks/document_attention.py
 """

@@ -1,20 +1,19 @@
-"""Does anything get lost? Runs of pretrain_gpt.py are hurt in every way that is known, and looked
-at afterwards.
+"""Check that faults lose nothing: disturb runs of pretrain_gpt.py in many ways, then resume them.
 
     python benchmarks/fault_campaign.py [--only kills damage disk hang slurm] [--kills 100] [--flips 3] [--seed N]
 
-kills    SIGKILL at the moments of training, saves, loads and removals, as they are listed; of one
-         rank or of all
-damage   bits flipped, files cut, emptied, zeroed, lost: each file of a checkpoint, and the tracker
-disk     a full disk, a folder that became read-only (root)
-hang     SIGSTOP on one rank: the report has to name it
-slurm    a node lost, USR1 before the time limit, a time limit without a signal (root, Slurm's
-         programs)
+kills    SIGKILL of one rank or of all, at listed points of training, saves, loads and removals
+damage   flipped bits; truncated, emptied, zeroed and lost files: each file of a checkpoint, and the
+         tracker
+disk     a full disk, a folder that became read-only (needs root)
+hang     SIGSTOP of one rank, which the report has to name
+slurm    a lost node, USR1 before the time limit, a time limit without a signal (needs root and
+         Slurm)
 
-After each the run is resumed. It has to go on from a checkpoint that is whole, to have lost no more
-than the steps since the last save, and to compute what a run computes that nobody disturbed, to the
-bit. Prints a row for each part and a line of figures; the exit code is 1 when anything was wrong.
-What cannot run here is left out, with the reason, and called not proved.
+The run is resumed after each fault. It has to continue from a valid checkpoint, lose at most the
+steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each part
+and a line of figures; the exit code is 1 if anything failed. Parts that cannot run here are
+reported as not proved, with the reason.
 """
 
 from __future__ import annotations

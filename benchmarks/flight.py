@@ -1,12 +1,11 @@
-"""What the flight recorder costs: each kind of write alone, and all of a training step as a share
-of it.
+"""Cost of the flight recorder: each kind of write, and all writes as a share of a step.
 
     python -m benchmarks.flight [--hidden 256] [--layers 8] [--sequence 256] [--steps 5]
 
-The writes go to a mapped file as in a run; times are the least of several rounds. The step is that
-of one rank of tensor 2 x data 2 in one thread of this CPU over fake process groups, which do
-nothing: no network time is in it, so the share is larger than in a real run, and it is the larger
-the smaller the model.
+The writes go to a mapped file as in a run; times are the minimum of several rounds. The step is
+that of one rank of tensor 2 x data 2, in one thread of this CPU, over fake process groups that do
+nothing. It has no network time, so the share is larger than in a real run, and it is larger for
+smaller models.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""`make gpu-check`: what this machine's GPUs (CUDA or ROCm) can prove within a budget, most
-valuable first.
+"""`make gpu-check`: test and measure this machine's GPUs within a time budget.
 
     make gpu-check [BUDGET=8m] [ONLY='kernels G1'] [VENV=FOLDER]
     python benchmarks/gpu_check.py [--budget 8m] [--only STEP ...] [--fresh] [--output runs/gpu]
 
-A step is a process of its own, whose output goes to STEP.log; REPORT.md and report.json are written
-after each. It begins where the budget's rest is what it takes on one GPU, as far as that can be
-told, and is cut at four times that. The same command goes on: what has ended is not repeated,
-unless it failed and sources have changed since; what was cut comes last and gets all that is left;
-on another device all begins anew. This program needs Python alone, and says of each step which
-packages it misses. Without a GPU it is a test of itself: small, on the CPU, with the reasons why
-the rest is not done. Exit code 1 where a step failed.
+The most valuable steps come first. Each step is a separate process, whose output goes to STEP.log;
+REPORT.md and report.json are written after each. A step starts only if the remaining budget covers
+its expected time on one GPU, and is stopped at four times that time. The same command continues:
+finished steps are not repeated, unless they failed and sources have changed; stopped steps come
+last and get all remaining time; on another device everything starts over. This program needs only
+Python, and lists the missing packages of each step. Without a GPU it tests itself: small, on the
+CPU, with the reasons for skipped steps. Exit code 1 if a step failed.
 """
 
 from __future__ import annotations

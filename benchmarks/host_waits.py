@@ -1,10 +1,9 @@
-"""Count where the host waits for its device: for a number, for a size that depends on values, for a
-copy to or from it.
+"""Count the waits of the host for its device: for a number, a data-dependent size, or a copy.
 
-`HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test
-without a GPU sees what would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it
-also knows what a library does. Within backward passes torch shows operators only, so that neither a
-list of numbers nor a tensor made of them is seen there.
+`HostWaits` detects them on tensors of any device, also without data or on the CPU, so that a test
+without a GPU finds waits that would stall one. On a GPU torch.cuda.set_sync_debug_mode detects
+more, including waits within libraries. Within backward passes torch exposes only operators, so that
+neither a list of numbers nor a tensor created from one is detected there.
 """
 
 from __future__ import annotations

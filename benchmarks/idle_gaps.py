@@ -1,13 +1,12 @@
-"""Find where a device stands idle in steps of training G1: gaps on its compute stream, and the host
-meanwhile.
+"""Find idle times of a device in steps of G1: gaps on its compute stream, and host activity.
 
     python benchmarks/idle_gaps.py [--device cpu|cuda] [--output FOLDER]
     python benchmarks/idle_gaps.py --trace trace_rank0.json
 
-Steps are recorded by --profile of pretrain_gpt.py, which makes them slower: the share that is idle
-is an upper bound. The compute stream is the one that is busy longest. Where a trace has no device,
-the operators of the thread that has most of them stand for kernels, and a gap is the time that
-Python takes between two.
+Steps are recorded by --profile of pretrain_gpt.py, which makes them slower: the idle share is an
+upper bound. The compute stream is the one that is busy longest. If a trace has no device, the
+operators of the thread with the most operators are used instead of kernels, and a gap is the time
+that Python takes between two of them.
 """
 
 from __future__ import annotations

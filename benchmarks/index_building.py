@@ -1,13 +1,11 @@
-"""Seconds and memory to build the indices of a data set: the C++ loops against the same loops in
-numpy.
+"""Time and memory of building the indices of a data set, in C++ and in numpy.
 
     python benchmarks/index_building.py [--documents 100000000] [--epochs 1] [--repeat 3]
 
-Documents of 300 tokens in the mean (log-normal) are cut into samples of 2,048. Each build is a
-process of its own, C++ and numpy by turns, and both must give the same bytes; the table shows
-medians. "beside" is the peak of resident memory above the sizes and the three arrays themselves,
-which take 4 bytes per document and epoch and 12 per sample. (Measured with Linux's /proc and
-glibc.)
+Documents of 300 tokens on average (log-normal) are cut into samples of 2,048. Each build is a
+separate process, C++ and numpy in turns, and both must give the same bytes; the table shows
+medians. "beside" is the peak of resident memory above the sizes and the three arrays, which take 4
+bytes per document and epoch and 12 per sample. (Measured with Linux's /proc and glibc.)
 
 Expected: the document index, whose shuffle waits for memory, 5 to 8 times faster, the sample index
 3 to 4 times, all of it 4 times or more, and under 10 MB beside the arrays in C++. A build of 100
@@ -15,9 +13,9 @@ million documents takes 1 GB and, in numpy, 20 seconds.
 
     python benchmarks/index_building.py --packing [--documents 100000000]
 
-times the cutting and packing of the documents into samples by best fit instead, which in numpy is a
-loop in Python and done for one document in 50 only. --blend times the order of a blend by its
-number of data sets, against numpy for one sample in 100.
+times the cutting and packing of documents into samples by best fit instead; the numpy side is a
+loop in Python over one document in 50. --blend times the order of a blend by its number of data
+sets; the numpy side computes one sample in 100.
 """
 
 from __future__ import annotations

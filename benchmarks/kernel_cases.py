@@ -1,10 +1,9 @@
-"""What benchmarks/kernels.py measures: each fused operator, torch's operators in its place, other
-packages' kernels.
+"""Cases of benchmarks/kernels.py: fused operators, torch's equivalents, other packages' kernels.
 
-An `Operator` makes its arguments for a shape and knows two closed forms of bytes: those the fused
-kernel moves (each input once, each output once) and those torch's sequence of operators moves (each
-operator reads its inputs and writes its outputs). Their quotient is the ratio to expect where
-memory is the limit.
+An `Operator` creates its arguments for a shape and has two closed forms of bytes: those that the
+fused kernel moves (each input once, each output once) and those that torch's sequence of operators
+moves (each operator reads its inputs and writes its outputs). Their quotient is the expected ratio
+if memory is the bottleneck.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What each GPU kernel takes of a compute unit, read from the compiler's assembly, and whether that
-keeps our rules.
+"""Resource usage of each GPU kernel, from the compiler's assembly, checked against our rules.
 
     python benchmarks/kernel_resources.py            (or: make kernels-check)
 
 compiles csrc/kernels/ for gfx90a, prints registers, LDS and occupancy of every kernel, and fails on
-spills, scratch memory, registers above the budget written beside a kernel, and accesses of less
-than 16 bytes that are not announced there. How both are written stands at the head of
-csrc/kernels/launch.h.
+spills, scratch memory, registers above the budget declared beside a kernel, and accesses of less
+than 16 bytes that are not declared there. The head of csrc/kernels/launch.h describes these
+declarations.
 """
 
 from __future__ import annotations

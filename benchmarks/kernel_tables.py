@@ -1,4 +1,4 @@
-"""The tables that benchmarks/kernels.py prints and writes, and what it says about HOST_FASTER."""
+"""Tables of benchmarks/kernels.py, and its verdict on HOST_FASTER."""
 
 from __future__ import annotations
 

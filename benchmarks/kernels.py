@@ -1,23 +1,22 @@
-"""The fused kernels against torch's own operators: bytes/s on a GPU, ratios on a CPU, overhead of a
-call.
+"""Compare fused kernels with torch's operators: bytes/s on a GPU, ratios on a CPU, call overhead.
 
     python benchmarks/kernels.py [--quick] [--device cpu|cuda] [--dtype float32 ...] [--op NAME ...] [--output FOLDER]
     python benchmarks/kernels.py --roofline
 
 Every figure is a median over rounds of one run, in which the sides take turns; a ratio is the
-median of the ratios of the rounds, so what slows the whole machine down slows both sides. Results
+median of the ratios of the rounds, so that disturbances of the machine affect both sides. Results
 are compared before they are timed.
 
-On a GPU a row is one pass of one operator: bytes that it must move (each input once, each output
-once) per second, over what a device-to-device copy reaches in the same rounds, for our kernel, for
-torch's sequence of operators, the same under torch.compile, and for apex, Liger and flash-attn
-where they are installed. The L2 cache is emptied before each call, and rows are added until a
-launch moves 256 MB. "MI250X" is those bytes over 1.25 TB/s, what a copy reaches on one GCD: an
-estimate, not a measurement; --roofline prints it for the layers of a 22B and a 175B model and needs
-no device.
+On a GPU a row is one pass of one operator: the bytes that it must move (each input once, each
+output once) per second, relative to a device-to-device copy in the same rounds. The sides are our
+kernel, torch's sequence of operators, the same under torch.compile, and apex, Liger and flash-attn
+if installed. The L2 cache is flushed before each call, and rows are added until a launch moves
+256 MB. "MI250X" is those bytes divided by 1.25 TB/s, which a copy reaches on one GCD: an estimate,
+not a measurement; --roofline prints it for the layers of a 22B and a 175B model and needs no
+device.
 
-On a CPU the ratio is that of times, torch's over ours, above 1 where ours is faster; "expected" is
-the same ratio in bytes, true where memory is the limit. Caches are as the call before left them.
+On a CPU the ratio is torch's time divided by ours, above 1 if ours is faster; "expected" is the
+ratio of bytes, which holds if memory is the bottleneck. Caches are as the previous call left them.
 The verdicts of an operator's sizes are compared with HOST_FASTER of megatron/kernels/choose.py.
 
 --output writes kernels.json and kernels.md, tables as in docs/measured/kernels.md.

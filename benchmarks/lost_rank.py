@@ -1,12 +1,11 @@
-"""A rank that is killed or stopped while two train: whether the other says so, and how soon it
-ends.
+"""Kill or stop one of two training ranks, and check how fast the other one reports it and ends.
 
     python benchmarks/lost_rank.py [--device cpu|cuda] [--output FOLDER]
 
-Rank 1 is struck after its third step; rank 0 then waits in a collective of RCCL or NCCL (gloo on a
-CPU). It has to end with the exit code of a lost rank, naming rank 1, within --hang-timeout and
-LEEWAY_S; the communication library must not end it before. Needs two devices. Exit code 1 where one
-of that fails.
+Rank 1 is hit after its third step; rank 0 then waits in a collective of RCCL or NCCL (gloo on a
+CPU). It has to end with the exit code of a lost rank, naming rank 1, within --hang-timeout plus
+LEEWAY_S; the communication library must not end it earlier. Needs two devices. Exit code 1 if any
+of these checks fails.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The machine under a benchmark: what it is, which versions run on it, and its ceiling, the rate of
-matrix products.
+"""Machine of a benchmark: hardware, versions, and its ceiling, the rate of matrix products.
 
     python benchmarks/machine.py ceiling THREADS PROCESSES [cpu|cuda]
     python benchmarks/machine.py device [FILE.json]
 
-The first prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among
-PROCESSES that do the same at the same time. The output is written over and over, the inputs fit no
-cache: what a tuned product reaches in a program. The second prints what computes here, GPUs or the
-CPU, and every version that its results may depend on.
+The first command prints the rate of large matrix products by dtype as JSON, in GFLOP/s of one
+process among PROCESSES concurrent ones. The output is overwritten repeatedly, and the inputs are
+larger than the caches: this is the rate that a tuned product reaches in a program. The second
+prints the GPUs or the CPU, and every version that results may depend on.
 """
 
 from __future__ import annotations

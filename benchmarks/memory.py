@@ -1,16 +1,15 @@
-"""Peak memory of training: pretrain_gpt.py, and a model of it that is a fifth larger, beside a
-plain torch loop.
+"""Peak memory of training, also of a model that is a fifth larger, compared with a torch loop.
 
     python benchmarks/memory.py [--only bf16-512 ...] [--steps 3] [--eager-only]
 
-GPT-2 124M (bench.py's W1) in one process. Every row is a process of its own with the same allocator
-and threads; memory is the peak resident size of the process, libraries and start-up included. The
-larger model has 20 % more parameters: more layers, of a somewhat smaller inner width; it is run as
-it is, and with cheap recomputation (--recompute-modules) and smaller chunks of logits. Beside the
-measured peak stands what must be held by megatron/planner/memory.py; the rest is the interpreter,
-libraries and what an allocator cannot reuse.
+The model is GPT-2 124M (bench.py's W1) in one process. Every row is a separate process with the
+same allocator and threads; memory is the peak resident size of the process, including libraries and
+start-up. The larger model has 20 % more parameters: more layers, with a smaller inner width. It
+runs plainly, and with cheap recomputation (--recompute-modules) and smaller chunks of logits. The
+table also has the prediction of megatron/planner/memory.py; the difference to the measured peak is
+the interpreter, libraries and fragmentation.
 
-Exit code 1 where the larger model needs more than the eager loop with the smaller one, or with
+Exit code 1 if the larger model needs more memory than the eager loop with the smaller one, or with
 recomputation more than the compiled one.
 """
 

@@ -1,6 +1,4 @@
-"""The layouts with which the memory model is compared: with the dry run (SHAPES), and the dry run
-with runs (RUNS).
-"""
+"""Layouts that compare the memory model with the dry run (SHAPES), and that with runs (RUNS)."""
 
 from __future__ import annotations
 

@@ -2,19 +2,17 @@
 
     python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
 
-formulas  the planner's memory (megatron.planner.memory) beside what the run's own code allocates
-          when it is rehearsed without data (megatron.planner.dryrun), for every kind of rank of 56
-          layouts: peaks within 2 %, and each category that is more than a twentieth of the peak
-          within 3 %.
-runs      the rehearsal beside the peak resident memory of the processes of real runs, as the
-          difference to a smaller model in the same layout, so that interpreter, libraries and
-          connections drop out, and what the library of matrix products keeps for itself: within 10
-          %. malloc is set to give freed tensors back (resident_memory.py); as a run sets it up for
-          speed, it keeps more.
+formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
+          in a dry run (megatron.planner.dryrun), for every kind of rank of 56 layouts: peaks within
+          2 %, and each category of more than a twentieth of the peak within 3 %.
+runs      the dry run against the peak resident memory of real processes, as the difference to a
+          smaller model in the same layout, so that interpreter, libraries, connections and buffers
+          of the matrix library cancel out: within 10 %. malloc is set to return freed tensors
+          (resident_memory.py); with the settings of ordinary runs it keeps more.
 
-device    the rehearsal beside the peak of torch's allocator on this machine's GPU: within 10 %.
+device    the dry run against the peak of torch's allocator on this machine's GPU: within 10 %.
 
-Exit code 1 where a limit does not hold.
+Exit code 1 if a limit is exceeded.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Step time against link delay, measured with an artificial delay on gloo and predicted, with
-overlap and without.
+"""Step time by link delay, measured (artificial delay on gloo) and predicted, with and without
+overlap.
 
     python benchmarks/overlap.py [--only pp dp tp] [--quick] [--real] [--slower 4]
 
 pp   Pipelines of sleeping stages, 2 and 4 ranks, each schedule, predicted from the schedule and the
-     length of a pass (tests/helpers/replay.py): a sleep of 20 ms is a little longer, so the
-     median of those without delay is taken. "off" are messages that are posted late: receives where
-     they are needed, or for the interleaved schedule in the sequence of a step without latency.
+     length of a pass (tests/helpers/replay.py): the median of sleeps without delay, since a sleep
+     of 20 ms takes slightly longer. "off" means that messages are posted late: receives when they
+     are needed, or for the interleaved schedule in the sequence of a step without latency.
 dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-param-gather, on and
      off.
 tp   The program with two tensor ranks: --tp-comm-overlap, on and off.
 
-dp and tp are predicted from the windows without delay: each rank's computing between its messages
-is taken from there, and the messages are put on links with the delay (replay.py). The links are
+dp and tp are predicted from the windows without delay: these give each rank's compute time between
+its messages, and the messages are simulated on links with the delay (replay.py). The links are
 those of benchmarks/delayed_links.py. Figures are medians of several windows in one run. Matrix
-products of dp and tp sleep as long as a machine of a given rate would compute, so that rows mean
-something on a busy machine too; --real leaves them as they are. The folder gets a Chrome trace per
-rank and a picture per row, with the last delay.
+products of dp and tp sleep as long as a machine of a given rate would compute, so that rows are
+meaningful on a busy machine, too; --real computes them. A Chrome trace per rank and a plot per row,
+with the last delay, are written to the folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Turn what overlap_worker.py recorded into a program for tests.helpers.replay, a Chrome trace,
-and a picture.
-"""
+"""Convert records of overlap_worker.py for tests.helpers.replay, to a Chrome trace and a plot."""
 
 from __future__ import annotations
 

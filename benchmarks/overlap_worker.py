@@ -1,11 +1,10 @@
-"""One process of benchmarks/overlap.py: runs steps under delays and writes down when it computed,
-posted and waited.
+"""Process of benchmarks/overlap.py: run steps under delays, and record computations and waits.
 
     RANK=0 WORLD_SIZE=2 ... python benchmarks/overlap_worker.py JOB.json RESULT.json
 
 The job is a dictionary with "kind" ("sleeps" or "program"), "delays" as [latency in seconds,
 gigabytes per second or null] pairs, "rounds", and what the kind needs. A window is recorded for
-each delay in each round, one delay after the other, so that what disturbs the machine disturbs all
+each delay in each round, one delay after the other, so that disturbances of the machine affect all
 of them.
 """
 

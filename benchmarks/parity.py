@@ -1,12 +1,12 @@
-"""A tiny training on this machine's devices beside the same in fp32 on one process of the CPU:
-losses, gradient norms.
+"""Compare a tiny training on this machine's devices with fp32 on the CPU: losses, gradient norms.
 
     python benchmarks/parity.py [--device cpu|cuda] [--ranks 1|2] [--output FOLDER]
 
-One process in fp32 and bf16, and two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL
-where there are two devices. On a single one, which RCCL and NCCL refuse to two ranks, gloo carries
-what tensor parallelism and ZeRO-1 send; a pipeline's messages it does not take from a device. On a
-CPU a part of that, to see that it runs. Exit code 1 where a run fails or leaves the CPU's.
+Runs have one process in fp32 and bf16, and two processes: tensor parallel, a pipeline and ZeRO-1
+over RCCL or NCCL, if there are two devices. On a single device, which RCCL and NCCL do not allow
+for two ranks, tensor parallelism and ZeRO-1 use gloo; a pipeline is left out, because gloo cannot
+send its messages from a device. On a CPU only a part is run, as a smoke test. Exit code 1 if a run
+fails or deviates from the CPU's.
 """
 
 from __future__ import annotations

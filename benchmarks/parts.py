@@ -1,10 +1,8 @@
-"""Rows of `make bench` beside the training steps: start-up, optimizer step, cross entropy, save,
-data loading.
+"""Rows of `make bench` for parts: start-up, optimizer step, cross entropy, save, data loading.
 
-Start-up, kernels and data loading come from the benchmarks of their own beside this file, with
-fewer repeats. The optimizer step and saving are those of GPT-2 124M in bf16 by pretrain_gpt.py,
-beside torch's AdamW with clipping and torch.save of the same state to the same disk, by the plain
-loop.
+Start-up, kernels and data loading use the separate benchmarks in this folder, with fewer repeats.
+The optimizer step and saving are those of GPT-2 124M in bf16 by pretrain_gpt.py, compared with
+torch's AdamW with clipping and torch.save of the same state to the same disk, in the plain loop.
 
     python benchmarks/parts.py loading [--quick]     prints tokens/s of the loader as JSON, for a process of its own
 """

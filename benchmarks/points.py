@@ -1,14 +1,14 @@
-"""Choices of the GPU path that only a GPU can judge: each before and after, in one run.
+"""Compare design choices of the GPU path, before and after, in one run on a GPU.
 
     python benchmarks/points.py [--device cpu|cuda] [--part trainings|operators] [--output FOLDER]
 
 trainings   settings of pretrain_gpt.py and its environment: both sides take turns, a ratio is that
             of medians
-operators   what replaced plain torch, beside that torch, which is written down here; results are
-            held to float64
+operators   replacements of torch operators, compared with the torch version, which is kept here;
+            results are checked against float64
 
-A row that fails does not end the others; one that needs another machine says what. On a CPU all is
-small, to see that it runs. Exit code 1 where a row failed.
+A failed row does not end the others; a row that needs another machine gives the reason. On a CPU
+everything is small, as a smoke test. Exit code 1 if a row failed.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Calibrate this machine, predict the step time of layouts that calibration has not seen, run them,
-compare.
+"""Calibrate this machine, predict step times of layouts not used in calibration, run, compare.
 
     python benchmarks/predict.py [--folder runs/predict] [--minutes 0.5] [--only 3 7] [--keep calibration runs]
     python benchmarks/predict.py --set gpu
 
-One calibration for each number of processes (tools/calibrate.py: products, kernels, messages, host;
-no layout is run in it), over the shapes of a model that is none of those predicted. Then each
-layout of predict_layouts.py: the estimate is made before pretrain_gpt.py runs it, and the median of
-its steady steps is compared. About twelve minutes on two quiet cores. Reported: the median and the
-worst error, and how well the ranking is met (Spearman), over all layouts and among those of one
-model with one batch, where it says which layout is best.
+There is one calibration for each number of processes (tools/calibrate.py: products, kernels,
+messages, host; no layout is run), over the shapes of another model than the predicted ones. Then
+each layout of predict_layouts.py is estimated before pretrain_gpt.py runs it, and the estimate is
+compared with the median of its steady steps. This takes about twelve minutes on two quiet cores.
+Reported are the median and the worst error, and the rank correlation (Spearman), over all layouts
+and among those of one model with one batch, where it tests the choice of the best layout.
 
-A virtual machine's cores are not always equally fast: its host may be busy. So a product of fixed
-size is timed before and after each calibration and each run, and there is a second column of
-errors, in which a prediction is multiplied by how much slower the machine was than at its
-calibration. Nothing of a run's own times goes into it.
+The speed of a virtual machine's cores varies with the load of its host. Therefore a product of
+fixed size is timed before and after each calibration and each run. In a second column of errors,
+each prediction is multiplied by the slowdown of the machine since its calibration; a run's own
+times are not used for this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The layouts of benchmarks/predict.py: small models, each in many layouts with the same number of
-tokens a step.
-"""
+"""Layouts of benchmarks/predict.py: small models in many layouts of equal tokens per step."""
 
 from __future__ import annotations
 

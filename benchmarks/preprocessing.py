@@ -1,28 +1,27 @@
-"""MB/s of text to token files: the bare tokenizer libraries, our tool, and a stand-in for
-per-document tools; memory.
+"""MB/s of tokenization: bare libraries, our tool, and an imitation of Megatron's tool; memory.
 
     python benchmarks/preprocessing.py [--megabytes 48] [--repeat 3] [--tokenizers gpt2 hf sentencepiece tiktoken]
 
-Every row is measured in this run, on the same text in the same batches; the sides take turns, the
-table has medians.
+All rows are measured in the same run, on the same text in the same batches; the sides take turns,
+and the table has medians.
 
 - bare: the library's own batch call on texts that are in memory already (tokenizers:
   encode_batch_fast; tiktoken: encode_to_numpy; SentencePiece: encode_as_numpy where it is, else
   encode), its results thrown away. With two cores both as two threads of one process and as two
   processes.
-- ours: `preprocess`, from JSON lines on disk to .bin/.idx on disk. "all" is the whole call with the
-  start of its workers; "steady" is the rate between the first and the last block, what a long run
-  has. "per second of a core" counts the seconds that the process worked, not those it waited: the
-  figure to look at where other programs use the machine.
-- stand-in: what Megatron's tool does, written anew and not that program: a multiprocessing pool
-  maps lines to lists of ids, one tokenizer call per document (of the same Rust library, where
-  Megatron's GPT2BPETokenizer is Python), in chunks of 32; the parent turns each list into an array
-  and writes it.
+- ours: `preprocess`, from JSON lines on disk to .bin/.idx on disk. "all" is the whole call,
+  including the start of its workers; "steady" is the rate between the first and the last block, as
+  in a long run. "per second of a core" uses CPU time instead of elapsed time: the relevant figure
+  if other programs use the machine.
+- stand-in: a reimplementation of the method of Megatron's tool: a multiprocessing pool maps lines
+  to lists of ids, one tokenizer call per document (of the same Rust library, whereas Megatron's
+  GPT2BPETokenizer is Python), in chunks of 32; the parent converts each list to an array and writes
+  it.
 
 Expected: ours/bare >= 0.85 steady, with as many processes as cores. Reading and parsing cost about
-2 ms per MB of text, passing blocks on and writing another 2 to 3, turning ids into arrays 1 to 15,
-the tokenizers themselves 50 to 270. The start, about 0.7 s, shows in "all" at these sizes. Peak
-memory is the same for 8 times the input. Needs gpt2-vocab.json and gpt2-merges.txt in
+2 ms per MB of text, passing blocks and writing another 2 to 3, converting ids to arrays 1 to 15,
+the tokenizers themselves 50 to 270. The start, about 0.7 s, is noticeable in "all" at these sizes.
+Peak memory is the same for 8 times the input. Needs gpt2-vocab.json and gpt2-merges.txt in
 $MEGATRON_TEST_DATA (default ../shared/data).
 """
 

@@ -1,18 +1,16 @@
-"""Proof that a run which was killed and resumed is the run that was never killed;
-`make prove ONLY=kills` calls this.
+"""Prove that killed and resumed runs equal undisturbed ones (`make prove ONLY=kills`).
 
     python benchmarks/prove_resume.py [--folder DIR] [--iterations 24] [--seed N]
 
 A small GPT learns real text with dropout, validation and asynchronous saves in between. For each
-layout and precision it is trained twice: once undisturbed, and once killed with SIGKILL, all ranks
-after the same step, which is chosen by a seed. From a copy of what the kill left, the run is then
-resumed on the same layout and on others.
+layout and precision it is trained twice: once undisturbed, and once with SIGKILL of all ranks after
+the same step, which is chosen by a seed. From a copy of the remaining files, the run is then
+resumed on the same layout and on others. Required are:
 
-same layout    every loss, gradient norm, validation loss, weight, master weight and moment, to the
-               bit
+same layout    bit-identical losses, gradient norms, validation losses, weights, master weights and
+               moments
 other layout   the same samples by the ledger; losses and tensors within the rounding of another
-               order of sums, whose bounds are below, beside their argument; where the sums are
-               those of the first layout, to the bit
+               order of sums, with the bounds derived below; bit-identical if the sums are the same
 
 Prints a row for each resumption and a line of figures; the exit code is 1 when any of them differs.
 """

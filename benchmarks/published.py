@@ -1,12 +1,11 @@
-"""Predictions of the time model beside published results: Frontier, other MI250X and DGX H100.
+"""Compare predictions of the time model with published results: MI250X and DGX H100.
 
     python benchmarks/published.py [--markdown] [--effects] [--update docs/measured/published.md]
 
 Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
-layouts, by the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
-chosen by these results. Bounds have every figure at its slow or its fast end at once; "+-" takes
-them as independent. docs/measured/published.md discusses the tables; --update writes them there
-anew.
+layouts, with the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
+fitted to these results. Bounds have all figures at their slow or at their fast ends; "+-" assumes
+independent errors. docs/measured/published.md discusses the tables; --update replaces them there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Published runs of other codes on DGX H100 and MI250X nodes, with their whole layouts: a check
-that no figure was chosen for.
+"""Published runs of other codes on DGX H100 and MI250X nodes, with their complete layouts.
 
-Each is written as flags of pretrain_gpt.py, so that the time model reads it as it reads any other
-run. What cannot be said by flags, because this code does not do it or the source does not tell, is
-in `unlike`.
+No figure was fitted to them. Each is given as flags of pretrain_gpt.py, so that the time model
+treats it like any other run. `unlike` lists differences that flags cannot express, because this
+code does not support them or the source does not give them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Predictions beside published results, one row for each: Frontier (Dash et al.), DGX H100 and
-MI250X (others' codes).
+"""Tables of predictions and published results: Frontier (Dash et al.), DGX H100, MI250X (others).
 
-The time model predicts this code on the published layout. No figure of a machine's file is chosen
-by these results; each value has the bounds that follow from the ranges of the figures it rests on
-(`error_bars.py`).
+The time model predicts this code on the published layout. No figure of a machine's file is fitted
+to these results; the bounds of each value follow from the ranges of its figures (`error_bars.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Figures of `make bench`: medians with their spread, the JSON of a run, comparison with an earlier
-one, tables.
+"""Figures of `make bench`: medians with spread, JSON of a run, comparison with earlier runs, tables.
 
-A figure is {"median", "min", "max", "count", "spread"}. `spread` is the part of the median within
-which nineteen of twenty figures of another run on the same machine should lie: half the range of
-the values, or the floor of its kind where that is more. Values of a few minutes do not show what
-differs between days (pages, temperature, neighbours on the same host); the floors stand for it.
-They are the largest differences that three runs of one machine, hours apart, had in figures of the
-kind, rounded up: 9.4 % of a step, 9.6 % of a ratio, 7.3 % of a rate of matrix products, 23 % of a
-start, 51 and 73 % of operations of a few milliseconds that memory limits, 57 % of a file's writing.
+A figure is {"median", "min", "max", "count", "spread"}. `spread` is the share of the median that
+should contain nineteen of twenty figures of another run on the same machine: half the range of the
+values, or the minimum of its kind if that is larger. Values of a few minutes do not show the
+variation between days (pages, temperature, neighbours on the same host); the minima account for it.
+They are the largest differences of such figures between three runs of one machine, hours apart,
+rounded up: 9.4 % of a step, 9.6 % of a ratio, 7.3 % of a rate of matrix products, 23 % of a start,
+51 and 73 % of memory-bound operations of a few milliseconds, 57 % of writing a file.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What start-up, a step and a checkpoint cost in Python when a job has thousands of ranks, without
-those ranks.
+"""Cost of start-up, a step and a checkpoint in Python in a job of thousands of ranks.
 
     python benchmarks/scale.py [--only schedule] [--repeat 3] [--json FILE]
 
-One process stands for one rank of a large job (or, where the table says so, for the rank that has
-the most to do). Process groups are torch's fake ones, which do nothing: network time is not in
-these figures, only what every rank, or rank 0, computes and holds. The job is the 1T-parameter
-model (128 layers of 25,600) with tensor 8 and pipeline 64: at data 6 it has 3072 ranks, at data 147
-the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a process of its own, which
-reports seconds (the least of its repeats) and the memory that it added, in MB: what stays, and the
-peak.
+One process plays one rank of a large job (or, if the table says so, the rank with the most work).
+Process groups are torch's fake ones, which do nothing: the figures exclude network time, and
+include only computation and memory of every rank, or of rank 0. The job is the 1T-parameter model
+(128 layers of 25,600) with tensor 8 and pipeline 64: with data 6 it has 3072 ranks, with data 147
+the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a separate process, which
+reports seconds (the minimum of its repeats) and the memory that it added, in MB: at the end, and at
+the peak.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Starting one side of a case and measuring it: seconds of each step, memory, time to the first
-step.
+"""Start and measure one side of a case: seconds of each step, memory, time to the first step.
 
 pretrain_gpt.py is started as a user starts it, as one process or as a launcher would start several,
-and its own metrics file tells the steps. The peers (benchmarks/peers) write the same figures. Every
-side has the same environment: threads, and memory that glibc keeps instead of returning it, which
-is worth a factor of up to two to all of them.
+and its metrics file gives the steps. The peers (benchmarks/peers) write the same figures. Every
+side has the same environment: threads, and a glibc that keeps freed memory, which speeds up all of
+them by a factor of up to two.
 """
 
 from __future__ import annotations

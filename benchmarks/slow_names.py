@@ -1,11 +1,9 @@
-"""Measure what joining costs where a name server takes long to tell the name of an address, and
-count its questions.
+"""Measure the time of joining with a slow name server, and count its queries.
 
     python benchmarks/slow_names.py [--ms 50] [--processes 64]
 
-Needs root: it runs in a network of its own, with a name server that answers so late. As many
-addresses as there are --processes connect to a store such as rank 0 serves, once each, as a rank
-does when it joins.
+Needs root: it runs in a separate network namespace, with a name server that delays its answers.
+--processes addresses connect to a store such as that of rank 0, once each, as a joining rank does.
 """
 
 from __future__ import annotations

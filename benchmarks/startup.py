@@ -1,10 +1,9 @@
-"""Seconds from launch to the end of the first step: pretrain_gpt.py on 2 processes (pipeline of 2),
-and its parts.
+"""Seconds from launch to the end of the first step on 2 processes (pipeline of 2), and parts.
 
     python benchmarks/startup.py [--repeat 3]
 
-Each start is a pair of fresh processes on this machine; the table gives the median. `import torch`
-alone, in two processes at once, is the floor that no program on torch goes under.
+Each start is a pair of fresh processes on this machine; the table gives the median. `import torch`,
+in two processes at once, is the lower bound for any program that uses torch.
 """
 
 from __future__ import annotations

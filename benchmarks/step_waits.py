@@ -1,15 +1,13 @@
-"""List the lines at which the host waits for the device in a step of training, and how often in a
-step.
+"""List the lines at which the host waits for the device in a training step, with counts.
 
     python benchmarks/step_waits.py [--device cpu|cuda] [--output FOLDER]
 
-pretrain_gpt.py trains as users start it, with --save, and STEPS steps are looked at after SKIPPED
-others, with all that is done between them. On a device torch says so itself where a call waits
-(torch.cuda.set_sync_debug_mode); what it does not report, torch.cuda.synchronize and
-Event.synchronize, is counted by us. Waiting for other ranks is not waiting for the device. On a
-CPU, where nothing waits, host_waits.py counts what would if all tensors were a device's, to see
-that it runs. Exit code 1 where a step waits more than once, apart from the report of
---log-interval.
+pretrain_gpt.py trains as users start it, with --save. STEPS steps are observed after SKIPPED
+others, including everything between them. On a device torch reports waiting calls
+(torch.cuda.set_sync_debug_mode), except torch.cuda.synchronize and Event.synchronize, which are
+counted here. Waits for other ranks do not count. On a CPU, where nothing waits, host_waits.py
+counts the waits that tensors of a device would cause, as a smoke test. Exit code 1 if a step waits
+more than once, apart from the report of --log-interval.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Tensor-parallel messages behind products: measured on a slow network in software, beside what is
-predicted.
+"""Overlap of tensor-parallel messages with products, measured on delayed links and predicted.
 
     python benchmarks/tensor_overlap.py [--chunks 1 2 4 8] [--product-ms 40] [--message-ms 36] [--latency-ms 2]
     python benchmarks/tensor_overlap.py --real --hidden 1024 --tokens 1024 --dtype bfloat16
 
 Two processes run forward and backward through a feed-forward block (column parallel, row parallel:
 six products), with and without sequence parallelism, in several numbers of chunks. By default a
-product is a sleep of --product-ms in all, so that other processes on the machine do not matter;
+product is a sleep of --product-ms in total, so that other processes on the machine do not matter;
 with --real it is computed by one thread, at the rate measured with one chunk and no delay.
 --message-ms is the time of one gathering or scattering of the block's tokens on the modelled link;
 an all-reduce takes twice as long.

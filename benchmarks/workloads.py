@@ -1,15 +1,14 @@
-"""What `make bench` runs: models, batches and layouts (cases), and which programs take them
-(sides).
+"""Workloads of `make bench`: models, batches and layouts (cases), and programs (sides).
 
 W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 1024
 W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two
-    processes, which share the threads; W0 is the same model and batch on one process, what two
-    would reach without messages
+    processes, which share the threads; W0 is the same model and batch on one process, the speed of
+    two processes without messages
 
 W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a
-pipeline of two would measure little but its last stage. All sides of a case train on the same
-number of tokens a step, with AdamW on fp32 master weights, gradient clipping and no dropout. FLOPs
-are counted by megatron/model/formulas.py for every side.
+pipeline of two would mainly measure its last stage. All sides of a case train on the same number of
+tokens per step, with AdamW on fp32 master weights, gradient clipping and no dropout. FLOPs are
+counted by megatron/model/formulas.py for every side.
 """
 
 from __future__ import annotations

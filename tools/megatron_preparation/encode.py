@@ -1,6 +1,6 @@
-"""Blocks of documents to tokens, in one process or several. Unusable documents are left out and
-reported.
+"""Tokenization of blocks of documents, in one process or several.
 
+Unusable documents are left out and reported.
 Worker processes return blocks in their order. A few blocks per worker are in flight, so that no
 worker is idle and memory does not grow when one takes long.
 """
@@ -40,7 +40,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options that determine the output.
+    """Options that determine the output.
 
     tokenizer: the arguments of build_tokenizer.
     json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of
@@ -64,13 +64,13 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
-        """Return the part of the file names that tells what a sequence is."""
+        """Return the part of the file names for the kind of sequence."""
         return "sentence" if self.split_sentences else "document"
 
 
 @dataclass(frozen=True)
 class BadInput:
-    """An unusable document: file and line, and the reason."""
+    """Unusable document: file and line, and the reason."""
 
     where: str
     why: str
@@ -81,7 +81,7 @@ class BadInput:
 
 @dataclass
 class Documents:
-    """The usable documents of a block: their numbers, and their texts for each of the json_keys."""
+    """Usable documents of a block: their numbers, and their texts for each of the json_keys."""
 
     numbers: list[int]
     texts: list[list[str]]
@@ -90,9 +90,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of a block for one key: all tokens, tokens of each sequence, sequences of each
-    document.
-    """
+    """Tokens of a block for one key, with the lengths of sequences and of documents."""
 
     tokens: npt.NDArray[Any]
     sequence_sizes: npt.NDArray[np.int32]
@@ -102,9 +100,7 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """One EncodedKey for each of the json_keys, and the documents left out of all of them, in
-    order.
-    """
+    """One EncodedKey for each of the json_keys, and the left-out documents in order."""
 
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]

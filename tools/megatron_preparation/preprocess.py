@@ -1,5 +1,6 @@
-"""Texts to token files: JSON lines, parquet or plain text, in one process or several, with the same
-result.
+"""Conversion of texts (JSON lines, parquet or plain text) to token files.
+
+The result is the same for any number of processes.
 
 The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py);
 this process writes them in input order and keeps a journal. A run that was stopped or killed at any
@@ -161,8 +162,7 @@ def preprocess(
 
 @dataclass(frozen=True)
 class Journal:
-    """The state of a run: the input before `place` is in the part files up to `positions`, one for
-    each key.
+    """State of a run: the input before `place` is in the part files, up to `positions` by key.
 
     sealed: all input is written, and only the data sets have to be renamed. counts: the fields of
     Totals in COUNTS.
@@ -176,9 +176,7 @@ class Journal:
 
 
 class PartialFolder:
-    """The folder of an unfinished run. Its methods raise OSError; `read` and `check_job` raise
-    DataError too.
-    """
+    """Folder of an unfinished run. Methods raise OSError; `read`, `check_job` also DataError."""
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(f"{prefix}_partial")
@@ -211,9 +209,7 @@ class PartialFolder:
             ) from None
 
     def write(self, path: Path, values: dict[str, Any]) -> None:
-        """Replace a JSON file atomically. Everything that a journal counts must be on disk
-        before.
-        """
+        """Replace a JSON file atomically. All data that a journal counts must be synced before."""
         with renamed_into(path) as file:
             file.write(json.dumps(values).encode())
         flush_directory(self.path)
@@ -242,7 +238,7 @@ class PartialFolder:
             raise DataError(
                 f"{self.path} has {journal.counts['documents']} documents of an unfinished run, "
                 f"and this run differs: {'; '.join(differences)}. To finish that run, give its "
-                "command again; --restart discards it; another --output-prefix leaves it alone"
+                "command again; --restart discards it; another --output-prefix keeps it"
             )
         if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(
             job["options"]["json_keys"]
@@ -263,9 +259,7 @@ class PartialFolder:
 
 
 def describe_job(sources: Sequence[Source], options: PreprocessOptions) -> dict[str, Any]:
-    """Return what determines the output, as JSON: sizes and times of inputs, options, tokenizer
-    files.
-    """
+    """Return, as JSON, the inputs, options and tokenizer files that determine the output."""
     tokenizer = {key: value for key, value in options.tokenizer.items() if value is not None}
     for key in _TOKENIZER_FILES:
         if key in tokenizer:
@@ -307,9 +301,7 @@ def _library_of(tokenizer_type: str) -> str:
 
 
 def _hash(path: Path) -> str:
-    """Return a digest of a file, or of the tokenizer's files in a folder, which may have a model
-    too.
-    """
+    """Return a digest of a file, or of the tokenizer's files in a folder."""
     files = (
         [path]
         if path.is_file()

@@ -1,4 +1,4 @@
-"""Progress in bytes: a bar on a terminal, a line at intervals in a log file."""
+"""Progress in bytes: a bar on a terminal, regular lines in a log file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ LINE_S = 10.0
 
 
 class ByteProgress:
-    """A context manager that shows on stderr how many of `total` bytes are done, MB/s and the time
-    left.
+    """Context manager that shows the share of `total` bytes done, MB/s and the time left on stderr.
 
     Rates exclude the first `done` bytes. `clock` returns seconds.
     """
@@ -54,9 +53,7 @@ class ByteProgress:
         return self
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
-        """Show that `done` bytes are done, as `what`; in a log file if `due`, by default every
-        LINE_S seconds.
-        """
+        """Show that `done` bytes are done, as `what`; in a log if `due` (default: every LINE_S)."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what or self._what)
             return
@@ -89,7 +86,7 @@ class ByteProgress:
 
 
 class Progress:
-    """Shows Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
+    """Show Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
 
     log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S
     seconds.

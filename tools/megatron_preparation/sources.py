@@ -96,8 +96,7 @@ class Block:
 def find_sources(
     inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto"
 ) -> list[Source]:
-    """Return the files that `inputs` name, in order; those of a pattern (* ? [ ], and ** for any
-    folders) by name.
+    """Return the files of `inputs` in order; patterns (* ? [ ], ** for folders) sorted by name.
 
     Raises DataError for a missing file, an unsupported compression, and a pattern without files.
     """
@@ -198,9 +197,7 @@ def read_sources(
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that libraries raise for damaged files; those of pyarrow only if it is
-    loaded.
-    """
+    """Return the errors of libraries for damaged files; those of pyarrow only if it is loaded."""
     loaded = sys.modules.get("pyarrow")
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
@@ -364,7 +361,7 @@ def _rows(batch: pyarrow.RecordBatch, keys: Sequence[str]) -> Iterator[tuple[byt
 
 
 def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[Rows]:
-    """Yield runs of rows of about BLOCK_BYTES; a row that is too long is a run of its own."""
+    """Yield runs of rows of about BLOCK_BYTES; a longer row is a separate run."""
     run: list[tuple[bytes | None, ...]] = []
     total = 0
     for row in rows:
