@@ -1,6 +1,6 @@
-"""Data of one's own: the bytes of the file that --data-path names (default: of this one), for
---vocab-size 256.
+"""Custom data set: the bytes of the file of --data-path (default: this file), for a vocabulary of 256.
 
+Use it with --vocab-size 256.
 The last tenth is for validation.
 """
 

@@ -1,8 +1,7 @@
-"""A layer of one's own: attention and MLP side by side behind one norm, and queries and keys
-normalised.
+"""Custom layer: parallel attention and MLP after one norm, with normalised queries and keys.
 
-Both as in ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). Cut over tensor-parallel ranks by
-the linear layers.
+Both are as in ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). The linear layers shard it
+over tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""An optimizer of one's own that needs whole matrices: Muon (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon) for the matrices of layers, Lion for all else. --adam-beta1 is
-the momentum of Muon; Lion has both betas.
+"""Custom optimizer that needs whole matrices: Muon for the matrices of layers, Lion for the rest.
+
+Muon is by Jordan et al. 2024 (kellerjordan.github.io/posts/muon). --adam-beta1 is its momentum;
+Lion uses both betas.
 
 Updates of Muon are scaled by 0.2 sqrt(max(rows, columns)) so that a learning rate of Adam fits (Liu
 et al., arXiv 2502.16982, section 2.2). A fused matrix, such as that of queries, keys and values, is
@@ -15,9 +16,7 @@ import torch
 
 
 def orthogonalise(name: str, matrix: torch.Tensor) -> torch.Tensor:
-    """Return U V^T of U S V^T = matrix [rows, columns], about, by five steps of Newton and Schulz,
-    scaled.
-    """
+    """Approximate U V^T of U S V^T = matrix [rows, columns] by five Newton-Schulz steps, scaled."""
     x = matrix.flatten(1) / (matrix.norm() + 1e-7)
     wide = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):
@@ -34,7 +33,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter is a matrix of a layer."""
+        """Return whether a parameter is a matrix of a layer."""
         return len(shape) > 1 and name.startswith("layers.")
 
     @torch.no_grad()

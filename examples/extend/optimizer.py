@@ -1,5 +1,7 @@
-"""An optimizer of one's own: Lion (Chen et al., arXiv 2302.06675, algorithm 2). --adam-beta1 and
---adam-beta2 are its betas; learning rate and weight decay follow their schedules."""
+"""Custom optimizer: Lion (Chen et al., arXiv 2302.06675, algorithm 2).
+
+--adam-beta1 and --adam-beta2 are its betas; learning rate and weight decay follow their schedules.
+"""
 
 from __future__ import annotations
 

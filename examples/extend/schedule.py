@@ -1,6 +1,4 @@
-"""A schedule of one's own: GPipe (Huang et al., arXiv 1811.06965), all forward passes, then all
-backward passes.
-"""
+"""Custom schedule: GPipe (Huang et al., arXiv 1811.06965), all forward, then all backward passes."""
 
 from __future__ import annotations
 

@@ -1,31 +1,31 @@
 # shellcheck shell=bash
 # Variables of a job on Frontier (Slingshot-11, MI250X), with the reason for each. Sourced by job.sh on the first node
-# of a job; source it by hand in an interactive one. A value that is set already stays; a variable that is set and empty
-# is taken out of the environment, for libraries that read an empty value as one. Off Frontier (no hsn0) nothing of the
-# network and the GPUs is set. Sources: OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications" (the tuning
-# guide of github.com/HewlettPackard/shs-ccl-docs). The module rccl-net-plugin sets many of them, too.
+# of a job; source it by hand in an interactive one. Existing values are kept. A variable that is set but empty is unset,
+# because some libraries treat an empty value as a setting. Off Frontier (no hsn0) no network and GPU variables are set.
+# Sources: OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications" (the tuning guide of
+# github.com/HewlettPackard/shs-ccl-docs). The module rccl-net-plugin also sets many of them.
 
 # Physical facts of the machine: placement of ranks and what counts as slow (megatron/planner/clusters/).
 if [[ -n ${SITE_CLUSTER:-} ]]; then export MEGATRON_CLUSTER=${MEGATRON_CLUSTER:-$SITE_CLUSTER}; fi
 
-# _choose NAME VALUE: export it with the value that it has, else with VALUE.
+# _choose NAME VALUE: export it with its current value, otherwise with VALUE.
 _choose() {
     local value=${!1-$2}
     if [[ -n $value ]]; then export "$1=$value"; else unset "$1"; fi
 }
 
-# Where network devices are listed; another folder only for tests.
+# Folder of network devices; another one only in tests.
 _net=${SITE_NET_FOLDER:-/sys/class/net}
 
 if [[ -e $_net/hsn0 ]]; then
-    # --- sockets: by them the ranks find each other and RCCL sets up its connections
-    # All four NICs. Where start-up hangs, hsn0 alone.
+    # --- sockets: used by the ranks to connect, and by RCCL for set-up
+    # All four NICs. If start-up hangs, use only hsn0.
     _choose NCCL_SOCKET_IFNAME hsn0,hsn1,hsn2,hsn3
-    # Without it gloo takes the interface of the host name, whichever that is.
+    # Without it gloo uses the interface of the host name, which may be any.
     _choose GLOO_SOCKET_IFNAME hsn0,hsn1,hsn2,hsn3
 
     # --- RCCL
-    # OFI ends a job of several nodes at once where the plugin is not loaded; else it would run over TCP. For a job of
+    # With OFI a job of several nodes fails at once if the plugin is not loaded; otherwise it would use TCP. For a job of
     # one node the network is not configured and the plugin does not start.
     if [[ -n ${SLURM_JOB_NUM_NODES:-} ]]; then
         if ((SLURM_JOB_NUM_NODES > 1)); then
@@ -42,34 +42,33 @@ if [[ -e $_net/hsn0 ]]; then
     # Lets peers address the whole memory of a GCD over PCIe.
     _choose HSA_FORCE_FINE_GRAIN_PCIE 1
 
-    # --- HIP and torch, which read them before they start; the launch sets the same where a job does not come by here
-    # (megatron/parallel/environment.py, with the reasons in full).
-    # Queues of each priority: one for each communicator of a rank. With the 4 of HIP's default some share a queue, in
-    # which one waits for the other. 4 and 8 are to be measured.
+    # --- HIP and torch read these at start; the launch sets the same for jobs that do not source this file
+    # (megatron/parallel/environment.py, with full reasons).
+    # Queues of each priority: one for each communicator of a rank. With HIP's default of 4 some share a queue, in which
+    # one waits for the other. 4 and 8 have yet to be measured.
     _choose GPU_MAX_HW_QUEUES 8
-    # Communication has queues of its own, so that a receive which is posted early does not spin in front of products.
+    # Separate queues for communication, so that a receive that is posted early does not block products.
     _choose TORCH_NCCL_HIGH_PRIORITY 1
 
     # --- libfabric, provider cxi
-    # Who tells the cache of registered memory that a page is another one now. userfaultfd works too; memhooks deadlocks
+    # Monitor that invalidates the cache of registered memory when pages change. userfaultfd works, too; memhooks deadlocks
     # with the plugin.
     _choose FI_MR_CACHE_MONITOR kdreg2
     # Keeps the provider from calls of ROCm that may deadlock with RCCL.
     _choose FI_CXI_DISABLE_HOST_REGISTER 1
-    # Completions and sends that may be under way: more than by default, for large jobs.
+    # Limits of outstanding completions and sends: higher than the defaults, for large jobs.
     _choose FI_CXI_DEFAULT_CQ_SIZE 131072
     _choose FI_CXI_DEFAULT_TX_SIZE 2048
     # Messages are matched in software once the NIC's own table is full.
     _choose FI_CXI_RX_MATCH_MODE hybrid
-    # The rendezvous protocol that is faster with RCCL at scale. It goes with --network=disable_rdzv_get of sbatch, and
-    # only with it.
+    # The rendezvous protocol that is faster with RCCL at scale. It works only with --network=disable_rdzv_get of sbatch.
     _choose FI_CXI_RDZV_PROTO alt_read
-    # All messages go by it, whatever their size, and nothing is sent before the receiver is ready.
+    # All messages use it, regardless of size, and nothing is sent before the receiver is ready.
     _choose FI_CXI_RDZV_EAGER_SIZE 0
     _choose FI_CXI_RDZV_THRESHOLD 0
     _choose FI_CXI_RDZV_GET_MIN 0
 
-    # --- MIOpen's data bases, by default in the home folder, give disk I/O errors on shared file systems: one per node.
+    # --- MIOpen's databases, by default in the home folder, cause disk I/O errors on shared file systems: one per node.
     _choose MIOPEN_USER_DB_PATH "/tmp/${USER:-user}-miopen-${SLURM_JOB_ID:-0}"
     _choose MIOPEN_CUSTOM_CACHE_DIR "${MIOPEN_USER_DB_PATH-}"
 
@@ -82,7 +81,7 @@ unset -f _choose
 # Readers of training data need no setting: they are threads (--num-workers), not processes, and nothing is forked after
 # the network is open, where a fork would hang.
 
-# The modules of SITE_MODULES, in their order. Without a module command: nothing, and the answer 1.
+# Load the modules of SITE_MODULES in order. Without a module command: do nothing, and return 1.
 load_site_modules() {
     [[ -n ${SITE_MODULES:-} ]] || return 0
     command -v module >/dev/null || return 1

@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# The body of weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh, which set KINDS and source it. EXPERIMENTS.md has
-# their use. Not run on Frontier yet.
+# The body of weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh, which set KINDS and source it. EXPERIMENTS.md
+# explains their use. Not run on Frontier yet.
 #
-#   weak_scaling.sh --dry-run          the points with their layouts, times and node-hours; anywhere, nothing is submitted
-#   sbatch -N 128 weak_scaling.sh      all points in one allocation, side by side where they fit
+#   weak_scaling.sh --dry-run          show points with layouts, times and node-hours; submits nothing, runs anywhere
+#   sbatch -N 128 weak_scaling.sh      all points in one allocation, side by side if they fit
 #   SUBMIT=one weak_scaling.sh         the same, with the number of nodes of the largest point
-#   SUBMIT=each weak_scaling.sh        a job for each point, of its own size: fewer node-hours
+#   SUBMIT=each weak_scaling.sh        a separate job for each point: fewer node-hours
 #   LAUNCHER=local weak_scaling.sh     on this machine, without Slurm
 # Arguments go to tools/run_experiment.py; flags of pretrain_gpt.py come after --.
 #
 # Settings, from the environment:
 #   MODEL        22b, 175b, 1t, or any preset           RECIPE      paper or frontier
 #   VALUES       of what varies, such as "1 2 4": replicas in weak and strong scaling
-#   BATCH        sequences: weak per replica, strong in all, pp-bubble per stage, else of every point
+#   BATCH        sequences: weak per replica, strong in total, pp-bubble per stage, otherwise of every point
 #   ITERATIONS   measured steps of each point           WARM_UP     steps before them
-#   OUT          folder of results (one below it for each experiment)
+#   OUT          folder of results, with a subfolder for each experiment
 #   SIDE_BY_SIDE 1: points share the allocation on disjoint nodes; 0: one after another
 #   RETRY_FAILED 1: failed points run again             POINT_LIMIT seconds that a point may take
-#   TIME         wall time of what SUBMIT submits, as sbatch takes it; default: the longest that the machine gives
-#   REQUEUE      1: back into the queue when time runs out with points left
+#   TIME         wall time of the jobs of SUBMIT, as for sbatch -t; default: the longest that the machine allows
+#   REQUEUE      1: requeue when time runs out with points left
 #   PYTHON       interpreter for planning and, with LAUNCHER=local, for training
 
 : "${MODEL:=175b}" "${RECIPE:=paper}" "${ITERATIONS:=3}" "${WARM_UP:=2}" "${SIDE_BY_SIDE:=1}" "${LAUNCHER:=slurm}"
@@ -27,7 +27,7 @@ SCRIPT=$MEGATRON_ROOT/examples/frontier/$SCRIPT_NAME
 # shellcheck source=examples/frontier/allocation.sh
 source "$MEGATRON_ROOT/examples/frontier/allocation.sh" || exit 2
 
-# experiment KIND ARGUMENTS...: tools/run_experiment.py with the settings of the environment.
+# experiment KIND ARGUMENTS...: run tools/run_experiment.py with the settings of the environment.
 experiment() {
     local kind=$1 recipe=
     shift
@@ -44,7 +44,7 @@ experiment() {
     "$PLANNER" "$MEGATRON_ROOT/tools/run_experiment.py" "$kind" "${flags[@]}" "$@"
 }
 
-# each_kind ARGUMENTS...: every experiment of KINDS; the worst exit code.
+# each_kind ARGUMENTS...: run every experiment of KINDS; returns the worst exit code.
 each_kind() {
     local kind code=0 worst=0
     for kind in $KINDS; do
@@ -57,7 +57,7 @@ each_kind() {
     return "$worst"
 }
 
-# submit_one ARGUMENTS...: one job with the nodes of the largest point.
+# submit_one ARGUMENTS...: submit one job with the nodes of the largest point.
 submit_one() {
     local nodes most=1 kind
     for kind in $KINDS; do

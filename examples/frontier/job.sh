@@ -3,35 +3,35 @@
 # their arguments; experiments call prepare_environment, run_preflight and launch_training themselves. Sourcing defines
 # functions and settings and starts nothing. Not run on Frontier yet; tests/slurm runs it unchanged under a real Slurm.
 #
-# A job goes through these steps; what each wrote is in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
+# A job has these steps, with their output in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
 #   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
-#   environment the packed Python environment and the code go to every node's NVMe drive
-#   preflight   every device and node is tried; nodes that are slow or dead are left out if there are spare ones
+#   environment the packed Python environment and the code are copied to every node's NVMe drive
+#   preflight   every device and node is tested; slow and dead nodes are left out if there are spare ones
 #   training    on the good nodes, from the newest checkpoint
-# and ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
-#   0 training is complete, or saved and back in the queue   2 something to mend in the command or in site.env
+# It ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
+#   0 training is complete, or saved and requeued            2 error in the command or in site.env
 #   3 started too often without a new checkpoint             4 too few good nodes        75 a rank was lost
 #
 # Settings, from the environment:
 #   PRESET           another preset than the recipe's; empty: none
 #   RECIPE           frontier (ours) or paper (Dash et al., fp16, plain placement)
-#   RUN_NAME         folder below SITE_RUNS, also that of checkpoints: the same name goes on where it ended. Default: the
-#                    job's name, with -paper for RECIPE=paper and -mock for --mock-data
+#   RUN_NAME         folder in SITE_RUNS, also for checkpoints: a job with the same name resumes. Default: the job's
+#                    name, with -paper for RECIPE=paper and -mock for --mock-data
 #   NODES_NEEDED     nodes to train on; the rest of the allocation are spares. Default: all
-#   PREFLIGHT        1: measure first; 0: start at once.  PREFLIGHT_FLAGS: more flags for tools/preflight.py measure
-#   REQUEUE          1: back into the queue at the end of the job's time and after a lost rank; 0: never
-#   MAX_STARTS       how often a job may start from the same checkpoint before it stays out of the queue
+#   PREFLIGHT        1: test the nodes first; 0: no test.  PREFLIGHT_FLAGS: more flags for tools/preflight.py measure
+#   REQUEUE          1: requeue at the end of the job's time and after a lost rank; 0: never
+#   MAX_STARTS       number of starts from the same checkpoint after which the job is no longer requeued
 #   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none
 #   DEVICE           gpu, or cpu for trials (gloo, no modules)
-#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: check
-#                    the flags and the modules here, and print the commands and variables; nothing is started)
+#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: check the
+#                    flags and the modules here, and print the commands and variables; nothing is started)
 
 : "${MEGATRON_ROOT:=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)}"
 # shellcheck source=examples/frontier/site.env
 source "${SITE_FILE:-$MEGATRON_ROOT/examples/frontier/site.env}" || exit 2
 : "${DEVICE:=gpu}" "${RECIPE:=frontier}" "${PREFLIGHT:=1}" "${REQUEUE:=1}" "${MAX_STARTS:=3}" "${DRY_RUN:=0}"
 : "${TASKS_PER_NODE:=8}" "${CPUS_PER_TASK:=7}"
-# Ranks end by themselves when one is lost, and say who it was; srun must not kill them before, but in the end.
+# When a rank is lost the others name it and exit; srun must not kill them earlier, only if they do not exit.
 : "${SRUN_WAIT:=600}"
 : "${MASTER_PORT:=3442}"
 if [[ $DEVICE == cpu ]]; then
@@ -41,10 +41,10 @@ else
     : "${GPU_VISIBILITY:=one}"
 fi
 export USER=${USER:-$(id -un)} # a part of the drive's path
-unset "${!SQUEUE_@}" # squeue takes filters from variables too: a job that they leave out would not run
+unset "${!SQUEUE_@}" # squeue also reads filters from variables: a job that they hide would seem to have ended
 RUN_NAME_GIVEN=${RUN_NAME:-}
 : "${RUN_NAME:=${SLURM_JOB_NAME:-${MODEL:-run}}}"
-# Whether somebody chose it before env.sh does; the same for scripts that a job starts.
+# The user's value, before env.sh sets it; also for scripts that a job starts.
 export NCCL_NET_GIVEN=${NCCL_NET_GIVEN-${NCCL_NET:-}}
 # shellcheck source=examples/frontier/env.sh
 source "$MEGATRON_ROOT/examples/frontier/env.sh"
@@ -60,7 +60,7 @@ GOOD_HOSTS=
 say() { printf ' job %s: %s\n' "$JOB" "$*"; }
 complain() { printf ' job %s: ERROR: %s\n' "$JOB" "$*" >&2; }
 
-# show COMMAND...: print it as one line that a shell could run.
+# show COMMAND...: print it as a line that can be pasted into a shell.
 show() {
     local word line=+
     for word; do
@@ -76,7 +76,7 @@ run() {
     [[ $DRY_RUN == 1 ]] || "$@"
 }
 
-# flag_value NAME FLAGS...: the last value that FLAGS give to --NAME; nothing without one.
+# flag_value NAME FLAGS...: print the last value of --NAME in FLAGS; nothing without one.
 flag_value() {
     local name=$1 found=
     shift
@@ -90,7 +90,7 @@ flag_value() {
     printf '%s' "$found"
 }
 
-# has_flag "NAME NAME..." FLAGS...: whether FLAGS have one of the names.
+# has_flag "NAME NAME..." FLAGS...: test whether FLAGS contain one of the names.
 has_flag() {
     local names=" $1 " flag
     shift
@@ -98,14 +98,14 @@ has_flag() {
     return 1
 }
 
-# Nodes of the allocation; for a dry run the number that the script's header asks for.
+# Nodes of the allocation; for a dry run the number in the script's header.
 allocated_nodes() {
     local asked
     asked=$(sed -n 's/^#SBATCH *-N *\([0-9][0-9]*\).*/\1/p' "$0" 2>/dev/null | head -n 1)
     printf '%s' "${SLURM_JOB_NUM_NODES:-${asked:-1}}"
 }
 
-# first_address NODE: its IP address as it knows it itself.
+# first_address NODE: print its IP address, as resolved on the node.
 first_address() {
     local here=${SLURMD_NODENAME:-$(hostname -s)}
     if [[ -z $1 || $1 == "$here" || $DRY_RUN == 1 ]]; then
@@ -115,7 +115,7 @@ first_address() {
     fi | awk '{ for (i = 1; i <= NF; i++) if ($i ~ /^[0-9.]+$/) { print $i; exit } }'
 }
 
-# task_flags NODES: srun's flags for TASKS_PER_NODE tasks on each of so many nodes, as OLCF recommends them, in FLAGS.
+# task_flags NODES: set FLAGS to srun's flags for TASKS_PER_NODE tasks on each of NODES nodes, as OLCF recommends.
 task_flags() {
     FLAGS=(-N "$1" -n "$(($1 * TASKS_PER_NODE))" "--ntasks-per-node=$TASKS_PER_NODE" -c "$CPUS_PER_TASK")
     FLAGS+=(--kill-on-bad-exit=0 "--wait=$SRUN_WAIT")
@@ -123,7 +123,7 @@ task_flags() {
         one) FLAGS+=(--gpus-per-task=1 --gpu-bind=closest) ;;
         all) FLAGS+=("--gpus-per-node=$TASKS_PER_NODE") ;;
     esac
-    # Slurm gives a step on one node no part of Slingshot, where the network plugin cannot start, unless it is asked to.
+    # Without this flag Slurm allocates no Slingshot resources to a step on one node, and the network plugin cannot start.
     [[ $1 -gt 1 || ! -e ${SITE_NET_FOLDER:-/sys/class/net}/hsn0 ]] || FLAGS+=(--network=single_node_vni)
     local more
     read -r -a more <<<"${SITE_SRUN_FLAGS:-} ${SRUN_FLAGS:-}"
@@ -199,7 +199,7 @@ prepare_environment() {
             "from Orion and 244 s from a home folder on 8 nodes, 2 s from NVMe. setup_env.sh packs it."
     elif send_tar "$SITE_ENV" environment bash -c "$imports" check; then
         PYTHON=$SITE_NVME/environment/bin/python sent=1
-        # The code as it is now, so that an edit in the clone does not reach half of the ranks.
+        # A snapshot of the code, so that a later edit in the clone cannot affect only some of the ranks.
         if run tar -C "$MEGATRON_ROOT" --exclude=__pycache__ -cf "$LOGS/code.tar" megatron tools pretrain_gpt.py &&
             send_tar "$LOGS/code.tar" "$job_code" test -s; then
             CODE=$SITE_NVME/$job_code
@@ -218,7 +218,7 @@ prepare_environment() {
     return 2
 }
 
-# Measure all nodes of the allocation. Sets GOOD_HOSTS to the file of those to train on. 4: too few are good.
+# Test all nodes of the allocation. Sets GOOD_HOSTS to the file of the nodes to train on. Returns 4 for too few good ones.
 run_preflight() {
     local nodes needed folder=$LOGS/preflight code=0 good=0
     nodes=$(allocated_nodes)
@@ -227,12 +227,12 @@ run_preflight() {
     local more backend=nccl
     [[ $DEVICE != cpu ]] || backend=gloo
     read -r -a more <<<"${PREFLIGHT_FLAGS:-}"
-    # A task that hangs is given up soon after the others have ended, and the step in any case.
+    # A hanging task is abandoned soon after the others have ended; the step has a time limit.
     NODES=$nodes HOSTS='' SRUN_WAIT=30 SRUN_FLAGS="${SRUN_FLAGS:-} --time=${PREFLIGHT_MINUTES:-10}" LOGS=$folder \
         launch "$CODE/tools/preflight.py" measure --cluster "$SITE_CLUSTER" --out "$folder" \
         --backend "$backend" ${more[@]+"${more[@]}"} || code=$?
     [[ $DRY_RUN != 1 ]] || { GOOD_HOSTS=; return 0; }
-    # A node that died spoils srun's exit code, not the verdict on the others.
+    # A dead node affects srun's exit code, but not the verdict on the others.
     [[ ! -f $folder/good_hosts ]] || good=$(grep -c . "$folder/good_hosts")
     if ((good >= needed)); then
         GOOD_HOSTS=$folder/hosts
@@ -248,16 +248,15 @@ run_preflight() {
     return 4
 }
 
-# bad_hosts_line TEXT: TEXT and the bad hosts of the last preflight, with commas; nothing where there are none.
+# bad_hosts_line TEXT: print TEXT and the bad hosts of the last preflight, with commas; nothing if there are none.
 bad_hosts_line() {
     [[ -s $LOGS/preflight/bad_hosts ]] || return 0
     printf '%s%s' "$1" "$(paste -s -d , "$LOGS/preflight/bad_hosts")"
 }
 
-# launch PROGRAM FLAGS...: PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns srun's exit code, which is the
-# highest of all tasks. It heeds, where they are set: NODES (their number), HOSTS (a,b,c; default: GOOD_HOSTS),
-# MASTER_ADDR, MASTER_PORT, MEGATRON_JOB_TOKEN, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with a port
-# of its own.
+# launch PROGRAM FLAGS...: start PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns srun's exit code, the highest
+# of all tasks. Optional variables: NODES (number), HOSTS (a,b,c; default: GOOD_HOSTS), MASTER_ADDR, MASTER_PORT,
+# MEGATRON_JOB_TOKEN, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with its own port.
 launch() {
     local nodes=${NODES:-} hosts=${HOSTS:-} first code=0 FLAGS step
     if [[ -z $hosts && -n $GOOD_HOSTS ]]; then
@@ -274,9 +273,9 @@ launch() {
     fi
     [[ $DRY_RUN == 1 ]] || mkdir -p "$LOGS"
     local -x MASTER_ADDR=${MASTER_ADDR:-$(first_address "$first")} MASTER_PORT=$MASTER_PORT
-    # Without it nobody else on the network can name the keys by which the ranks tell each other how they are.
+    # The token keeps others on the network from guessing the keys through which the ranks exchange their state.
     local -x MEGATRON_JOB_TOKEN=${MEGATRON_JOB_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
-    # A step on one node has no use for the network plugin, also in a larger job.
+    # A step on one node does not need the network plugin, even in a larger job.
     [[ -z ${NCCL_NET:-} || -n ${NCCL_NET_GIVEN:-} || $nodes -gt 1 ]] || local -x NCCL_NET=Socket
     step=("${FLAGS[@]}" "--error=$LOGS/task_%t.err" "$PYTHON" -u "$@")
     show srun "${step[@]}"
@@ -287,11 +286,11 @@ launch() {
     return "$code"
 }
 
-# compressed a1,a2,a4: as Slurm writes it, a[1-2,4]: thousands of names would not fit into a command line.
+# compressed a1,a2,a4: print Slurm's form a[1-2,4], because thousands of names do not fit into a command line.
 compressed() { scontrol show hostlist "$1" 2>/dev/null || printf '%s' "$1"; }
 
-# forwarding COMMAND...: run it so that USR1 which only the batch script gets (--signal=B:USR1@300) reaches its tasks,
-# and SIGTERM, which Slurm sends to script and tasks alike, does not end the script before they have saved.
+# forwarding COMMAND...: run it, forwarding USR1 that only the batch script gets (--signal=B:USR1@300) to its tasks.
+# SIGTERM, which Slurm sends to script and tasks alike, does not end the script before the tasks have saved.
 forwarding() {
     local pid=
     trap 'kill -USR1 "${pid:-${!-}}" 2>/dev/null' USR1  # $!: it came before pid was set
@@ -301,8 +300,8 @@ forwarding() {
     wait_through_signals "$pid"
 }
 
-# wait_through_signals PID: wait for it and return its code. The caller has traps for USR1 and TERM, which are gone
-# afterwards. A signal must not cut `wait` short: bash 5.2 then loses the code of a process that ends meanwhile.
+# wait_through_signals PID: wait for it and return its code. The caller's traps for USR1 and TERM are removed afterwards.
+# A signal must not interrupt `wait`: bash 5.2 then loses the code of a process that ends at the same time.
 wait_through_signals() {
     local code=0
     while [[ -d /proc/$1 ]]; do sleep 0.2; done
@@ -311,16 +310,16 @@ wait_through_signals() {
     return "$code"
 }
 
-# launch_training FLAGS...: pretrain_gpt.py with exactly these flags. Returns its exit code.
+# launch_training FLAGS...: start pretrain_gpt.py with exactly these flags. Returns its exit code.
 launch_training() {
     local -a backend=()
     [[ $DEVICE != cpu ]] || backend=(--distributed-backend gloo)
     launch "$CODE/pretrain_gpt.py" ${backend[@]+"${backend[@]}"} "$@"
 }
 
-# failing_tasks FOLDER: which tasks of the launch there failed, by srun's own account, and where their words are; of the
-# first, the last lines. Signals and errors of a program (1) come before refusals (2) and lost peers (75), which follow
-# from them on other ranks.
+# failing_tasks FOLDER: print the failed tasks of the launch there, according to srun, with their logs, and the last lines
+# of the first one. Signals and errors of a program (1) come before refusals (2) and lost peers (75), which they cause on
+# other ranks.
 failing_tasks() {
     local host tasks how file shown=0
     [[ -s $1/srun.err ]] || return 0
@@ -337,12 +336,12 @@ failing_tasks() {
         sort -s -k 1,1.1 | cut -c 2- | head -n 8)
 }
 
-# setting NAME PATTERN MEANING: whether the value of NAME is one that is understood.
+# setting NAME PATTERN MEANING: check that the value of NAME matches PATTERN.
 setting() {
     [[ ${!1} =~ ^($2)$ ]] || { complain "$1=${!1} is unknown: $3" && return 2; }
 }
 
-# Whether the settings are understood, and NODES_NEEDED is a number that the allocation has.
+# Check the settings, and that the allocation has NODES_NEEDED nodes.
 check_settings() {
     local needed=${NODES_NEEDED:-1} nodes name
     for name in PREFLIGHT REQUEUE DRY_RUN; do setting "$name" '0|1' "0 or 1" || return; done
@@ -358,13 +357,13 @@ check_settings() {
     return 2
 }
 
-# start_flags FLAGS...: all flags of the training in TRAIN_FLAGS: the recipe, data, checkpoints, then FLAGS, which win.
+# start_flags FLAGS...: set TRAIN_FLAGS to all flags of the training: recipe, data, checkpoints, then FLAGS, which override.
 start_flags() {
     TRAIN_FLAGS=()
     if [[ -n ${PRESET+set} ]]; then
         [[ -z $PRESET ]] || TRAIN_FLAGS+=(--preset "$PRESET")
     elif [[ $RECIPE == paper ]]; then
-        # Ranks in Megatron's order on devices 0, 1, ...: what the paper's scripts had.
+        # Ranks in Megatron's order on devices 0, 1, ..., as in the paper's scripts.
         TRAIN_FLAGS+=(--preset "$MODEL" --fp16 --rank-order tp-dp-pp --device-order "0,1,2,3,4,5,6,7")
         TRAIN_FLAGS+=("${PAPER_FLAGS[@]}")
     elif [[ $RECIPE == frontier ]]; then
@@ -390,7 +389,7 @@ start_flags() {
     fi
 }
 
-# data_flags FLAGS...: tokens and tokenizer of site.env in TRAIN_FLAGS, unless FLAGS bring their own.
+# data_flags FLAGS...: add tokens and tokenizer of site.env to TRAIN_FLAGS, unless FLAGS have their own.
 data_flags() {
     if has_flag "--mock-data --data-path --data-file-list --train-data-path" "$@"; then return 0; fi
     if [[ -z $SITE_DATA ]]; then
@@ -406,12 +405,12 @@ data_flags() {
 # Iteration of the newest checkpoint in SAVE.
 reached() { cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 
-# How often this job has started from the checkpoint that is the newest now; in a row.
+# Number of consecutive starts of this job from the current newest checkpoint.
 fruitless_starts() {
     cat "$JOB_LOGS/starts" 2>/dev/null | awk -v now="$(reached)" '{ n = $2 == now ? n + 1 : 0 } END { print n + 0 }'
 }
 
-# Note this start. 3: the job has started MAX_STARTS times from one checkpoint, so that another start would not help.
+# Record this start. Returns 3 if the job has started MAX_STARTS times from one checkpoint: another start would not help.
 note_start() {
     [[ $DRY_RUN != 1 ]] || return 0
     mkdir -p "$LOGS" || return 2
@@ -424,7 +423,7 @@ note_start() {
     say "start $RESTART from iteration $(reached) on $(allocated_nodes) node(s) ${SLURM_JOB_NODELIST:-}, logs in $LOGS"
 }
 
-# The whole configuration, resolved by one process without torch: mistakes cost seconds of one node, not minutes of all.
+# Resolve the whole configuration in one process without torch: mistakes cost seconds of one node, not minutes of all.
 check_flags() {
     local python=$PYTHON world
     world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
@@ -440,9 +439,9 @@ check_flags() {
     fi
 }
 
-# cause CODE FOLDER: the exit code of a launch there; 1 where a task ended with an error of the program (1) and none by a
-# signal. What follows from it on other ranks has higher codes, as if a rank had been lost or a setting were wrong, and
-# another start would meet the same error.
+# cause CODE FOLDER: print the exit code of a launch there, but 1 if a task ended with an error of the program (1) and none
+# by a signal. Consequences on other ranks have higher codes, as if a rank had been lost or a setting were wrong, but
+# another start would hit the same error.
 cause() {
     local ends
     ends=$(sed -n 's/^srun: error: [^:]*: tasks\{0,1\} [0-9,-]*: //p' "$2/srun.err" 2>/dev/null)
@@ -453,7 +452,7 @@ cause() {
     fi
 }
 
-# left_to_slurm: whether the job is ending or requeued already, other than by its time limit, and to say so.
+# left_to_slurm: test, and report, whether the job is already ending or requeued, other than by its time limit.
 left_to_slurm() {
     local state
     state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
@@ -461,8 +460,8 @@ left_to_slurm() {
     say "left to Slurm, which has it as ${state%% *}: requeued by the program, or ended by somebody"
 }
 
-# requeue_lost CODE: after a lost rank (75, or a task that a signal ended) the job goes back into the queue, unless
-# somebody ended it or it came to this MAX_STARTS times at the same checkpoint. A lost node Slurm requeues by itself.
+# requeue_lost CODE: requeue the job after a lost rank (75, or a task that a signal ended), unless it was cancelled or this
+# happened MAX_STARTS times at the same checkpoint. After a lost node Slurm itself requeues the job.
 requeue_lost() {
     (($1 == 75 || $1 > 128)) && [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] || return 0
     ! left_to_slurm || return 0
@@ -475,16 +474,15 @@ requeue_lost() {
     fi
 }
 
-# put_back: the job goes back into the queue. Slurm then sends SIGTERM to all processes of this script, at times before
-# scontrol has its answer: from here on they ignore it, or a job in the queue would be reported as lost.
+# put_back: requeue the job. Slurm then sends SIGTERM to all processes of this script, sometimes before scontrol has its
+# answer. They ignore it from here on, otherwise a requeued job would be reported as lost.
 put_back() {
     trap '' TERM
     run scontrol requeue "$SLURM_JOB_ID" || { complain "scontrol requeue failed: submit the job again" && return 1; }
 }
 
-# requeue_without FILE: back into the queue, for other nodes than the hosts in FILE. A job's list of nodes to leave out
-# can be changed only while it waits, and requeueing ends this script: what it has to do comes between, in KillWait
-# seconds.
+# requeue_without FILE: requeue the job, excluding the hosts in FILE. A job's list of excluded nodes can be changed only
+# while it is pending, and requeueing ends this script: the change has to be made in between, within KillWait seconds.
 requeue_without() {
     [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] && (($(fruitless_starts) < MAX_STARTS)) || return 0
     local bad before
@@ -499,8 +497,8 @@ requeue_without() {
     complain "scontrol could not exclude $bad: the job may get these nodes again"
 }
 
-# name_run FLAGS...: a trial on made-up tokens and another recipe get folders of their own, so that no training goes on
-# from their checkpoints by accident.
+# name_run FLAGS...: give trials on mock data and another recipe separate folders, so that no training resumes from their
+# checkpoints by accident.
 name_run() {
     [[ -z $RUN_NAME_GIVEN ]] || return 0
     [[ $RECIPE != paper || -n ${PRESET+set} ]] || RUN_NAME+=-paper
@@ -509,7 +507,7 @@ name_run() {
     JOB_LOGS=$RUN/logs/$JOB
 }
 
-# train_job FLAGS...: the whole job. Ends the script.
+# train_job FLAGS...: run the whole job. Ends the script.
 train_job() {
     local code=0 TRAIN_FLAGS SAVE
     name_run "$@"
@@ -518,7 +516,7 @@ train_job() {
     check_settings || exit
     start_flags "$@" || exit
     note_start || exit
-    # A dry run shows all of the job, and ends with what would have ended it.
+    # A dry run shows the whole job, and ends with the code of the first failed check.
     check_flags || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
     prepare_environment || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
     if [[ $PREFLIGHT == 1 ]]; then run_preflight || exit; fi

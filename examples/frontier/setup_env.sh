@@ -1,20 +1,20 @@
 #!/bin/bash
-# Make the Python environment of the jobs on a login node of Frontier, check it, and pack it for sbcast. Run again, it
-# goes on where it ended; --fresh starts anew. Not run on Frontier yet.
+# Create the Python environment of the jobs on a login node of Frontier, check it, and pack it for sbcast. If run again, it
+# resumes; --fresh starts over. Not run on Frontier yet.
 #
 #     source examples/frontier/site.env && bash examples/frontier/setup_env.sh [--dry-run] [--fresh] [STEP...]
 #
-#   --dry-run   print the commands of each step and run none
+#   --dry-run   print the commands of each step without running them
 #   STEP        only these of: modules venv torch deepspeed flash project deephyper check pack
 #
 # Settings, from the environment (defaults in brackets):
 #   TORCH_VERSION [2.10.0], TORCH_INDEX [https://download.pytorch.org/whl/rocm7.1]
-#                     the pair that OLCF recommends (July 2026); the ROCm of SITE_MODULES in site.env goes with it
+#                     the pair that OLCF recommends (July 2026); SITE_MODULES in site.env must have the same ROCm
 #   DEEPSPEED_VERSION [of requirements/constraints.txt]
-#   FLASH_ATTN [0]    1: build flash-attn, which takes long and 4 or more cores: better in an interactive job
+#   FLASH_ATTN [0]    1: build flash-attn, which takes long and needs 4 or more cores: better in an interactive job
 #   FLASH_ATTN_VERSION [v2.8.4.1-cktile]
 #   DEEPHYPER [1]     the paper's search, for tools/tune.py; 0: without it, Optuna searches
-#   PYTHON [python3]  of the module cray-python. It must lie on the nodes (/opt, /usr): the packed environment has none
+#   PYTHON [python3]  of the module cray-python. It must exist on the nodes (/opt, /usr): it is not packed
 #   JOBS [4]          compilers side by side; login nodes are shared
 set -eEuo pipefail
 
@@ -50,7 +50,7 @@ pip() { # without --user packages, and with the versions that were tested togeth
     run env PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip "$@"
 }
 
-# Everything that is missing, before anything is done.
+# List everything that is missing, before doing anything.
 missing() {
     local tool
     command -v module >/dev/null || echo "the module command (a login node of Frontier has it)"
@@ -79,16 +79,16 @@ step_venv() {
     pip install --upgrade pip setuptools wheel pybind11 ninja packaging -c "$constraints"
 }
 
-# The wheels bring RCCL and hipBLASLt of their own.
+# The wheels include RCCL and hipBLASLt.
 step_torch() { pip install "torch==$TORCH_VERSION" --index-url "$TORCH_INDEX"; }
 
-# DS_BUILD_OPS=0: no op is compiled, neither now nor at the start of a job; the engine needs none of them.
+# DS_BUILD_OPS=0: compile no ops, neither now nor at the start of a job; the engine does not need them.
 step_deepspeed() {
     run env DS_BUILD_OPS=0 PYTHONNOUSERSITE=1 "$python" -m pip install --no-build-isolation -c "$constraints" \
         "deepspeed==$DEEPSPEED_VERSION"
 }
 
-# AMD's fork, Composable Kernel backend, for gfx90a alone. Without it training takes torch's attention.
+# AMD's fork, Composable Kernel backend, only for gfx90a. Without it training uses torch's attention.
 step_flash() {
     [[ $FLASH_ATTN == 1 ]] || { say "flash-attn: left out (FLASH_ATTN=1 builds it)" && return 0; }
     local source=$SITE_VENV/src/flash-attention
@@ -98,8 +98,8 @@ step_flash() {
         "$python" -m pip install --no-build-isolation "$source"
 }
 
-# Dependencies into the environment; the code stays in the clone, where jobs take it from, with its kernels and index
-# helpers built in place.
+# Install dependencies into the environment; the code stays in the clone, from which jobs use it, with its kernels and
+# index helpers built in place.
 step_project() {
     run env DS_BUILD_OPS=0 MEGATRON_KERNELS_TARGETS=none PYTHONNOUSERSITE=1 "$python" -m pip install \
         --no-build-isolation -c "$constraints" -e "${MEGATRON_ROOT}[tune]"
@@ -107,7 +107,7 @@ step_project() {
     run env -C "$MEGATRON_ROOT" "$python" setup.py -q build_kernels --target host --jobs "$JOBS"
 }
 
-# Of what is installed the very versions, of everything else those that were tested together.
+# Constraints: the exact versions of installed packages, otherwise those that were tested together.
 as_it_is() {
     {
         PYTHONNOUSERSITE=1 "$python" -m pip list --disable-pip-version-check --format=freeze &&
@@ -115,8 +115,8 @@ as_it_is() {
     } | awk -F== '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } !seen[name]++'
 }
 
-# The paper's search. Nothing that is installed may change for it, and nothing is compiled: where that cannot be, pip
-# refuses before it touches anything, and tools/tune.py searches with Optuna.
+# The paper's search. It must not change installed packages or need compilation: otherwise pip refuses before it changes
+# anything, and tools/tune.py searches with Optuna.
 step_deephyper() {
     [[ $DEEPHYPER == 1 ]] || { say "DeepHyper: left out (DEEPHYPER=1 installs it)" && return 0; }
     local versions=$SITE_VENV/src/versions.txt # src is not packed
@@ -129,7 +129,7 @@ step_deephyper() {
     fi
 }
 
-# Imports what a job imports. A login node has no GPU, so that this is torch's build and not the device.
+# Import what a job imports. A login node has no GPU, so this checks torch's build, not the device.
 step_check() {
     run env DS_ACCELERATOR=cpu "$python" - "$FLASH_ATTN" <<'PY'
 import sys
@@ -149,8 +149,8 @@ PY
     run "$python" "$MEGATRON_ROOT/tools/check_kernels.py" --list
 }
 
-# A virtual environment finds itself by the place of its bin/python (pyvenv.cfg beside it), so it can be unpacked
-# anywhere; only scripts such as bin/pip and bin/activate name the old place, and jobs call none of them.
+# A virtual environment is located through its bin/python and pyvenv.cfg, so it can be unpacked anywhere; only scripts
+# such as bin/pip and bin/activate contain the old path, and jobs do not use them.
 step_pack() {
     local zip=gzip
     ! command -v pigz >/dev/null || zip=pigz
@@ -167,7 +167,7 @@ main() {
             --fresh) fresh=1 ;;
             -h | --help) sed -n '2,/^set/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && return ;;
             *)
-                [[ " ${steps[*]} " == *" $1 "* ]] || die "$1 is no step: choose of ${steps[*]}"
+                [[ " ${steps[*]} " == *" $1 "* ]] || die "$1 is not a step: choose from ${steps[*]}"
                 chosen+=("$1")
                 ;;
         esac
@@ -179,7 +179,7 @@ main() {
         say "would not run here, missing: ${lacking//$'\n'/; }"
     fi
     ((!fresh)) || run rm -rf "$SITE_VENV" "$SITE_ENV"
-    trap 'die "step $step failed, see above; the same command goes on there"' ERR
+    trap 'die "step $step failed, see above; the same command resumes there"' ERR
     for step in "${steps[@]}"; do
         # Every step needs the modules.
         [[ $step == modules || ${#chosen[@]} -eq 0 || " ${chosen[*]} " == *" $step "* ]] || continue

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Strong scaling: one batch for all sizes. 175B with 8000 sequences to 1024 GCDs, and with MODEL=1t 1T with 8016 to 3072,
-# as Dash et al. had it. experiment.sh says how to run it, EXPERIMENTS.md what it costs.
+# as in Dash et al. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/strong_scaling.sh
 #     MODEL=1t sbatch -N 384 -t 06:00:00 examples/frontier/strong_scaling.sh
 #SBATCH -J strong_scaling

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Throughput against tensor-parallel size, pipeline-parallel size (at a fixed batch, and at a fixed bubble, with a batch that
-# grows along), global batch and micro-batch. experiment.sh says how to run it, EXPERIMENTS.md what it costs.
+# grows, too), global batch and micro-batch. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/sweep_tp_pp_mbs.sh
 #     KINDS="tp pp" examples/frontier/sweep_tp_pp_mbs.sh --dry-run
 #SBATCH -J sweep_tp_pp_mbs

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Weak scaling: the batch grows with the replicas. 175B to 1024 GCDs with 640 sequences a replica, and with MODEL=1t 1T to
-# 3072 with 1600, as Dash et al. had it. experiment.sh says how to run it, EXPERIMENTS.md what it costs.
+# 3072 with 1600, as in Dash et al. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/weak_scaling.sh
 #     MODEL=1t sbatch -N 384 -t 04:00:00 examples/frontier/weak_scaling.sh
 #SBATCH -J weak_scaling

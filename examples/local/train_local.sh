@@ -1,7 +1,7 @@
 #!/bin/bash
-# Train on this machine: on its GPUs, or on its CPU where it has none.
+# Train on this machine: on its GPUs, or on its CPU if it has none.
 #     bash examples/local/train_local.sh [flags of pretrain_gpt.py]
-# Without flags a tiny GPT trains on made-up tokens for a moment. Run again with the same RUN_NAME, it goes on.
+# Without flags a tiny GPT trains briefly on synthetic tokens. Another run with the same RUN_NAME resumes.
 #
 # Settings, from the environment:
 #   PROCESSES   [number of GPUs, or 1]      PYTHON     [.venv/bin/python of this clone]
@@ -20,7 +20,7 @@ if [[ -z ${PROCESSES:-} ]]; then
     PROCESSES=$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
 fi
 if [[ ! $PROCESSES =~ ^[1-9][0-9]*$ ]]; then
-    echo "train_local.sh: PROCESSES=$PROCESSES: a number from 1 on is needed" >&2
+    echo "train_local.sh: PROCESSES=$PROCESSES: give a number of at least 1" >&2
     exit 2
 fi
 

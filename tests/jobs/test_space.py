@@ -128,7 +128,7 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters]\ntp = [1979-05-27]", ["[parameters] tp"]),
         ("[parameters]\ntp = [1]\n[variables]\nmbs = [1]", ["[variables] mbs", "[parameters]"]),
         ("[parameters]\ntp = [1]\n[derived]\ngsb = '1'", ["[derived] gsb"]),
-        ("[parameters]\ntp = [1]\n[derived]\ntp = '1'", ["[derived] tp", "tp is there"]),
+        ("[parameters]\ntp = [1]\n[derived]\ntp = '1'", ["[derived] tp", "tp is given"]),
         ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs *'", ["[derived] gbs", "'mbs *'"]),
         ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs * accu'", ["[derived] gbs", "accu"]),
         ("[parameters]\ntp = [1]\n[trial]\niterations = 0", ["[trial]", "iterations", "0"]),
