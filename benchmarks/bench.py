@@ -112,9 +112,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
-    """The cases of the workloads named; W2, W3 and W4 bring W0 along, which they are compared
-    with.
-    """
+    """Return the cases of these workloads; W2, W3 and W4 include W0, their reference."""
     cases = list(cases)
     if not only:
         return cases
@@ -139,9 +137,7 @@ def beside(case: Case, clone: Path) -> Case:
 def play(
     keys: list[Key], options: argparse.Namespace, threads: int, folder: Path, console: Console
 ) -> tuple[dict[Key, list[Outcome]], dict[str, list[float]]]:
-    """Rounds over all cases and sides; returns the outcomes of each and the ceilings of each
-    round.
-    """
+    """Run rounds over all cases and sides; return the outcomes and the ceilings of each round."""
     outcomes: dict[Key, list[Outcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
     began, last = time.monotonic(), 0.0
@@ -167,7 +163,7 @@ def play(
 
 
 def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
-    """What is printed after a start."""
+    """Return the line that is printed after a start."""
     head = f"round {count + 1}  {case.workload} {case.name:12s} {side.name:28s}"
     if outcome.reason:
         return f"{head} {outcome.reason}"
@@ -202,8 +198,11 @@ def rows_of(
     threads: int,
     gpu: str = "",
 ) -> list[dict[str, Any]]:
-    """The rows of the result, for runs on several processes with their rate over that of W0's one
-    process, for those on a GPU whose peak is known with their MFU."""
+    """Return the rows of the result.
+
+    Runs on several processes have their rate relative to W0's single process; runs on a GPU with a
+    known peak have their MFU.
+    """
     rows = []
     for case, side in keys:
         name = ceiling_name(

@@ -78,9 +78,7 @@ def open_stream(prefix: str, mmap: bool, workers: int, samples: int) -> MicroBat
 
 
 def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool) -> float:
-    """Tokens per second of the stream on its own; `cold` takes the file out of the page cache
-    first.
-    """
+    """Measure tokens per second of the stream; `cold` drops the file from the page cache first."""
     if cold:
         with open(f"{prefix}.bin", "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -96,9 +94,7 @@ def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool)
 def train(
     folder: Path, prefix: str, mmap: bool, workers: int, steps: int
 ) -> Iterator[tuple[float, float]]:
-    """(share of the step that waited for data, tokens per second) of each step of a run, without
-    the first.
-    """
+    """Return (share of waiting for data, tokens per second) of each step but the first."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     command = [

@@ -132,9 +132,7 @@ class DelayedWork:
         return True
 
     def _finish(self, *timeout: Any, **named: Any) -> None:
-        """Wait for the real message; once, because gloo never ends a second wait for the same
-        point-to-point.
-        """
+        """Wait for the real message; only once, because a second wait in gloo never ends."""
         if not self._finished:
             self._work.wait(*timeout, **named)
             self._finished = True
@@ -147,7 +145,7 @@ class DelayedWork:
 
 
 class _Link:
-    """Messages that follow each other; a thread of its own finds out when each began."""
+    """Link with serialized messages; a separate thread determines when each began."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s = latency_s
@@ -157,9 +155,7 @@ class _Link:
         threading.Thread(target=self._run, daemon=True).start()
 
     def carry(self, message: Message, all_posted: Callable[[], float]) -> None:
-        """`all_posted` blocks until every rank has posted the message and returns the time of the
-        last one.
-        """
+        """Store `all_posted`, which waits until every rank has posted and returns the last time."""
         self._messages.put((message, all_posted))
 
     def _run(self) -> None:
@@ -177,9 +173,7 @@ class _Link:
 
 
 class Links:
-    """The installed delay: its settings, and every message of this process in the order of
-    posting.
-    """
+    """Installed delay: its settings, and all messages of this process in posting order."""
 
     def __init__(self, latency_s: float, gigabytes_per_s: float) -> None:
         self.latency_s = latency_s
@@ -287,11 +281,10 @@ class Links:
 
 
 def install(latency_s: float, gigabytes_per_s: float) -> Links:
-    """Delay the messages of all gloo process groups of this process, existing and future ones,
-    until `uninstall`.
+    """Delay the messages of all gloo groups of this process, also future ones, until `uninstall`.
 
-    Every process of a group must call it, between the same two messages. Raises ValueError for a
-    delay that is none.
+    Every process of a group must call it, between the same two messages. Raises ValueError for an
+    invalid delay.
     """
     if latency_s < 0 or not gigabytes_per_s > 0:
         raise ValueError(

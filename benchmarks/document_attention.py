@@ -32,9 +32,7 @@ Attention = Callable[..., torch.Tensor]
 
 
 def draw_lengths(s: int, b: int, mean: float, seed: int = 1) -> np.ndarray:
-    """Lengths of documents that fill b samples of s tokens; exponentially distributed, cut at the
-    end of a sample.
-    """
+    """Draw exponential document lengths that fill b samples of s tokens, cut at sample ends."""
     draw, lengths = np.random.RandomState(seed), []
     for _ in range(b):
         left = s

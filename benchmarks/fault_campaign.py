@@ -58,7 +58,7 @@ def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -
 
 
 def do_damage(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    """One row for all damages: there are dozens."""
+    """Merge the many damages into one row."""
     found = list(
         told(
             damage.campaign(folder, chance, options.flips),
@@ -111,7 +111,7 @@ PARTS: dict[str, Callable[[Path, random.Random, argparse.Namespace], Rows]] = {
 
 
 def told(items: Iterable[T], text: Callable[[T], str]) -> Iterator[T]:
-    """The items, each of them said as it comes."""
+    """Yield the items, printing each."""
     for item in items:
         say(text(item))
         yield item

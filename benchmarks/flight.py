@@ -60,7 +60,7 @@ class Counting(FlightRecorder):
 
 
 def writes_and_seconds_of_a_step(arguments: argparse.Namespace) -> tuple[Counter[str], float]:
-    """What one step writes, and the least time of a step."""
+    """Return the writes of one step, and the shortest time of a step."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -46,7 +46,7 @@ Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
 
 
 def last_line(log: str, tables: list[Table]) -> str:
-    """The last line that is no table and no command: most programs end with their figures."""
+    """Return the last line that is not a table or command: most programs end with their figures."""
     lines = [
         line.strip()
         for line in log.splitlines()
@@ -57,13 +57,13 @@ def last_line(log: str, tables: list[Table]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of the check.
+    """Step of the check.
 
-    seconds   it takes, as far as that can be told beforehand
+    seconds   expected time
     commands  arguments of python, one after the other
-    cannot    why this machine cannot do it
-    proof     what is in the log where something was proved: tests may all be skipped
-    figures   what the report says of it in one line, from its log and tables
+    cannot    reason why this machine cannot run it
+    proof     text in the log if something was proved: all tests may be skipped
+    figures   function that summarizes its log and tables in one line for the report
     """
 
     name: str
@@ -76,9 +76,7 @@ class Step:
 
 
 class Check:
-    """Results of the steps of all calls on one `device`, in a folder. sources: a digest of what is
-    checked.
-    """
+    """Results of all calls on one `device`, in a folder. sources: digest of the checked sources."""
 
     def __init__(
         self,
@@ -162,9 +160,7 @@ class Check:
             raise
 
     def take(self, step: Step, code: int | None, seconds: float) -> None:
-        """Keep what a step has left: its exit code (None: it was cut), its log, the tables in its
-        log and folder.
-        """
+        """Record a step's exit code (None: stopped), its log, and the tables in log and folder."""
         log = (self.folder / f"{step.name}.log").read_text(errors="replace")
         # the newest, where each run writes one
         written = sorted((self.folder / step.name).glob("*.md"))[-1:]
@@ -286,9 +282,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | None:
-    """Run them one after the other, up to the first that fails; its exit code, 0, or None where the
-    time was over.
-    """
+    """Run commands up to the first failure; return its exit code, 0, or None after a time-out."""
     end = time.monotonic() + limit_s
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with log.open("wb") as out:
@@ -320,7 +314,7 @@ def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | 
 
 
 def adopt_orphans() -> None:
-    """Let processes whose parent has ended come to this one, whatever session they are in."""
+    """Adopt orphaned descendant processes of any session."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -356,9 +350,7 @@ def self_test(log: str, tables: list[Table]) -> str:
 
 
 def shares(log: str, tables: list[Table]) -> str:
-    """The median over operators of each side's bytes/s over the copy's; on a CPU of torch's time
-    over ours.
-    """
+    """Return medians of each side's bytes/s relative to a copy; on a CPU, of time ratios."""
     head, *rows = next((table for table in tables if {"ours / copy", "both"} & {*table[0]}), [[]])
     columns = {
         name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")
@@ -376,7 +368,7 @@ def shares(log: str, tables: list[Table]) -> str:
 
 
 def rates(log: str, tables: list[Table]) -> str:
-    """Each side's tokens/s, with the share of the peak where that is known."""
+    """Return each side's tokens/s, with the share of the peak if that is known."""
     head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
     found = [dict(zip(head, row, strict=False)) for row in rows]
     mfu = {row["side"]: f" (MFU {row['MFU']})" for row in found if row.get("MFU")}

@@ -47,15 +47,14 @@ _MAKERS = {
 
 
 class HostWaits:
-    """`with HostWaits("cuda") as waits:` notes in `waits.found` each wait as "operator at
-    file:line" of our own code.
+    """Context manager that records waits in `found`, as "operator at file:line" of our own code.
 
-    device  the type of the device. "meta": tensors without data in its place. "cpu": all tensors
-            count as the device's, and only those that torch reads, so that host memory is to be
-            read without torch (numpy)
+    device  type of the device. "meta": tensors without data instead of the device's. "cpu": all
+            tensors that torch reads count as the device's, so that host memory must be read without
+            torch (numpy)
 
-    Numbers that are read one after the other, with no work for the device in between, are one wait:
-    nothing is left to wait for. A copy that does not block (non_blocking) is none.
+    Consecutive reads of numbers, without work for the device in between, count as one wait. A
+    non-blocking copy does not count.
     """
 
     def __init__(self, device: str) -> None:

@@ -34,9 +34,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gap:
-    """Idle time between two pieces of work, ms; `host`: calls that the host was in at its middle,
-    outermost first.
-    """
+    """Idle time between two pieces of work, ms; `host`: its calls at the middle, outermost first."""
 
     ms: float
     before: str
@@ -46,9 +44,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Stream:
-    """Work on a stream, ms: its sum, the time from the first to the last of it, and gaps, longest
-    first.
-    """
+    """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first."""
 
     name: str
     busy_ms: float
@@ -57,7 +53,7 @@ class Stream:
 
 
 def fold(events: Iterable[Event]) -> Stream:
-    """The compute stream of a trace; raises ValueError where nothing was recorded."""
+    """Return the compute stream of a trace. Raises ValueError for an empty trace."""
     complete = [
         event for event in events if event.get("ph") == "X" and event.get("dur") is not None
     ]
@@ -124,8 +120,9 @@ def tables(stream: Stream, steps: int) -> list[str]:
 
 
 def record(device: str, folder: Path) -> Path:
-    """Train G1, or something small on a CPU, with a profile of STEPS steps; its trace. Raises
-    ValueError.
+    """Train G1, or a small model on a CPU, with a profile of STEPS steps; return its trace.
+
+    Raises ValueError.
     """
     case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
     flags = (

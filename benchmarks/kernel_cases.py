@@ -36,11 +36,11 @@ EPSILON, SCALE, PROBABILITY, SEED = 1e-5, 0.125, 0.1, 1234
 
 @dataclass
 class Work:
-    """Arguments of one operator, and the ways to compute it from them.
+    """Arguments of one operator, and its implementations.
 
-    Every way takes `arguments` and returns one result or a tuple of them. A gradient is asked for
-    `leaves`, and there is no backward pass without them. `others` makes the ways of other packages,
-    or raises what stands in the way.
+    Every implementation takes `arguments` and returns one result or a tuple. Gradients are computed
+    for `leaves`; without them there is no backward pass. `others` returns the implementations of
+    other packages, or raises the reason why there are none.
     """
 
     arguments: tuple[Any, ...]
@@ -115,9 +115,7 @@ def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 
 def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """The mask of four documents in each sample; a random one would cost a CPU mispredicted
-    branches on both sides.
-    """
+    """Return a mask of four documents per sample; a random one would cause branch mispredictions."""
     x = _leaf(shape, device, dtype)
     ids = torch.arange(shape[-1], device=device) * 4 // shape[-1]
     hidden = (ids[:, None] != ids).logical_or_(
@@ -166,9 +164,7 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """Weights and gradients take the place of scores and gradients, and neither vanishes with
-    time.
-    """
+    """Overwrite scores and gradients in place, without letting either vanish over time."""
     law = (None, 0, shape[2] - shape[1], 0, 1, SCALE, 0.0, 0)
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
@@ -352,9 +348,7 @@ def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torc
 
 
 def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """Torch's sequence makes a mask from a seed, as the model does without a kernel; F.dropout
-    cannot be repeated.
-    """
+    """Use a mask from a seed, as the model does without a kernel; F.dropout is not repeatable."""
     x, residual, bias = (
         _leaf(shape, device, dtype),
         _leaf(shape, device, dtype),
@@ -698,7 +692,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def enlarged(operator: Operator, shape: Shape, e: int, smallest_bytes: float) -> Shape:
-    """The shape with more rows (or elements), until a launch moves at least so many bytes."""
+    """Return the shape with more rows (or elements), so that a launch moves this many bytes."""
     at = 1 if operator.fusion == "optimizer" else 0
     while operator.moved(shape, e)[0] < smallest_bytes:
         shape = (*shape[:at], 2 * shape[at], *shape[at + 1 :])

@@ -59,9 +59,7 @@ _ACCESS = re.compile(r"^\s+(?:global|flat|buffer)_(?:load|store)_([a-z0-9]+)", r
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: `name` demangled; loads and stores of less than 16 bytes are `narrow`,
-    the others `wide`.
-    """
+    """Compiled kernel, by demangled name; `narrow` accesses are those of less than 16 bytes."""
 
     name: str
     vgprs: int
@@ -93,7 +91,7 @@ class Kernel:
 
 @dataclass
 class Rules:
-    """What the sources say of their kernels.
+    """Declarations of kernels in the sources.
 
     waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another
                 struct decides
@@ -109,9 +107,7 @@ class Rules:
 
 
 def read_rules(folder: Path = SOURCES) -> Rules:
-    """Budgets and announcements of all sources. Raises BuildError for an announcement that cannot
-    be read.
-    """
+    """Read budgets and declarations of all sources. Raises BuildError for an invalid declaration."""
     rules = Rules()
     for file in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
         _read_file(file, rules)
@@ -152,7 +148,7 @@ def _read_file(file: Path, rules: Rules) -> None:
 
 
 def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
-    """WAVES of the kernel's operation; None where the sources say nothing."""
+    """Return WAVES of the kernel's operation; None without a declaration."""
     decides = rules.decides.get(kernel.function, "")
     if decides.isdigit():
         return int(decides)
@@ -166,9 +162,7 @@ def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
 
 
 def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
-    """V, elements of a pack, and ITEMS, packs that a lane holds, as far as the template arguments
-    tell.
-    """
+    """Return V (elements of a pack) and ITEMS (packs per lane), if template arguments have them."""
     found = {"V": 0, "ITEMS": 1}
     for name, value in zip(
         rules.parameters.get(kernel.function, []), kernel.arguments, strict=False
@@ -235,7 +229,7 @@ def check(kernel: Kernel, rules: Rules) -> list[str]:
 
 
 def check_all(kernels: Sequence[Kernel], rules: Rules) -> list[str]:
-    """One line for each broken rule, and for each announcement that no kernel makes full use of."""
+    """Yield a line for each broken rule, and for each declaration that no kernel fully uses."""
     wrong = [f"{kernel.name}: {what}" for kernel in kernels for what in check(kernel, rules)]
     for owner, note in rules.allowed.items():
         of_owner = [k for k in kernels if owner in (k.function, *_structs(k, rules))]
@@ -257,9 +251,7 @@ def check_all(kernels: Sequence[Kernel], rules: Rules) -> list[str]:
 
 
 def parse_assembly(text: str) -> list[Kernel]:
-    """Kernels of one assembly file of the AMDGPU backend (LLVM's AMDGPUUsage, "Code Object V3
-    Metadata").
-    """
+    """Parse kernels of an AMDGPU assembly file (LLVM AMDGPUUsage, "Code Object V3 Metadata")."""
     spills = {
         name: sum(map(int, re.findall(r"\.[sv]gpr_spill_count: +(\d+)", entry)))
         for entry in text.partition("amdhsa.kernels:")[2].split("\n  - .")
@@ -291,7 +283,7 @@ def parse_assembly(text: str) -> list[Kernel]:
 
 
 def _number(text: str, key: str) -> int:
-    """What the compiler's comment says of a kernel. Raises BuildError where it does not."""
+    """Return a value from the compiler's comment on a kernel. Raises BuildError if missing."""
     match = re.search(rf"^; {key}: (\d+)", text, re.MULTILINE)
     if match is None:
         raise BuildError(
@@ -324,8 +316,9 @@ def demangle(names: Iterable[str]) -> list[str]:
 def compile_kernels(
     arch: str = "gfx90a", folder: Path = SOURCES, only: Sequence[str] = (), jobs: int = 2
 ) -> list[Kernel]:
-    """Every kernel of csrc/kernels/*.cpp as hipcc makes it for `arch`. Raises BuildError with the
-    compiler's words.
+    """Compile all kernels of csrc/kernels/*.cpp with hipcc for `arch`.
+
+    Raises BuildError with the compiler's output.
     """
     tool = compiler("hip")
     if tool is None:
@@ -347,9 +340,7 @@ def compile_kernels(
 
 
 def parse_ptxas(text: str) -> list[str]:
-    """Lines of `nvcc -Xptxas -v` that speak of spills or a stack frame, with the kernel's name
-    before them.
-    """
+    """Return lines of `nvcc -Xptxas -v` on spills or stack frames, with their kernel's name."""
     wrong, name = [], ""
     for line in text.splitlines():
         if start := re.search(
@@ -365,9 +356,7 @@ def parse_ptxas(text: str) -> list[str]:
 
 
 def cuda_spills(arch: str = "sm_90", folder: Path = SOURCES, only: Sequence[str] = ()) -> list[str]:
-    """Kernels that spill or have a stack frame as nvcc makes them; empty when none. Raises
-    BuildError.
-    """
+    """Return kernels that spill or have a stack frame with nvcc. Raises BuildError."""
     tool = compiler("cuda")
     if tool is None:
         raise BuildError(no_compiler("cuda"))

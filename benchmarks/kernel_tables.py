@@ -20,9 +20,7 @@ Lines = list[list[str]]
 
 @dataclass
 class Row:
-    """Figures of one operator, shape and type; dictionaries by pass, and in `seconds` and `ratios`
-    by side before.
-    """
+    """Figures of one operator, shape and type, by pass; `seconds` and `ratios` by side and pass."""
 
     operator: str
     shape: Shape
@@ -140,9 +138,7 @@ def overhead_table(rows: list[dict[str, Any]]) -> Lines:
 
 
 def roofline_table() -> Lines:
-    """Bytes and estimated time on one MI250X GCD, bf16, of what a layer, the head or the optimizer
-    of one rank does.
-    """
+    """Tabulate bytes and estimated time (MI250X GCD, bf16) of layer, head and optimizer per rank."""
     models = {
         "22B, TP 1": {"h": 6144, "heads": 48, "ffn": 24576, "rows": 2048, "vocabulary": 50304},
         # Sequence parallel: the norms and the dropout see an eighth of the tokens.
@@ -202,9 +198,7 @@ def verdict(ratios: list[float]) -> str:
 
 
 def judged(rows: list[Row]) -> list[str]:
-    """Each operator's verdict on a CPU, by type over its sizes, against what HOST_FASTER says of
-    its fusion.
-    """
+    """Compare each operator's verdict on a CPU, by type over its sizes, with HOST_FASTER."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         ratios.setdefault((row.operator, row.dtype), []).append(row.ratios["torch"]["both"])

@@ -90,9 +90,7 @@ class HostClock:
 
 
 class GpuClock:
-    """Events around a call that is queued behind work: the host is ahead, and the L2 cache holds
-    something else.
-    """
+    """Time a call by events, queued behind other work: the host is ahead, and the L2 is flushed."""
 
     def __init__(self) -> None:
         self.other = torch.empty(2**28, dtype=torch.int8, device="cuda")
@@ -128,7 +126,7 @@ class Side:
     gradients: list[torch.Tensor] | None = None
 
     def run(self, work: Work, clock: Clock, calls: int) -> None:
-        """One round: so many calls, each pass timed on its own."""
+        """Run one round of calls, with each pass timed separately."""
         waiting: dict[str, list[Seconds]] = {"forward": [], "backward": []}
         for _ in range(calls):
             with torch.set_grad_enabled(bool(work.leaves)):
@@ -191,7 +189,7 @@ def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
 
 
 def measure(sides: dict[str, Side], copy: Side, work: Work, clock: Clock, budget_s: float) -> None:
-    """Rounds of all sides in turn: at least five, or three where little time is given."""
+    """Run rounds of all sides in turn: at least five, or three if there is little time."""
     nothing = Work((), copy.way, copy.way)
     for _ in range(2):  # compiles, sets up, warms up
         for side in sides.values():
@@ -270,9 +268,7 @@ def run_operator(
 def per_call_us(
     call: Callable[[], Any], device: torch.device, calls: int, now: Callable[[], float]
 ) -> float:
-    """Median of seven series; on a GPU without waiting for it, so what the host needs to queue a
-    call.
-    """
+    """Return the median of seven series; on a GPU the host's time to queue a call."""
     series = []
     for _ in range(8):
         if device.type == "cuda":
@@ -304,9 +300,7 @@ def overhead(
 
 
 def bare_call_us(device: torch.device, calls: int, now: Callable[[], float]) -> float:
-    """A C function called through ctypes, without torch's dispatcher and our checks: on a GPU
-    mostly the launch.
-    """
+    """Time a C function through ctypes, without torch's dispatcher and checks (GPU: the launch)."""
     x = torch.randn(4, 16, device=device)
     out = torch.empty_like(x)
     return per_call_us(lambda: attention._CAUSAL(x, out, x, 4, 4, 16, 1.0), device, calls, now)

@@ -38,10 +38,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def lose(what: str, flags: list[str], device: str, folder: Path) -> tuple[float, int, str]:
-    """ "kill" or "stop" rank 1; seconds to rank 0's end since its last step, its exit code, its
-    line about rank 1.
+    """Kill or stop rank 1; return rank 0's seconds to its end, exit code, and line about rank 1.
 
-    Raises subprocess.TimeoutExpired where it does not end.
+    Seconds count from its last step. Raises subprocess.TimeoutExpired if it does not end.
     """
     here, env = ON_CPU if device == "cpu" else (["--bf16"], None)
     arguments = [

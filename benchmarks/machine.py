@@ -30,9 +30,7 @@ CEILING_S = 0.8  # for each dtype: a few products
 
 
 def describe(peers: Path | None = None) -> dict[str, Any]:
-    """Processor, cores this process may use, memory; a run is compared with the last one of the
-    same machine.
-    """
+    """Return CPU, usable cores and memory, which identify the machine of a run."""
     return {
         "processor": processor(),
         "threads": len(os.sched_getaffinity(0)),
@@ -46,7 +44,7 @@ def describe(peers: Path | None = None) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name and its instruction sets for bf16, as Linux tells them."""
+    """Return the CPU's name and its instruction sets for bf16, from Linux."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     fields = {
         key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
@@ -117,9 +115,7 @@ def seconds_of(call: Any, device: str) -> float:
 def ceiling(
     threads: int, processes: int, environment: dict[str, str], device: str = "cpu"
 ) -> dict[str, float]:
-    """Product rates of `processes` processes of so many threads each, all at once, added up;
-    GFLOP/s by dtype.
-    """
+    """Return the total rate of products of concurrent processes, in GFLOP/s by dtype."""
     command = [sys.executable, __file__, "ceiling", str(threads), str(processes), device]
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -130,9 +126,7 @@ def ceiling(
 
 
 def device_memory() -> tuple[str, int]:
-    """Name and bytes of the first GPU, asked in a process of its own; raises RuntimeError without
-    one.
-    """
+    """Query name and memory of the first GPU in a separate process. Raises RuntimeError if none."""
     code = (
         "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, "
         "sep='|')"
@@ -147,9 +141,7 @@ def device_memory() -> tuple[str, int]:
 
 
 def accelerator() -> dict[str, Any]:
-    """Describe what torch computes on here, and with; "device": cuda (CUDA or ROCm) or cpu. Needs
-    torch alone.
-    """
+    """Describe torch's devices and versions; "device": cuda (or ROCm) or cpu. Needs only torch."""
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -192,9 +184,7 @@ def accelerator() -> dict[str, Any]:
 
 
 def driver() -> str:
-    """The version of the kernel's GPU driver; of one that serves no device to torch, too. ""
-    without one.
-    """
+    """Return the version of the GPU driver, even if torch sees no device; "" without one."""
     for path in ("/sys/module/amdgpu/version", "/proc/driver/nvidia/version"):
         with contextlib.suppress(OSError):
             return Path(path).read_text().splitlines()[0].strip()

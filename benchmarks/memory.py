@@ -97,8 +97,10 @@ def model_of(case: Case, inner: int | None = None) -> ModelConfig:
 
 
 def larger(case: Case, share: float = 0.2) -> tuple[Case, int]:
-    """The case with the fewest layers that make at least `share` more parameters, and the least
-    inner width, a multiple of 64, with which they still do."""
+    """Return the smallest case with at least `share` more parameters.
+
+    It has the fewest layers, and then the smallest inner width that is a multiple of 64.
+    """
     wanted = (1 + share) * formulas.total_parameters(model_of(case))
     while formulas.total_parameters(model_of(case)) < wanted:
         case = replace(case, layers=case.layers + 1)
@@ -169,11 +171,10 @@ def table_of(case: Case, rows: list[Row]) -> Table:
 
 
 def verdicts(rows: list[Row]) -> list[tuple[bool, str]]:
-    """Whether the larger model fits in the eager loop's memory and, recomputing, in the compiled
-    one's.
+    """Check that the larger model fits in the eager loop's memory and, recomputing, the compiled's.
 
-    `rows`: ours with the smaller model, ours with the larger, recomputing, eager, and compiled
-    where it was run.
+    rows  ours with the smaller model, ours with the larger, recomputing, eager, and compiled if it
+          was run
     """
     larger, recomputing, *peers = rows[1:]
     return [_compare(mine, peer) for mine, peer in zip((larger, recomputing), peers, strict=False)]

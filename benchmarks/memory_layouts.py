@@ -176,9 +176,7 @@ more from there on."""
 
 @dataclass(frozen=True)
 class Run:
-    """A run on this machine, of the fields of COMMON, `large` and `fields`; `smaller` for `large`
-    is the baseline.
-    """
+    """Run with the fields of COMMON, `large` and `fields`; the baseline has `smaller`, not `large`."""
 
     name: str
     processes: int

@@ -61,9 +61,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One rank: bytes by the model and as found; `worst` the category that is furthest off, of
-    those that count.
-    """
+    """Bytes of one rank, predicted and found; `worst` is the category with the largest error."""
 
     name: str
     rank: int
@@ -78,7 +76,7 @@ class Compared:
 
 
 def compare_formula(shape: Shape) -> list[Compared]:
-    """The planner's memory beside the rehearsal, for every kind of rank."""
+    """Compare the planner's memory with the dry run, for every kind of rank."""
     config = shape.config()
     found, model = rehearse(config, None, shape.device), memory_of_ranks(config, shape.device)
     if found.findings:
@@ -107,9 +105,7 @@ def compare_formula(shape: Shape) -> list[Compared]:
 
 
 def compare_run(run: Run) -> list[Compared]:
-    """The rehearsal's difference between a model and a smaller one beside that of real processes,
-    for every rank.
-    """
+    """Compare differences of a model and a smaller one, in dry run and real runs, by rank."""
     large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
     measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
     foreseen = [
@@ -131,9 +127,7 @@ def compare_run(run: Run) -> list[Compared]:
 
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:
-    """The rehearsal beside what runs on the first GPU held at their peak: of both, tensors and
-    nothing else.
-    """
+    """Compare the dry run's tensors with the peak of torch's allocator on the first GPU."""
     every, found = [{**COMMON, **run.large, **run.fields} for run in runs], []
     with tempfile.TemporaryDirectory() as folder:
         for fields in every:  # all before the first rehearsal, which sets up DeepSpeed for the CPU
@@ -148,8 +142,10 @@ def compare_device(runs: Sequence[Run]) -> list[Compared]:
 
 
 def _foreseen(config: Config) -> list[float]:
-    """The most that every rank holds when it is rehearsed, before or in a step: each pipeline rank
-    for itself, also those for which a rehearsal of the job takes one."""
+    """Return the dry-run peak of every rank, before or in a step.
+
+    Each pipeline rank is run, also those that a dry run of the job represents by another one.
+    """
     layout, count = layout_of(config), enough_micro_batches(config)
     needed = [0.0] * layout.world_size
     for stage in range(layout.pipeline):
@@ -168,7 +164,7 @@ def _command(fields: dict[str, Any]) -> list[str]:
 
 
 def table(title: str, rows: Sequence[Compared], limit: float, markdown: bool) -> Table:
-    """What was compared, and how far it is off."""
+    """Summarize the comparisons and errors."""
     names = ("rehearsed", "planner") if limit < RUN_LIMIT else ("measured", "rehearsed")
     found = Table(title=None if markdown else title, box=box.MARKDOWN if markdown else box.SIMPLE)
     found.add_column("layout")

@@ -84,7 +84,7 @@ FASTER_LINKS = 10.0  # with --real, whose messages are larger and whose products
 
 
 class Failed(Exception):
-    """A process of a row did not end well; the text says why."""
+    """Failure of a process of a row, with the reason."""
 
 
 def run_job(job: dict[str, Any], size: int, folder: Path) -> Windows:

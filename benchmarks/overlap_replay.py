@@ -31,11 +31,10 @@ def messages(window: dict[str, Any]) -> list[Seen]:
 def actions_of_window(
     window: dict[str, Any], latency_s: float, gigabytes_per_s: float | None
 ) -> list[Action]:
-    """What a rank did, over links with this delay: between two messages it computes as long as it
-    was seen to.
+    """Return a rank's program over links with this delay, with recorded computation times.
 
-    Where it waited it is taken to have done nothing else. So the time that gloo itself takes for a
-    message is not in the program, only that of the link.
+    Waits count as idle time. The program therefore includes only the link's time of a message, not
+    gloo's own.
     """
     events: list[tuple[float, float, Action]] = []  # start, end and what happened
     count: dict[str, int] = {}
@@ -133,9 +132,7 @@ def write_trace(window: dict[str, Any], rank: int, path: Path) -> None:
 
 
 def plot(windows: Sequence[dict[str, Any]], predicted: Replay, title: str, path: Path) -> None:
-    """Measured above predicted: per rank computing, waiting below it, and the messages this rank
-    takes part in.
-    """
+    """Draw measured above predicted timelines: per rank computation, waits, and its messages."""
     pyplot = drawing.pyplot()
     from matplotlib.patches import Patch
 

@@ -40,9 +40,7 @@ from megatron.pipeline.orders import Instruction  # noqa: E402
 def record(
     job: dict[str, Any], step: Callable[[], None], computed: list[Any]
 ) -> list[dict[str, Any]]:
-    """Run every window of the job; `step` is one training step, `computed` is where it leaves its
-    spans.
-    """
+    """Run every window of the job; `step` is a training step, `computed` collects its spans."""
     windows = []
     for latency_s, gigabytes_per_s in job["delays"] * job["rounds"]:
         dist.barrier()
@@ -103,7 +101,7 @@ class Sleeper(torch.autograd.Function):
 
 
 class SleepingPipeline:
-    """Stages that sleep, as long as the job says for F, B, I and W."""
+    """Stages that sleep for the job's times of F, B, I and W."""
 
     def __init__(self, job: dict[str, Any], topology: Topology) -> None:
         self.queue = WeightGradients()
@@ -145,7 +143,7 @@ class SleepingPipeline:
 
 
 class PostedAtNeed(Exchange):
-    """Receives posted where the message is needed: what posting ahead is compared with."""
+    """Post receives when the message is needed, as a reference for posting ahead."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -160,9 +158,7 @@ class PostedAtNeed(Exchange):
 
 
 def sleeps(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """A pipeline of sleeping stages; without "ahead" messages are posted late, the way that `late`
-    of the job says.
-    """
+    """Build a pipeline of sleeping stages; without "ahead", messages are posted late as in `late`."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     topology = Topology.create(1, dist.get_world_size())
     with mock.patch.object(
@@ -186,9 +182,7 @@ def run_sleeps(job: dict[str, Any], topology: Topology) -> list[dict[str, Any]]:
 
 
 class Paced(TorchDispatchMode):
-    """Matrix products take the time of a machine with this many GFLOP/s, by sleeping: no core is
-    kept busy by them.
-    """
+    """Make products sleep for their time at this many GFLOP/s, without using a core."""
 
     def __init__(self, gflops_per_s: float) -> None:
         super().__init__()
@@ -208,9 +202,7 @@ PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 
 
 def program(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """pretrain_gpt.py's own run with the job's arguments, step by step; its products paced if the
-    job says so.
-    """
+    """Run pretrain_gpt.py with the job's arguments step by step, with paced products if requested."""
     from megatron.config import parse_args
     from megatron.parallel.launch import detect_launch
     from megatron.parallel.rendezvous import connect

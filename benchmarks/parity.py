@@ -97,9 +97,10 @@ def launch(
     limit_s: float = START_S,
     waits_for: Sequence[int] | None = None,
 ) -> tuple[list[int], list[Path]]:
-    """Run pretrain_gpt.py in processes of their own, with `before` between python and it, as `-c`
-    and a program that runs it in turn; exit codes of the ranks (or of those that it `waits_for`)
-    and all logs, beside the metrics.
+    """Run pretrain_gpt.py in separate processes; return exit codes, logs and metrics.
+
+    before     arguments of python before the script, such as `-c` and a program that runs it
+    waits_for  ranks whose exit codes are returned; all by default
 
     Raises subprocess.TimeoutExpired.
     """
@@ -149,8 +150,10 @@ def train(
     before: Sequence[str] = (),
     limit_s: float = START_S,
 ) -> dict[int, Record]:
-    """Launch a training; its iteration records by number. Raises RuntimeError with the last lines
-    of a rank that fails."""
+    """Launch a training; return its iteration records by number.
+
+    Raises RuntimeError with the last lines of a rank that fails.
+    """
     codes, logs = launch(metrics, arguments, ranks, env, before, limit_s)
     if any(codes):
         log = next(log for log, code in zip(logs, codes, strict=True) if code)
@@ -165,9 +168,7 @@ def train(
 
 
 def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) -> float:
-    """The largest relative difference of any step; infinite where steps are missing or were
-    skipped.
-    """
+    """Return the largest relative difference of a step; infinite if steps are missing or skipped."""
     if found.keys() != expected.keys() or any(record["skipped"] for record in found.values()):
         return float("inf")
     return max(abs(record[key] / expected[i][key] - 1) for i, record in found.items())

@@ -52,9 +52,7 @@ def failed(name: str, reason: str) -> Record:
 
 
 def start_up(repeat: int) -> Iterator[Record]:
-    """Seconds from launch to the first step of a small model on 2 processes, beside `import torch`
-    in 2 processes.
-    """
+    """Measure the start-up of a small model on 2 processes, and of `import torch` in 2 processes."""
     from startup import MODEL, pair
 
     python = [sys.executable, "-c", "import torch"]
@@ -144,7 +142,7 @@ def answer(command: list[str], env: dict[str, str], folder: Path) -> str:
 
 
 def measure(case: Case, *, quick: bool, threads: int, folder: Path) -> list[Record]:
-    """All rows; one that fails says why and does not stop the others. `case` is W1's in bf16."""
+    """Return all rows; a failed one has the reason, and the others continue. `case`: W1 in bf16."""
     makers: list[tuple[str, Callable[[], Iterator[Record]]]] = [
         ("start-up", lambda: start_up(1 if quick else REPEAT)),
         ("optimizer step and save", lambda: optimizer_and_save(case, threads, folder)),

@@ -47,12 +47,12 @@ Pair = tuple[float, float, str]  # before, after, unit
 
 
 class Cannot(Exception):
-    """This machine cannot tell; the text says why."""
+    """Reason why this machine cannot run a row."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Device "cpu" or "cuda", how many there are and bytes of one; `small`: to see that it runs."""
+    """Device "cpu" or "cuda", their number and the memory of one; `small`: a smoke test."""
 
     device: str
     count: int
@@ -106,7 +106,7 @@ def reserved(place: Place) -> Pair:
 
 
 def of_two(variable: str, before: str, after: str, *, tensor: bool) -> Callable[[Place], Pair]:
-    """A variable of the environment, on two devices whose messages run beside products."""
+    """Compare an environment variable, on two devices whose messages overlap with products."""
     zero = ("--overlap-grad-reduce", "--overlap-param-gather")
     flags = ("--sequence-parallel", "--tp-comm-overlap") if tensor else zero
 
@@ -130,16 +130,14 @@ def timed(call: Callable[[], object], place: Place) -> float:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, off: float) -> None:
-    """Raise ValueError where `found` is further from the float64 `expected` than `off`, relative to
-    its norm.
-    """
+    """Raise ValueError if `found` differs from float64 `expected` by more than `off` of its norm."""
     error = float((found.double() - expected).norm() / expected.norm())
     if not error <= off:
         raise ValueError(f"the result is off by {error:.1e} of its norm, {off:.0e} is allowed")
 
 
 def weight_gradient(place: Place, in_fp32: bool) -> Pair:
-    """Rows of 256 beside what GradientSink does, with or without torch.addmm(out_dtype=)."""
+    """Compare rows of 256 with GradientSink's method, with or without torch.addmm(out_dtype=)."""
     rows, columns, tokens = (768, 256, 512) if place.small else (12288, 4096, 8192)
     dy, x = (
         torch.randn(tokens, n, device=place.device, dtype=torch.bfloat16) for n in (rows, columns)
@@ -169,9 +167,7 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
 
 
 def embedding_gradient(place: Place) -> Pair:
-    """index_put_(accumulate=True) beside the backward pass of look_up, with tokens as frequent as
-    words (Zipf).
-    """
+    """Compare index_put_(accumulate=True) with look_up's backward pass, on Zipf-distributed tokens."""
     rows, columns, tokens = (512, 64, 256) if place.small else (50304, 4096, 8192)
     frequency = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
     ids = torch.multinomial(frequency, tokens, replacement=True).to(place.device)
@@ -197,9 +193,7 @@ def embedding_gradient(place: Place) -> Pair:
 
 
 def host_copy(place: Place, of_bytes: bool) -> Pair:
-    """The first copy of a state that is no power of two: pinned memory of torch's beside a
-    Snapshot.
-    """
+    """Compare torch's pinned memory with a Snapshot, at the first copy of a state of odd size."""
     size = 2**26 + 2**22 if place.small else 2**32 + 2**28
     state = torch.zeros(size // 4, device=place.device)
     kept: list[Any] = []
@@ -239,9 +233,7 @@ def model_of(place: Place, **fields: Any) -> tuple[Config, Topology]:
 
 
 def alibi(place: Place) -> Pair:
-    """MiB that ALiBi adds to a training pass, with 1 layer and with 8: of one bias [heads, s, s],
-    or of 8.
-    """
+    """Return the MiB that ALiBi adds to a training pass, with 1 layer and with 8."""
 
     def extra(layers: int) -> float:
         held = [
@@ -261,9 +253,7 @@ def alibi(place: Place) -> Pair:
 
 
 def peak_bytes(config: Config, topology: Topology) -> float:
-    """Memory of a training pass above the weights: the allocator's; on a CPU what is saved for the
-    backward pass.
-    """
+    """Return a training pass's memory above the weights; on a CPU only the saved tensors."""
     model = build_chunks(config, topology)["0"]
     batch = make_micro_batch(
         np.zeros((1, config.model.seq_length + 1), np.int64), device=topology.device
@@ -285,7 +275,7 @@ def peak_bytes(config: Config, topology: Topology) -> float:
 
 
 def drawing(place: Place) -> Pair:
-    """Seconds to a model's weights: drawn one after the other and copied, beside build_chunks."""
+    """Compare initialization one weight after the other, with a copy, and build_chunks."""
     config, topology = model_of(place, num_layers=2 if place.small else 24)
     after = seconds_of(lambda: build_chunks(config, topology), place.device)
     shapes = [parameter.shape for parameter in build_chunks(config, topology).parameters()]

@@ -54,9 +54,7 @@ SETS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a step. slower: how much longer a fixed product took at the run than at the
-    calibration.
-    """
+    """Seconds of a step. slower: time of a fixed product at the run over that at calibration."""
 
     layout: Layout
     predicted: float
@@ -76,7 +74,7 @@ class Row:
 
 
 def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATED) -> None:
-    """Measure this machine with so many processes, over the shapes of `model`."""
+    """Calibrate this machine with a number of processes, over the shapes of `model`."""
     command = [
         sys.executable,
         str(ROOT / "tools" / "calibrate.py"),
@@ -100,7 +98,7 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
 
 
 def run(layout: Layout, folder: Path) -> None:
-    """Train for some steps; the metrics file in the folder tells of them."""
+    """Train for some steps, with a metrics file in the folder."""
     steps = ["--train-iters", str(WARM_UP + STEPS), "--timing-log-level", "1"]
     train(
         folder / f"{layout.slug}.jsonl",
@@ -169,9 +167,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def probe(seconds: float = 0.6, device: str = "cpu") -> float:
-    """Seconds of a product of fixed size on all cores or on a GPU, as the machine is now: the mean
-    over some time.
-    """
+    """Measure the current mean time of a fixed product on all cores, or on a GPU."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -31,9 +31,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One command line of pretrain_gpt.py: a model of MODELS on so many processes with these
-    flags.
-    """
+    """Command line of pretrain_gpt.py: a model of MODELS, a number of processes, and flags."""
 
     name: str
     model: str
@@ -49,7 +47,7 @@ class Layout:
 
     @property
     def arguments(self) -> list[str]:
-        """All flags but those that say how long to run and where to write."""
+        """All flags but those for the length of the run and the output."""
         return f"{MODELS[self.model]} {COMMON} {self.flags}".split()
 
 

@@ -61,7 +61,7 @@ Batch = Callable[[list[str]], Any]
 
 
 def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
-    """Arguments of build_tokenizer for each name, with the files they need made in `folder`."""
+    """Return arguments of build_tokenizer for each name, creating the needed files in `folder`."""
     vocab, merges = DATA / "gpt2-vocab.json", DATA / "gpt2-merges.txt"
     gpt2: dict[str, Any] = {
         "tokenizer_type": "GPT2BPETokenizer",
@@ -149,8 +149,10 @@ def bare_threads_process(
 def bare_rate(
     arguments: dict[str, Any], corpus: Path, megabytes: float, processes: int, threads: int
 ) -> list[float]:
-    """MB/s of the bare library, and MB per second of a core. In fresh processes: a library keeps
-    the threads it started with."""
+    """Measure MB/s of the bare library, and MB per second of CPU time.
+
+    It runs in fresh processes, because a library keeps its initial threads.
+    """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     if threads > 1:
@@ -179,9 +181,7 @@ def bare_rate(
 def our_rates(
     arguments: dict[str, Any], corpus: Path, megabytes: float, workers: int
 ) -> list[float]:
-    """MB/s of text of the whole call, between the first and the last block, and there per second of
-    this core.
-    """
+    """Measure MB/s of the whole call, of its steady part, and the latter per second of CPU time."""
     seen: list[tuple[float, int, float]] = []
 
     def note(totals: Totals) -> None:

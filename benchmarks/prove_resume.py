@@ -49,7 +49,7 @@ SAVE_INTERVAL, EVAL_INTERVAL = 4, 5
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and flags, as a user would give them."""
+    """Ranks and flags of a user."""
 
     name: str
     ranks: int
@@ -190,9 +190,7 @@ def steps_to_kill(case: Case, iterations: int) -> range:
 def compare(
     case: Case, layout: Layout, whole: Path, resumed: Path, killed_in: int, iterations: int
 ) -> Row:
-    """The undisturbed run against the one that was killed after `killed_in` finished steps and
-    resumed.
-    """
+    """Compare the undisturbed run with the one killed after `killed_in` steps and resumed."""
     reference, found = dict(history.steps(whole)), history.steps(resumed)
     # The second record of "start" is that of the resumption.
     resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]

@@ -55,9 +55,7 @@ _LLAMA_TOKENS = 2048 * 8192
 
 @dataclass(frozen=True)
 class Run:
-    """seconds of a step, in the layout that `flags` say; `source` has it, `unlike` what of the run
-    they do not say.
-    """
+    """Published seconds of a step in the layout of `flags`; `unlike`: differences from the flags."""
 
     name: str
     devices: int
@@ -72,9 +70,7 @@ class Run:
 
 
 def _llama(devices: int, tflops: float) -> Run:
-    """They publish TFLOP/s: turned into seconds by 6 FLOPs per parameter and token, attention's
-    scores not counted.
-    """
+    """Convert published TFLOP/s to seconds: 6 FLOPs per parameter and token, without scores."""
     seconds = 6 * _LLAMA_PARAMETERS * _LLAMA_TOKENS / (devices * tflops * 1e12)
     return Run(
         "Llama 3 405B",

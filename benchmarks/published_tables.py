@@ -31,9 +31,7 @@ STRONG_MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published value; the command lines whose steps are predicted for it, and how it follows
-    from their seconds.
-    """
+    """Published value, the command lines to predict, and its formula from their seconds."""
 
     result: str
     layout: str
@@ -57,9 +55,7 @@ class Row:
 
 
 def estimated_seconds(argv: Sequence[str], cluster: Cluster) -> float:
-    """By the time model, on the placement that the flags give or that is chosen for the machine as
-    described.
-    """
+    """Predict by the time model, on the placement of the flags or of the machine's description."""
     config, placement = _placed(tuple(argv), cluster.name)
     return estimate(config, cluster, placement).seconds
 
@@ -85,8 +81,10 @@ def rows(
 def argv_of(
     model: Published, gcds: int, sequences: int, micro_batch: int = 1, *, placed: bool = False
 ) -> tuple[str, ...]:
-    """Their layout for pretrain_gpt.py: fp16, 51,200 vocabulary entries, ranks and devices in plain
-    order, or where the machine's links are best where they are `placed`."""
+    """Return flags of their layout: fp16, 51,200 vocabulary entries, plain order of ranks.
+
+    `placed` chooses the placement by the machine's links instead.
+    """
     return tuple(
         f"--preset gpt-{model.name} --fp16 --make-vocab-size-divisible-by "
         f"{1024 // model.tensor_size} {'' if placed else PLAIN_ORDER} --micro-batch-size "
@@ -114,9 +112,7 @@ def _layout(model: Published, gcds: int, micro_batch: int, sequences: int) -> st
 
 
 def _throughput(model: Published) -> Comparison:
-    """Of one replica: the only reading whose rate of products is possible
-    (docs/measured/published.md).
-    """
+    """Return the case of one replica, the only plausible reading (docs/measured/published.md)."""
     gcds, sequences = model.replica_gcds, model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(
@@ -219,10 +215,9 @@ def efficiency_by_bubble(
     micro_batch_size: float,
     base_replicas: int = 1,
 ) -> float:
-    """Strong-scaling efficiency if nothing but the bubble grew with the replicas: (1 + (p-1)/m0) /
-    (1 + (p-1)/m).
+    """Return the strong-scaling efficiency by the bubble alone: (1 + (p-1)/m0) / (1 + (p-1)/m).
 
-    m0 are the micro-batches of a replica where `base_replicas` share the sequences.
+    m0 is the number of micro-batches of a replica if `base_replicas` share the sequences.
 
     >>> round(efficiency_by_bubble(16, 8000, 16, 4), 4)
     0.8996
@@ -237,8 +232,7 @@ def efficiency_by_bubble(
 def micro_batch_by_bubble(
     pipeline_size: int, sequences: int, replicas: int, efficiency: float
 ) -> float:
-    """The micro-batch size at which the bubble alone makes this efficiency: b = (1-E) T / ((p-1) (E
-    R - 1)).
+    """Return the micro-batch size of this efficiency by the bubble: b = (1-E) T / ((p-1) (E R - 1)).
 
     >>> round(micro_batch_by_bubble(16, 8000, 16, 0.8993), 2)
     4.01
@@ -248,15 +242,14 @@ def micro_batch_by_bubble(
 
 @dataclass(frozen=True)
 class Implied:
-    """What a published TFLOP/s means for a GCD in one turn: forward, again and backward of a
-    micro-batch on a stage.
+    """Implications of published TFLOP/s for a GCD in one slot (forward, recompute, backward).
 
     step_s         seconds of a step
     turn_s         step_s / (m + p - 1)
     last, other    FLOPs of a GCD of the last stage, which has the output layer, and of another one
-    reduces_s      of tensor-parallel all-reduces, hidden by nothing
+    reduces_s      of tensor-parallel all-reduces, without overlap
     last_sends_s, other_sends_s
-                   of messages to and from neighbours, if a stage computes nothing while they go
+                   of messages to and from neighbours, without overlap
     """
 
     name: str
@@ -272,9 +265,7 @@ class Implied:
 
     @property
     def overlapped_tflops(self) -> float:
-        """Rate of all else in the turn (products, attention, norms, activations), messages between
-        stages hidden.
-        """
+        """Rate of the other work of a slot, with messages between stages hidden."""
         return self.last / (self.turn_s - self.reduces_s) / 1e12
 
     @property
@@ -294,9 +285,7 @@ def implied(
     last_sends_s: float = 0.0,
     other_sends_s: float = 0.0,
 ) -> Implied:
-    """From the TFLOP/s of `model`, with its sequences divided over so many replicas of its layout,
-    micro-batch 1.
-    """
+    """Derive them from the TFLOP/s of `model`, for this many replicas and micro-batch 1."""
     h, s, tp, p = model.hidden_size, SEQ_LENGTH, model.tensor_size, model.pipeline_size
     gcds, m = replicas * model.replica_gcds, model.per_replica // replicas
     total = paper_flops(1, s, model.num_layers, h, VOCABULARY)
@@ -354,7 +343,7 @@ def comparison_table(title: str, found: Sequence[Row]) -> Table:
 
 
 def effect_table(row: Row, at_most: int = 8) -> Table:
-    """What moves one prediction, the strongest figure first."""
+    """Tabulate the effects of figures on a prediction, the strongest first."""
     unit = row.comparison.unit
     title = f"what moves '{row.comparison.result}' ({_text(row.spread.value, unit)})"
     return Table(
@@ -402,7 +391,7 @@ def micro_batch_table() -> Table:
 
 
 def implied_table(cluster: Cluster) -> Table:
-    """What the published TFLOP/s ask of a device, with messages between stages hidden and not."""
+    """Tabulate the device rates that the published TFLOP/s require, with and without overlap."""
     columns = (
         "model",
         "GCDs",
@@ -440,9 +429,7 @@ def implied_table(cluster: Cluster) -> Table:
 
 
 def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the two messages of the last stage, and of the four of the stage that has most, in
-    their layout.
-    """
+    """Return the seconds of the last stage's two messages, and of the slowest stage's four."""
     config, placement = _placed(argv_of(model, model.replica_gcds, model.per_replica), cluster.name)
     channels, size = Channels(config, cluster, placement), SEQ_LENGTH * model.hidden_size * 2
     edges = [
@@ -467,9 +454,7 @@ _CHANGES: tuple[tuple[str, str], ...] = (
 
 
 def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:
-    """By how much choices of the published runs make a step of this code longer or shorter, on one
-    replica.
-    """
+    """Tabulate the effects of the published runs' choices on a step of this code, on one replica."""
     plain = [argv_of(model, model.replica_gcds, model.per_replica) for model in MODELS]
     placed = [
         argv_of(model, model.replica_gcds, model.per_replica, placed=True) for model in MODELS
@@ -500,11 +485,11 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
 
 
 def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:
-    """What they found without giving numbers, and what the time model says of it: sweeps over one
-    choice each.
+    """Tabulate their findings without numbers, and the time model's sweeps over one choice each.
 
-    TFLOP/s of a GCD, as they count them, on one replica with micro-batch 1; whether it fits is not
-    asked."""
+    Values are TFLOP/s of a GCD by their formula, on one replica with micro-batch 1; memory is not
+    checked.
+    """
 
     def rate(model: str, tp: int, pp: int, sequences: int, more: str = "") -> float:
         argv = (

@@ -52,9 +52,7 @@ class RunFailed(RuntimeError):
 
 
 def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -> list[int]:
-    """The peak of each rank of `pretrain_gpt.py FLAGS`, in the order of the ranks. Raises
-    RunFailed.
-    """
+    """Return the peak of each rank of `pretrain_gpt.py FLAGS`, in order. Raises RunFailed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

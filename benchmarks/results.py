@@ -55,10 +55,12 @@ def figure(values: Sequence[float], floor: float = FLOOR) -> Figure:
 def row_of(
     case: Any, side: Any, rounds: Sequence[Any], reference: Sequence[Any], ceiling: float | None
 ) -> Record:
-    """The row of a side: `rounds` are its outcomes, `reference` those of the case's first side in
-    the same rounds, `ceiling` the FLOP/s of matrix products on all that the case uses.
+    """Return the row of a side.
 
-    ratio: seconds of a step over those of the reference in the same round, so that above 1 the
+    rounds     its outcomes; reference: those of the case's first side in the same rounds
+    ceiling    FLOP/s of matrix products on all devices or threads of the case
+
+    The ratio is the seconds of a step over those of the reference in the same round: above 1 the
     reference is faster.
     """
     row: Record = {
@@ -117,9 +119,7 @@ def write(record: Record, folder: Path) -> Path:
 
 
 def last_of(folder: Path, record: Record) -> Record | None:
-    """The newest run in the folder on the same machine (processor, threads, memory) that has a
-    figure in common.
-    """
+    """Return the newest run on the same machine (CPU, threads, memory) with a common figure."""
 
     def kind(r: Record) -> tuple[Any, ...]:
         of_machine = [
@@ -146,9 +146,7 @@ def last_of(folder: Path, record: Record) -> Record | None:
 
 
 def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
-    """{name: (figure, whether less is better)} of everything in a run that another run can be
-    compared with.
-    """
+    """Return {name: (figure, whether less is better)} of the comparable figures of a run."""
     found: dict[str, tuple[Figure, bool]] = {}
     for name, value in record.get("ceiling", {}).items():
         found[f"ceiling, {name}, GFLOP/s"] = (value, False)
@@ -265,7 +263,7 @@ def comparison_table(
 
 
 def heading(record: Record) -> list[str]:
-    """What ran where, a few lines."""
+    """Describe the run and its machine in a few lines."""
     machine, git = record["machine"], record["git"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpu = f", {machine['gpu']}" if machine.get("gpu") else ""
@@ -281,9 +279,7 @@ def heading(record: Record) -> list[str]:
 
 
 def notes(record: Record) -> list[str]:
-    """What a side does less than the others, which figures come from fewer rounds, and what was
-    left out.
-    """
+    """List sides that do less work, figures from fewer rounds, and omitted sides."""
     lines = [
         f"{r['workload']} {r['case']}, {r['side']}: {r['less']}"
         for r in record["rows"]
@@ -316,6 +312,6 @@ def markdown(record: Record) -> str:
 
 
 def markdown_table(table: Table) -> list[str]:
-    """Lines of a table; columns after the second are numbers and stand at the right."""
+    """Return the lines of a table; columns after the second are numbers, aligned right."""
     rule = ["---" if index < 2 else "---:" for index in range(len(table[0]))]
     return ["| " + " | ".join(cells) + " |" for cells in [table[0], rule, *table[1:]]]

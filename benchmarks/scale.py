@@ -99,9 +99,7 @@ def schedule(data: int, repeat: int) -> list[Row]:
 
 
 def executor(data: int, repeat: int) -> list[Row]:
-    """A step's Python between the computations: chunks of one product of 4 numbers, messages that
-    go nowhere.
-    """
+    """Time a step's Python code, with tiny computations and messages that are dropped."""
     import torch
 
     from megatron.parallel.topology import Topology
@@ -130,9 +128,7 @@ def _products(weight: Any) -> None:
 
 
 def engine(data: int, repeat: int) -> list[Row]:
-    """Engine and optimizer of a stage of 2 small layers, over fake groups: what they cost apart
-    from the numbers.
-    """
+    """Time engine and optimizer of a stage of 2 small layers, over fake groups: the overhead."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
@@ -224,9 +220,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
 def stage_parameters(
     tensor: int, stage: int
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
-    """(name, global shape, local shape, cut dimension, whether weight decay applies) of a stage of
-    the 1T model.
-    """
+    """Yield (name, global shape, local shape, cut dimension, weight decay) of a stage of 1T."""
     h = HIDDEN
     layer: list[tuple[str, tuple[int, ...], int | None, bool]] = [
         ("input_norm.weight", (h,), None, False),
@@ -266,9 +260,7 @@ def stage_parameters(
 
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
-    """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into
-    equal stretches.
-    """
+    """Return the boxes of one rank's file: ZeRO cuts each flat parameter group into equal parts."""
     from megatron.checkpoint.shards import Shard
     from megatron.engine.optimizer import boxes
 
@@ -302,17 +294,16 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
 
 
 def _all_written(data: int) -> Iterator[list[dict[str, Any]]]:
-    """What the ranks of each data-parallel group wrote, group by group in model-parallel order."""
+    """Yield the boxes of each data-parallel group, in model-parallel order."""
     for stage in range(PIPELINE):
         for tensor in range(TENSOR):
             yield [written(tensor, stage, d, data) for d in range(data)]
 
 
 def checkpoint(data: int, repeat: int) -> list[Row]:
-    """Who holds and writes what of the boxes: a rank, the first of a data group, rank 0, and a rank
-    that loads.
+    """Time the handling of boxes on a rank, a data group's first rank, rank 0, and a loading rank.
 
-    The times of what goes over the network are those of pickling it.
+    For data sent over the network the time is that of pickling.
     """
     import pickle
 
@@ -389,7 +380,7 @@ ITEMS = {
 
 
 def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
-    """The rows of an item, or one that says why there are none."""
+    """Return the rows of an item, or one with the reason why there are none."""
     command = [
         sys.executable,
         __file__,

@@ -44,12 +44,13 @@ LAUNCHED = (
 
 @dataclass
 class Outcome:
-    """What one start gave. `reason` says why there are no figures.
+    """Outcome of one start. `reason` says why there are no figures.
 
-    step_s holds the measured steps (the warm-up left out), start_s the time from launch to the end
-    of the first step, optimizer_s clipping and optimizer (of ours with `save`), memory_bytes the
-    sum of the processes' peaks: resident memory on CPUs, so that the pages of libraries count in
-    each process, for all sides alike; allocated on a GPU, of which every case has one.
+    step_s        measured steps, without warm-up
+    start_s       time from launch to the end of the first step
+    optimizer_s   clipping and optimizer (of ours, with `save`)
+    memory_bytes  sum of the processes' peaks: resident memory on CPUs, with the pages of libraries
+                  counted in each process of all sides; allocated memory on a GPU (one per case)
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -70,10 +71,12 @@ KINDS_OF_SETTINGS = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 def environment(
     threads: int, cache: Path, *, untouched: bool = False, peers: bool = False
 ) -> dict[str, str]:
-    """The environment of a side: this one without any launcher's variables, with threads and
-    allocator unless `untouched`, with the peers' packages first for a peer, whose compiled code is
-    kept in `cache` for the next run. Of PYTHONPATH, where packages may lie that cannot be
-    installed, a peer does not get our own root."""
+    """Return the environment of a side: this one, without a launcher's variables.
+
+    Threads and allocator are set unless `untouched`. For a peer its packages come first, compiled
+    code is cached in `cache` for the next run, and our own root is removed from PYTHONPATH, which
+    may have packages that cannot be installed.
+    """
     env = {
         name: value
         for name, value in os.environ.items()
@@ -173,8 +176,7 @@ def run(
     folder: Path,
     save: bool = False,
 ) -> Outcome:
-    """One start of a side: `warm_up` steps that do not count and `steps` that do, on `threads`
-    threads in all.
+    """Start a side once, for `warm_up` and `steps` measured steps, on `threads` threads in total.
 
     With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a
     step's parts). Files and logs go to `folder`.
@@ -241,8 +243,7 @@ def launch(
     log: Path,
     limit_s: float = LIMIT_S,
 ) -> tuple[list[int], int]:
-    """Run `processes` copies as ranks of one job; returns their exit codes and the sum of their
-    peak resident bytes.
+    """Run copies as ranks of one job; return exit codes and the sum of peak resident bytes.
 
     Copies that have not ended after `limit_s` seconds, or 10 seconds after another one failed, are
     killed (code -9).
@@ -296,9 +297,9 @@ def launch(
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had resident since its program began; 0 once it has ended.
+    """Return a process's peak resident memory since its program began; 0 once it has ended.
 
-    The usage that wait4 gives would begin with the pages of the process that started it.
+    The usage from wait4 would include the pages of the process that started it.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text()

@@ -35,7 +35,7 @@ def serve_names(late_s: float, asked: list[bytes]) -> None:
 
 
 def join(processes: int, without: bool) -> float:
-    """Seconds until the store has answered after so many processes have connected."""
+    """Measure the seconds until the store responds after this many processes have connected."""
     import torch.distributed as dist
 
     from megatron.parallel.store import without_dns

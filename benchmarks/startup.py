@@ -27,9 +27,7 @@ MODEL = (
 
 
 def pair(command: list[str], until: str | None = None) -> float:
-    """Seconds until both processes ended, or until the first one prints a line that starts with
-    `until`.
-    """
+    """Measure the seconds until both processes end, or the first prints a line with `until`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])

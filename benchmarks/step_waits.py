@@ -51,12 +51,11 @@ REPORT = "report"  # the phase in which the loop is meant to wait
 
 
 class StepWaits(HostWaits):
-    """Counts waits for the device within a `with` block, by line of the program and phase of its
-    step.
+    """Context manager that counts waits for the device, by line of the program and phase of a step.
 
-    counts   {(file:line, phase): number}. The line is the innermost of the files below `program`;
-             the phase is the function of the training loop and what it called, or "another thread",
-             such as autograd's, whose waits in C++ are told at the line that called backward
+    counts   {(file:line, phase): number}. The line is the innermost in files below `program`; the
+             phase is the function of the training loop and its callee, or "another thread", such as
+             autograd's, whose waits in C++ are reported at the line that called backward
     """
 
     def __init__(self, device: str, program: Sequence[str] = PROGRAM) -> None:
@@ -117,9 +116,7 @@ class StepWaits(HostWaits):
 
 
 def watch(file: str, device: str, arguments: Sequence[str]) -> None:
-    """Run a program with its arguments in this process; write what its steps have waited for to a
-    file.
-    """
+    """Run a program with its arguments in this process; write the waits of its steps to a file."""
     waits = StepWaits(device)
 
     def look(event: str, of: tuple[Any, ...]) -> None:
@@ -141,9 +138,7 @@ def watch(file: str, device: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """What is looked at; `shared`: its ranks are on one device, and talk through gloo
-    (parity.py).
-    """
+    """Training to observe; `shared`: its ranks share a device and use gloo (parity.py)."""
 
     name: str
     arguments: list[str]
@@ -173,9 +168,9 @@ def trainings(device: str, devices: int) -> list[Training]:
 
 
 def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
-    """Run it; the waits of the rank that waits most at each line.
+    """Run it; return the waits of the rank with the most waits at each line.
 
-    Raises RuntimeError where a rank fails, and subprocess.TimeoutExpired.
+    Raises RuntimeError if a rank fails, and subprocess.TimeoutExpired.
     """
     here, env = ON_CPU if device == "cpu" else ([], None)
     before = [

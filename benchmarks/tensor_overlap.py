@@ -38,9 +38,7 @@ SEQUENCE_PARALLEL = (True, False)
 
 
 class Sleeping(TorchDispatchMode):
-    """Every matrix product lasts as long as a device would need that computes so many products of a
-    rank a second.
-    """
+    """Make every matrix product take its time on a device with this rate of products per rank."""
 
     def __init__(self, seconds_per_flop: float) -> None:
         super().__init__()
@@ -56,9 +54,7 @@ class Sleeping(TorchDispatchMode):
 def predicted_s(
     chunks: int, product_s: float, message_s: float, latency_s: float, sequence_parallel: bool
 ) -> float:
-    """Seconds of forward and backward: each event takes its place in one queue of products and one
-    of messages.
-    """
+    """Predict the seconds of forward and backward with a queue of products and one of messages."""
     clock, link, arrivals = 0.0, 0.0, []  # now, link free, arrival of each message
     t, m = product_s / chunks, message_s / chunks
 

@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Side:
-    """One program on a case. `program`: pretrain_gpt.py or a file of benchmarks/peers.
+    """Program on a case.
 
-    `untouched`: nothing is set in its environment. `defaults`: nothing is set that its libraries
-    have a default for, also where that is slower. `less`: what it does less than the others.
-    `root`: the clone whose pretrain_gpt.py runs, and `version_of` the side that it is compared
-    with.
+    program     pretrain_gpt.py or a file of benchmarks/peers
+    untouched   nothing is set in its environment
+    defaults    its libraries use their defaults, even if these are slower
+    less        work that it omits compared with the others
+    root        clone whose pretrain_gpt.py runs; version_of: the side that it is compared with
     """
 
     name: str
@@ -49,9 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch and a layout. `micro_batches` are those of one replica in a step; the first
-    side is ours.
-    """
+    """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours."""
 
     workload: str
     name: str
@@ -103,9 +102,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a step; attention counts all pairs of positions, as in the log lines and
-        in the papers.
-        """
+        """Model FLOPs of a step; attention counts all pairs of positions, as in log and papers."""
         return model_flops_per_token(self.model) * self.tokens
 
 
@@ -256,10 +253,9 @@ ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves
 
 
 def cuda_cases(memory_bytes: int) -> list[Case]:
-    """Cases of one GPU with so much memory: 124M, 1.3B, and the largest of GPT-3's proportions that
-    fits.
+    """Return the cases of a GPU: 124M, 1.3B, and the largest of GPT-3's proportions that fits.
 
-    Where 1.3B does not fit it is left out, and the largest is smaller than it.
+    If 1.3B does not fit it is left out, and the largest is smaller.
     """
     room = (1 - ACTIVATIONS_SHARE) * memory_bytes
     both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda")
