@@ -1,6 +1,4 @@
-"""Two small data sets of real text for runs that are compared: the documentation, and the program
-itself, as bytes.
-"""
+"""Two small data sets of real text for compared runs: documentation and sources, as bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ _KILOBYTES = 40  # of each
 
 
 def make_corpus(folder: Path) -> list[str]:
-    """Tokenized data sets in `folder`, made where they are missing; the flags that train on a blend
-    of them.
+    """Create missing data sets in `folder`; return the flags that train on a blend of them.
 
-    A token is a byte, a document a file, so no vocabulary is needed. The text is cut to a size so
-    that a run of some dozens of steps sees both sources.
+    A token is a byte, a document a file, so no vocabulary is needed. The text is truncated so that
+    a run of a few dozen steps uses both sources.
     """
     folder.mkdir(parents=True, exist_ok=True)
     blend: list[str] = []

@@ -1,9 +1,8 @@
-"""Bits that flip and files that are cut, emptied or lost: in every file of the newest checkpoint,
-and the tracker.
+"""Damage to every file of the newest checkpoint and to the tracker: flips, truncation, loss.
 
-After each, pretrain_gpt.py is started as after a crash. It has to say which file is damaged, take
-the checkpoint before it, and go on with the losses of a run that nobody disturbed; or, where only
-the tracker is damaged, say so and take the newest checkpoint, which is whole.
+After each, pretrain_gpt.py is started as after a crash. It has to name the damaged file, load the
+previous checkpoint, and continue with the losses of an undisturbed run. If only the tracker is
+damaged, it has to report that and load the newest checkpoint, which is valid.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged file: what was done to it, which checkpoint the run took, and what was wrong with
-    that.
-    """
+    """Damaged file: the damage, the checkpoint that the run loaded, and any problem."""
 
     file: str
     what: str
@@ -77,7 +74,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Trained:
-    """An undisturbed run, and a folder with its checkpoints up to where others resume."""
+    """Undisturbed run, and a folder with its checkpoints up to the point where others resume."""
 
     folder: Path
     whole: dict[int, history.Step]
@@ -126,7 +123,7 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Dama
     newest, last = history.newest(place), SAVES * SAVE_INTERVAL
     file = place / name if name == TRACKER else newest / name
     what = KINDS[kind](file, random.Random(seed))
-    # White space around the number in the tracker says nothing: a newline may become a tab.
+    # White space around the number in the tracker is irrelevant: a newline may become a tab.
     says_the_same = (
         name == TRACKER and file.exists() and file.read_bytes().strip() == str(last).encode()
     )

@@ -1,7 +1,7 @@
-"""A disk that is full, and a folder that became read-only, under a run that goes on.
+"""Full disk, and a folder that became read-only, during a run, which has to continue.
 
-Both need root: the folder of the checkpoints is a small tmpfs, which is made, filled, remounted and
-removed here.
+Both need root: the folder of the checkpoints is a small tmpfs, which is mounted, filled, remounted
+and removed here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Disk:
 
 
 def missing() -> str:
-    """Why this cannot run here; empty where it can."""
+    """Return why this cannot run here; empty if it can."""
     mount = shutil.which("mount")
     if mount is None:
         return "there is no mount"
@@ -60,9 +60,7 @@ def remount(folder: Path, options: str) -> None:
 
 @dataclass(frozen=True)
 class Closing:
-    """Makes a file system read-only, from within the run, at a moment at which nothing of it is
-    open.
-    """
+    """Make a file system read-only from within the run, while none of its files is open."""
 
     folder: str
 
@@ -74,7 +72,7 @@ class Closing:
 
 
 def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
-    """Metrics go elsewhere: they have to be whole where the disk is not."""
+    """Write metrics elsewhere: they have to be complete even if the disk is full."""
     metrics.mkdir(parents=True, exist_ok=True)
     return [
         *TINY,
@@ -151,9 +149,7 @@ def read_only(
 
 
 def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list[str]:
-    """What is wrong with a run of which saves failed: it has to train to the end, to say so, and
-    not to end well.
-    """
+    """Return the problems of a run with failed saves: it must finish, report them, and fail."""
     faults = []
     if history.steps(metrics)[-1][0] != ITERATIONS:
         faults.append(f"training ended at step {history.steps(metrics)[-1][0]}: {job.tail()}")
@@ -177,7 +173,7 @@ def resumed(
     reference: dict[int, history.Step],
     folder: Path,
 ) -> list[str]:
-    """What is wrong with the next start, for which the disk is good again."""
+    """Return the problems of the next start, after the disk is repaired."""
     before = len(history.steps(metrics))
     job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs_resumed")
     if any(job.codes):

@@ -1,6 +1,4 @@
-"""A rank that stands still: SIGSTOP. The others have to say which one, and to end, so that a
-scheduler starts anew.
-"""
+"""Rank stopped by SIGSTOP: the others have to name it and exit, so that a scheduler restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that was stopped: what the report said, and what was wrong."""
+    """Stopped rank: the report, and any problem."""
 
     what: str
     conclusion: str
@@ -80,7 +78,7 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
     reports = list(save.glob("hang_report*.txt"))
     if not reports or not re.search(rf"rank {victim}\b.*stopped", reports[0].read_text()):
         faults.append("no hang_report.txt in the folder of the run says it")
-    # More steps than were lost, then the same number by a run that nobody disturbed.
+    # More steps than were lost, then the same number in an undisturbed run.
     reached = history.steps(save)[-1][0]
     again = run_job(
         ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again"

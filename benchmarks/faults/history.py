@@ -1,7 +1,7 @@
-"""What a run did, from its metrics file and its checkpoints, and how two runs differ.
+"""History of a run from its metrics file and checkpoints, and differences between runs.
 
-The files are read without the code that is under test: metrics are JSON lines, and tensors are read
-by torch.distributed.checkpoint's own reader.
+The files are read without the code under test: metrics are JSON lines, and tensors are read by
+torch.distributed.checkpoint's own reader.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path) -> list[tuple[int, Step]]:
-    """(iteration, what happened) in the order of the file: an iteration that was done again is
-    there again.
-    """
+    """Return (iteration, figures) in the order of the file; repeated iterations occur again."""
     return [
         (record["iteration"], (record["lm_loss"], record["grad_norm"], record["consumed_samples"]))
         for record in records(folder, "iteration")
@@ -46,8 +44,10 @@ def steps(folder: Path) -> list[tuple[int, Step]]:
 def differing(
     found: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True
 ) -> list[int]:
-    """The iterations of which any figure (without `norms`: but that of the gradient) is not that of
-    the reference, to the bit."""
+    """Return the iterations whose figures differ from the reference in any bit.
+
+    Without `norms`, gradient norms are not compared.
+    """
     kept = (0, 1, 2) if norms else (0, 2)
     return sorted(
         {
@@ -59,7 +59,7 @@ def differing(
 
 
 def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:
-    """The largest relative difference of a loss; infinite where one is missing or no number."""
+    """Return the largest relative difference of a loss; infinite if one is missing or NaN."""
     worst = 0.0
     for iteration, step in found:
         ours, theirs = step[0], reference[iteration][0] if iteration in reference else math.nan
@@ -69,7 +69,7 @@ def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, S
 
 
 def last_sources(folder: Path) -> Any:
-    """What the run has taken of each source of data, as its ledger said at the end."""
+    """Return the consumption of each data source, from the ledger at the end of the run."""
     return records(folder, "data")[-1]["sources"]
 
 

@@ -1,6 +1,4 @@
-"""A training job on this machine as a launcher would start it: N processes of pretrain_gpt.py, to
-hurt and to watch.
-"""
+"""Training job on this machine for fault tests: N processes of pretrain_gpt.py, without launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.helpers.processes import rank_environment
 
 __all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "free_ports", "run_job"]
 
-LIMIT_S = 400.0  # only what hangs takes so long
+LIMIT_S = 400.0  # reached only by hanging jobs
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
 """Call made in a rank's process before it starts: (function, *arguments), such as (strike, "open",
 3, "kill").
@@ -58,13 +56,13 @@ class Rank(Script):
 
 
 class Job:
-    """N ranks of pretrain_gpt.py, or of another script, each with its output in LOGS/rank_R.log.
+    """Job of N ranks of pretrain_gpt.py, or another script, with output in LOGS/rank_R.log.
 
         with Job(2, arguments, logs, arms={1: [(strike, "megatron.run.step", 5, "kill")]}) as job:
             job.wait_for_end([1])
             codes = job.wait()
 
-    What is still running at the end of the block is killed.
+    Processes that are still running at the end of the block are killed.
     """
 
     def __init__(
@@ -111,11 +109,11 @@ class Job:
         return [process.returncode for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
-        """What a rank has written so far, errors and output in one text."""
+        """Return a rank's output and errors so far, in one text."""
         return self.processes[rank].output
 
     def outputs(self) -> str:
-        """What all ranks have written so far."""
+        """Return the output of all ranks so far."""
         return "\n".join(self.output(rank) for rank in range(len(self.logs)))
 
     def signal(self, number: int, ranks: Iterable[int] | None = None) -> None:
@@ -168,9 +166,7 @@ def run_job(
 
 
 def run_well(n: int, arguments: Sequence[str], logs: Path, arms: Arms | None = None) -> None:
-    """A job that nobody disturbs, and that must succeed: raises RuntimeError with its output where
-    it does not.
-    """
+    """Run an undisturbed job. Raises RuntimeError with its output if it fails."""
     job = run_job(n, arguments, logs, arms=arms)
     if any(job.codes):
         raise RuntimeError(f"an undisturbed run failed:\n{job.outputs()}")
@@ -181,9 +177,11 @@ _tried = itertools.count(12000 + os.getpid() * 61 % 16000)
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens at, none of which this process was
-    told before. Below the range of outgoing connections, from which one of them could be taken
-    before its daemon listens."""
+    """Return the first of `count` consecutive free ports that were not returned before.
+
+    They are below the range of outgoing connections, which could take one of them before its daemon
+    listens.
+    """
     free: list[int] = []
     while len(free) < count:
         port = 12000 + (next(_tried) - 12000) % 20000

@@ -1,15 +1,13 @@
-"""Runs that are killed again and again with SIGKILL, and go on each time, until their training is
-done.
+"""Chains of runs that are repeatedly killed with SIGKILL and resumed, until training is done.
 
-A chain is one training: it is started, killed at a named moment, started anew with the same command
-line, and so on. So each start both resumes from what the last kill left and is the next victim. In
-the end every loss that any of the incarnations wrote is compared with those of a run that nobody
-disturbed.
+A chain is one training: it is started, killed at a named point, started again with the same command
+line, and so on. Each start thus resumes from the state after the last kill, and is the next victim.
+At the end all losses from all starts are compared with those of an undisturbed run.
 
-Moments are listed, not drawn: those of tests/helpers/fault_points.py that a run comes to which
-loads, trains, saves and removes old checkpoints. A seed says in which order they are tried, and
-which of them where not all are. Victims: all ranks at once, or one, after which the others have to
-end by themselves.
+The kill points are listed, not random: those of tests/helpers/fault_points.py that a run reaches
+that loads, trains, saves and removes old checkpoints. A seed determines their order, and the
+selection if not all are tried. Victims are all ranks at once, or one, after which the others have
+to exit by themselves.
 """
 
 from __future__ import annotations
@@ -69,11 +67,9 @@ class Moment:
 
 @dataclass
 class Kill:
-    """One kill: the moment, the victims, where the run was and where it was resumed from; what was
-    wrong with it.
+    """Kill: its point, victims, position of the run, position of the resumption, and any problem.
 
-    reached    iterations that were done; `saved` is the last one whose checkpoint was said to be
-               saved
+    reached    iterations done; saved: the last one with a reported checkpoint
     resumed    iteration that the next start loaded, 0 for initial weights, None until one has
                loaded
     """
@@ -119,9 +115,7 @@ def run_chain(
     chance: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Kill a training at `kills` moments (None: at all there are), let it finish, compare it with
-    one undisturbed.
-    """
+    """Kill a training at `kills` points (None: all), let it finish, compare it undisturbed."""
     return _Running(chain, kills, folder, chance, say).run()
 
 
@@ -165,7 +159,7 @@ class _Running:
         ]
 
     def listed(self) -> list[Moment]:
-        """The moments of every rank in a run that goes on from a checkpoint."""
+        """List the kill points of every rank in a run that resumes from a checkpoint."""
         place, log, ranks = self.folder / "listed", self.folder / "moments", range(self.chain.ranks)
         place.mkdir(parents=True)
         run_well(
@@ -214,7 +208,7 @@ class _Running:
         return history.records(self.save) if (self.save / "metrics.jsonl").exists() else []
 
     def one(self, number: int, moment: Moment) -> None:
-        """Start, kill, and note how far it had come. What it costs is known at the next start."""
+        """Start, kill, and record the progress. The loss is known at the next start."""
         ranks, nth = self.chain.ranks, self.chance.randint(1, min(moment.times, 3))
         everybody = ranks == 1 or self.chance.random() < 0.5
         before = len(self.records())
@@ -265,9 +259,11 @@ class _Running:
         )
 
     def _settle(self, before: int) -> int | None:
-        """Enter where the start that wrote the records from `before` on resumed from, into the
-        kills since the last one that did; None where it was killed before it loaded anything: then
-        the next start tells."""
+        """Record from where a start resumed, for all kills since the last start that loaded.
+
+        The start wrote the records from `before` on. If it was killed before it loaded, the next
+        start will record it.
+        """
         starts: list[int] = [
             record["iteration"] for record in self.records()[before:] if record["event"] == "start"
         ]

@@ -1,8 +1,7 @@
-"""Faults that only a scheduler makes, on a real Slurm on this machine
-(tests/helpers/slurm_testbed.sh).
+"""Scheduler faults, on a real Slurm on this machine (tests/helpers/slurm_testbed.sh).
 
-A lost node with requeueing, USR1 before the time limit, and a time limit without a signal, of jobs
-on two nodes.
+These are a lost node with requeueing, USR1 before the time limit, and a time limit without a
+signal, for jobs on two nodes.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ class Scheduled:
 def submit(
     testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, again: str = ""
 ) -> str:
-    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's
-    number. `again`: more arguments when it comes out of the queue again."""
+    """Submit a job of one task on each of two nodes; return its number.
+
+    Its output goes to FOLDER/job.log. again: additional arguments after it was requeued.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "job.sh"
     command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
@@ -57,7 +58,7 @@ def submit(
 
 
 def training(save: Path, iterations: int) -> list[str]:
-    """A run that goes on by itself."""
+    """Run that resumes itself."""
     return [
         *TINY,
         *MOCK,
@@ -75,8 +76,10 @@ def training(save: Path, iterations: int) -> list[str]:
 
 
 def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
-    """A node dies in the middle of a training of hours; Slurm puts the job back into the queue, it
-    goes on, and ends after more steps than it lost."""
+    """Lose a node during a long training; Slurm requeues the job, which resumes and ends.
+
+    It ends after more steps than it lost.
+    """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     again = f"--exit-interval {5 * SAVE_INTERVAL}"
     job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=60", again=again)
@@ -95,9 +98,7 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
 def judge(
     folder: Path, save: Path, iterations: int, faults: list[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """What was resumed from, and whether all losses are those of an undisturbed run on the same
-    layout.
-    """
+    """Return the resumed iteration, and whether all losses equal those of an undisturbed run."""
     starts = [record["iteration"] for record in history.records(save, "start")]
     found = history.steps(save)
     again = [n for n in range(1, len(found)) if found[n][0] != found[n - 1][0] + 1]
@@ -118,12 +119,11 @@ def judge(
 def near_the_limit(
     testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str
 ) -> Scheduled:
-    """A job of a minute that would train for hours: it saves, ends, goes back into the queue, and
-    goes on.
+    """Run a job with a limit of a minute: it has to save, exit, requeue itself and resume.
 
-    clock   whether the program itself looks at the time that is left
+    clock   whether the program monitors the remaining time
 
-    Then it is cancelled, which is a SIGTERM: it saves again, and must not go back into the queue.
+    Then it is cancelled by SIGTERM: it has to save again, without requeueing itself.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [
@@ -162,9 +162,7 @@ def near_the_limit(
 
 
 def usr1(testbed: Testbed, folder: Path) -> Scheduled:
-    """--signal=USR1@45 of sbatch: to every task. Slurm looks at its clock every 30 s, so that 15 to
-    45 s are left.
-    """
+    """Run with sbatch --signal=USR1@45, to every task; 15 to 45 s remain, as Slurm polls at 30 s."""
     what = "USR1 before the time limit, requeued by the program"
     return near_the_limit(
         testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what

@@ -1,6 +1,4 @@
-"""A real Slurm of virtual Frontier-like nodes on this machine, from Python:
-tests/helpers/slurm_testbed.sh.
-"""
+"""Slurm testbed of virtual Frontier-like nodes, from Python (tests/helpers/slurm_testbed.sh)."""
 
 from __future__ import annotations
 
@@ -22,23 +20,23 @@ ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEM
 
 
 def missing() -> str:
-    """What is missing for the testbed; empty where it runs."""
+    """Return what the testbed lacks; empty if it can run."""
     done = subprocess.run(["bash", str(SCRIPT), "missing"], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")).strip(", ") or done.stderr.strip()
 
 
 class Testbed:
-    """A Slurm of some nodes (node01, node02, ...), while the block lasts.
+    """Slurm with several nodes (node01, node02, ...), for the duration of a block.
 
         with Testbed(nodes=2) as testbed:
             job = testbed.sbatch("-N", "2", "job.sh")
             testbed.wait_for_state(job, *ENDED)
 
-    `paper_nodes` more exist in the controller's books only. The files lie in a folder of their own
-    with a short name: the path of a Unix socket has at most 107 bytes.
+    `paper_nodes` additional nodes exist only in the controller's configuration. The files are in a
+    separate folder with a short name: the path of a Unix socket has at most 107 bytes.
     """
 
-    __test__ = False  # no class of tests, whatever its name
+    __test__ = False  # not a test class, despite its name
 
     def __init__(self, nodes: int = 2, paper_nodes: int = 0) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="slurm"))
@@ -90,9 +88,7 @@ class Testbed:
             )
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-        """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains
-        about.
-        """
+        """Run a Slurm command; return its output. Raises RuntimeError with its errors."""
         done = subprocess.run(
             command,
             env={**self.env, **(env or {})},
@@ -108,25 +104,21 @@ class Testbed:
     def sbatch(
         self, *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
     ) -> str:
-        """Submit a job with these options, script and arguments, from the folder `cwd`; the job's
-        number.
-        """
+        """Submit a job with these arguments of sbatch from the folder `cwd`; return its number."""
         return self.ask("sbatch", "--parsable", *map(str, words), env=env, cwd=cwd)
 
     def show(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, Restarts, NodeList, ..."""
+        """Return Slurm's fields of a job: JobState, Restarts, NodeList, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "-o", "show", "job", job)))
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ... as Slurm tells it."""
+        """Return the job's state in Slurm: PENDING, RUNNING, COMPLETED, ..."""
         return self.show(job).get("JobState", "")
 
     def wait_for_log(
         self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = ""
     ) -> None:
-        """Until the job has said this. Raises Overdue; at once where the job's number is given and
-        it has ended.
-        """
+        """Wait for a text in the job's output. Raises Overdue, at once if the given job has ended."""
         end, ended, asked = time.monotonic() + timeout_s, False, 0.0
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
             now = time.monotonic()
@@ -142,9 +134,7 @@ class Testbed:
     def wait_for_state(
         self, job: str, *states: str, timeout_s: float = 900.0, log: Path | None = None
     ) -> str:
-        """Until the job is in one of these states. Raises Overdue, with the end of the log where it
-        is given.
-        """
+        """Wait for one of these states. Raises Overdue, with the end of the log if given."""
         end = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
             if time.monotonic() > end:

@@ -1,9 +1,8 @@
-"""What every peer is told and how it answers: a JSON object as first argument, one JSON line a step
-in a file.
+"""Interface of peers: a JSON object as first argument, and a file with a JSON line per step.
 
-A peer trains on tokens drawn at random, which cost nothing to make, from the same ranges for every
-peer. A step's time is that from the end of the step before to its own end, as in the metrics file
-of pretrain_gpt.py; the loss is read in each step, as there.
+A peer trains on random tokens, which cost nothing to generate, from the same range for all peers. A
+step's time is from the end of the previous step to its own end, as in the metrics file of
+pretrain_gpt.py; as there, the loss is read in each step.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ import torch
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each
-    replica.
+    """Training of a GPT-2: `steps` steps of `accumulation` micro-batches on each replica.
 
-    `defaults`: with the settings that the libraries have by default, also where they make it slower
-    or do less.
+    defaults  use the default settings of the libraries, even if they are slower or do less
     """
 
     layers: int
@@ -60,7 +57,7 @@ def read_task() -> Task:
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of processes) as the launcher's variables say."""
+    """Return (rank, number of processes) from the launcher's variables."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -86,11 +83,11 @@ def run_steps(
     step: Callable[[], tuple[float | None, float]],
     state: Callable[[], Any] | None = None,
 ) -> None:
-    """Call `step` task.steps times and write a line for each; rank 0 writes.
+    """Call `step` task.steps times; rank 0 writes a line for each.
 
-    `step` returns the mean loss of the step (None where this process does not know it) and the time
-    at which its optimizer part began, by time.perf_counter. With task.save, rank 0 then stores what
-    `state` returns, through torch.save and to the disk, and writes a line with the seconds of that.
+    `step` returns the mean loss of the step (None if this process does not know it) and the start
+    time of its optimizer part, by time.perf_counter. With task.save, rank 0 then saves the result
+    of `state` with torch.save and syncs it to disk, and writes a line with the time of that.
     """
     rank, _ = world()
     cuda = torch.cuda if task.device == "cuda" else None

@@ -1,10 +1,9 @@
-"""megatron-core from PyPI, on CPUs: its GPT model, its pipeline schedules, its DDP and distributed
-optimizer.
+"""megatron-core from PyPI on CPUs: its GPT model, pipeline schedules, DDP, distributed optimizer.
 
-megatron-core puts its buffers on "cuda" by name. Nothing of it is changed on disk: before it is
-imported, torch's factories here take "cuda" for the CPU, and what only makes sense on a GPU does
-nothing. What it calls where Apex and Transformer Engine are missing is torch: AdamW, which is given
-fused=True here (its own call would take the slow loop over tensors). GELU is torch's tanh form
+megatron-core hard-codes the device "cuda" for its buffers. Its files are not changed: before its
+import, torch's factories are patched here to map "cuda" to the CPU, and GPU-only functions do
+nothing. Without Apex and Transformer Engine it falls back to torch's AdamW, which gets fused=True
+here (megatron-core's own call would use the slow loop over tensors). GELU is torch's tanh form
 instead of megatron-core's chain of element-wise operators.
 """
 
@@ -53,7 +52,7 @@ FACTORIES = (
 
 
 class Stream(types.SimpleNamespace):
-    """Stands for a CUDA stream or event; everything is done when it is asked for."""
+    """Dummy CUDA stream or event; all work counts as complete."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -121,7 +120,7 @@ def build(task: Task) -> tuple[list[Any], Any]:
         task.pipeline,
         virtual_pipeline_model_parallel_size=task.chunks if task.chunks > 1 else None,
     )
-    # Without dropout nothing is drawn on a device, and there is no device generator to switch.
+    # Without dropout no random numbers are drawn on a device, so no generator has to be switched.
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     kind = torch.bfloat16 if task.bf16 else torch.float32
     config = TransformerConfig(

@@ -1,10 +1,9 @@
-"""A plain PyTorch training loop: the shortest GPT-2 that trains well, eager or under torch.compile,
-DDP on several processes.
+"""Plain PyTorch training loop of a short GPT-2, eager or compiled, with DDP on several processes.
 
-fp32 weights under autocast, as small training loops do it; attention by
-scaled_dot_product_attention, AdamW fused over fp32 weights, gradients clipped. On several processes
-torch's DistributedDataParallel sums the gradients; every process then updates all weights (ZeRO-1
-would divide that work).
+It has fp32 weights under autocast, as usual in small training loops, attention by
+scaled_dot_product_attention, fused AdamW over fp32 weights, and gradient clipping. On several
+processes torch's DistributedDataParallel sums the gradients; every process then updates all weights
+(ZeRO-1 would divide that work).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Hugging Face's GPT-2 under DeepSpeed's ZeRO-1, as their documentation puts the two together.
+"""Hugging Face's GPT-2 under DeepSpeed's ZeRO-1, combined as in their documentation.
 
-transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the function
-of "gelu_new", which is a chain of operators); torch's fused AdamW inside ZeRO-1, which adds
-gradients up in fp32, as all other sides do. With `defaults` the activation is "gelu_new" and
-gradients are added up in bf16. DeepSpeed's start-up compiles an extension that no process here
-uses, unless it is told that no extension fits this machine.
+It uses transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the
+same function as "gelu_new", which is a chain of operators), and torch's fused AdamW inside ZeRO-1,
+which accumulates gradients in fp32, like all other sides. With `defaults` the activation is
+"gelu_new" and gradients accumulate in bf16. DeepSpeed's start-up would compile an extension that is
+not used here, unless all extensions are declared incompatible.
 """
 
 from __future__ import annotations
