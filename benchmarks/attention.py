@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     types = ["bfloat16", "float32", "float16"]
     parser.add_argument(
-        "--dtype", nargs="+", choices=types, help="default: bfloat16 and, on a CPU, float32"
+        "--dtype", nargs="+", choices=types, help="default: bfloat16; on a CPU also float32"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)

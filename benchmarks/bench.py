@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny models and one round, to see that everything runs",
+        help="tiny models and one round, as a smoke test",
     )
     parser.add_argument(
         "--only",
@@ -73,11 +73,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="N",
-        help="another round begins when it would end within so many (default 10; at least "
+        help="run further rounds if they would end within this time (default 10; at least "
         f"{LEAST_ROUNDS} rounds)",
     )
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="so many rounds, whatever --minutes says"
+        "--rounds", type=int, metavar="N", help="number of rounds; overrides --minutes"
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"measured steps (default {STEPS})"
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--threads",
         type=int,
         metavar="N",
-        help="threads in all (default: those this process may use)",
+        help="total number of threads (default: those available to this process)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a single GPU (CUDA or ROCm)"
@@ -96,14 +96,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=ROOT / "runs" / "bench",
         metavar="FOLDER",
-        help="for the JSON",
+        help="folder for the JSON file",
     )
     parser.add_argument(
         "--beside",
         type=Path,
         metavar="CLONE",
-        help="a clone of another version, set up: in place of the peers its pretrain_gpt.py takes "
-        "turns with ours, and its time over ours is the ratio",
+        help="set-up clone of another version: its pretrain_gpt.py replaces the peers, and the "
+        "ratio is its time divided by ours",
     )
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit"

@@ -291,9 +291,9 @@ def main() -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where to write; its disk is measured (default: a temporary one)",
+        help="folder to write to; its disk is measured (default: a temporary folder)",
     )
-    parser.add_argument("--repeat", type=int, default=5, help="turns of every side (default 5)")
+    parser.add_argument("--repeat", type=int, default=5, help="repeats of every side (default 5)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50304)

@@ -160,19 +160,21 @@ def main() -> None:
         "--tokens", type=int, default=20_000_000, help="tokens of each data set (default 20 M)"
     )
     parser.add_argument(
-        "--samples", type=int, default=4000, help="samples of a reading by the loader alone"
+        "--samples", type=int, default=4000, help="samples per measurement of the loader"
     )
-    parser.add_argument("--repeat", type=int, default=3, help="readings of each kind (default 3)")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="measurements of each kind (default 3)"
+    )
     parser.add_argument(
         "--steps", type=int, default=4, help="measured training steps (default 4; 0: none)"
     )
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="take the data out of the page cache before each reading",
+        help="drop the data from the page cache before each measurement",
     )
     parser.add_argument(
-        "--folder", default=None, help="where the data are written (default: the system's)"
+        "--folder", default=None, help="folder for the data (default: the system's)"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:

@@ -126,13 +126,15 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
     )
-    parser.add_argument("--kills", type=int, default=100, help="kills in all; 0: at every moment")
+    parser.add_argument(
+        "--kills", type=int, default=100, help="total number of kills; 0: at every point"
+    )
     parser.add_argument("--flips", type=int, default=3, help="bit flips in each file")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of all chances; printed, default: random"
+        "--seed", type=int, default=None, help="random seed; printed (default: random)"
     )
     parser.add_argument(
-        "--folder", type=Path, help="where the runs are kept; a temporary one otherwise"
+        "--folder", type=Path, help="folder to keep the runs in (default: a temporary one)"
     )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed

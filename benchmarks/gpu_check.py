@@ -556,7 +556,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         ),
         step(
             "prediction",
-            "a step as the planner has it, and as it is",
+            "a step, predicted and measured",
             (180, 20),
             "benchmarks/predict.py --folder OUT "
             f"{either('--set gpu', '--set tiny --minutes 0.02')}",
@@ -595,9 +595,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="STEP",
-        help="these alone, also where they are done",
+        help="run only these steps, even if they are done",
     )
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier calls have found")
+    parser.add_argument("--fresh", action="store_true", help="discard results of earlier calls")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
     options = parser.parse_args(arguments)
     folder: Path = options.output.resolve()

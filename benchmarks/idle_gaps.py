@@ -154,10 +154,10 @@ def main() -> int:
         type=Path,
         default=ROOT / "runs" / "idle",
         metavar="FOLDER",
-        help="for the trace",
+        help="folder for the trace",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="fold this one, of STEPS steps, instead"
+        "--trace", type=Path, metavar="FILE", help="evaluate this trace of STEPS steps instead"
     )
     options = parser.parse_args()
     try:

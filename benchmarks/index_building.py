@@ -257,7 +257,7 @@ def main() -> None:
         "--epochs",
         type=int,
         default=1,
-        help="times that the documents are gone through (default 1)",
+        help="epochs over the documents (default 1)",
     )
     parser.add_argument("--repeat", type=int, default=3, help="builds of each side (default 3)")
     parser.add_argument(

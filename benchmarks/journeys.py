@@ -106,7 +106,7 @@ def run() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--list", action="store_true", help="list the files")
     listed = parser.parse_args().list
     with tempfile.TemporaryDirectory() as folder:
         found = {

@@ -417,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs",
         type=whole(1, 512),
         default=2,
-        help="compilers side by side (default: %(default)s)",
+        help="parallel compilers (default: %(default)s)",
     )
     chosen = parser.parse_args(arguments)
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))

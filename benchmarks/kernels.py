@@ -344,7 +344,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda (CUDA or ROCm) where there is one"
+        "--device", choices=("cpu", "cuda"), help="default: cuda (CUDA or ROCm) if there is one"
     )
     parser.add_argument(
         "--dtype",
@@ -358,12 +358,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--busy",
         action="store_true",
-        help="on a CPU that others use: one thread, and the seconds that the process works in "
-        "place of those that pass",
+        help="for a shared CPU: one thread, and CPU time instead of elapsed time",
     )
     parser.add_argument("--output", type=Path, help="folder for kernels.json and kernels.md")
     parser.add_argument(
-        "--roofline", action="store_true", help="print the estimate for MI250X and stop"
+        "--roofline", action="store_true", help="print the estimate for MI250X and exit"
     )
     return parser.parse_args()
 

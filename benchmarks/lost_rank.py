@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for metrics and logs")
     options = parser.parse_args()
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--eager-only",
         action="store_true",
-        help="leave out torch.compile, which takes a minute more",
+        help="leave out torch.compile, which takes another minute",
     )
     chosen = parser.parse_args()
     if chosen.steps < 2:

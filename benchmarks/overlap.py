@@ -281,14 +281,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("pp", "dp", "tp"), default=["pp", "dp", "tp"])
     parser.add_argument("--quick", action="store_true", help="fewer delays and repetitions")
     parser.add_argument(
-        "--real", action="store_true", help="dp and tp with real products: for a machine at rest"
+        "--real", action="store_true", help="dp and tp with real products, for an idle machine"
     )
     parser.add_argument(
         "--slower",
         type=float,
         default=1.0,
-        help="stretch sleeps, products and delays by this, for a busy machine, where other work "
-        "takes longer too",
+        help="multiply sleeps, products and delays by this factor, for a busy machine",
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     arguments = parser.parse_args()

@@ -182,9 +182,9 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
     )
     parser.add_argument(
-        "--ranks", type=int, choices=(1, 2), help="trainings of so many processes; default: of both"
+        "--ranks", type=int, choices=(1, 2), help="run only trainings with this many processes"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for metrics and logs")
     options = parser.parse_args()
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

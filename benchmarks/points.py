@@ -321,7 +321,7 @@ OPERATORS: list[Row] = [
     (
         "2 weight gradient by rows",
         "256 rows",
-        "as it is",
+        "current",
         lambda place: weight_gradient(place, False),
     ),
     (
@@ -330,11 +330,11 @@ OPERATORS: list[Row] = [
         "addmm(out_dtype=)",
         lambda place: weight_gradient(place, True),
     ),
-    ("13 embedding gradient", "index_put_", "as it is", embedding_gradient),
+    ("13 embedding gradient", "index_put_", "current", embedding_gradient),
     ("5 bias of ALiBi", "1 layer", "8 layers", alibi),
     ("6 host memory for a copy", "pin_memory", "Snapshot", lambda place: host_copy(place, False)),
     ("6 its size", "pin_memory", "Snapshot", lambda place: host_copy(place, True)),
-    ("12 drawing weights", "on one thread, then copied", "as it is", drawing),
+    ("12 drawing weights", "on one thread, then copied", "current", drawing),
 ]
 
 
@@ -347,7 +347,11 @@ def main() -> int:
     )
     parser.add_argument("--part", choices=("trainings", "operators"), help="default: both")
     parser.add_argument(
-        "--output", type=Path, default=ROOT / "runs" / "points", metavar="FOLDER", help="for logs"
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "points",
+        metavar="FOLDER",
+        help="folder for logs",
     )
     options = parser.parse_args()
     folder = options.output.resolve()

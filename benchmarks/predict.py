@@ -187,26 +187,26 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "predict")
     parser.add_argument(
-        "--minutes", type=float, default=0.5, help="of measuring, for each number of processes"
+        "--minutes", type=float, default=0.5, help="measuring time for each number of processes"
     )
     parser.add_argument(
-        "--only", nargs="+", type=int, metavar="I", help="layouts by their place in the list"
+        "--only", nargs="+", type=int, metavar="I", help="layouts by their index in the list"
     )
     parser.add_argument(
         "--set",
         choices=SETS,
         default="cpu",
-        help="the list; gpu: as many as are here; tiny: to see that it runs",
+        help="set of layouts; gpu: for all GPUs here; tiny: a smoke test",
     )
     parser.add_argument(
         "--keep",
         nargs="+",
         choices=("calibration", "runs"),
         default=[],
-        help="take these from the folder, as an earlier call left them",
+        help="reuse these from an earlier call in the folder",
     )
     parser.add_argument(
-        "--fastest", action="store_true", help="compare with the fastest step: for a busy machine"
+        "--fastest", action="store_true", help="compare with the fastest step, for a busy machine"
     )
     arguments = parser.parse_args()
     folder: Path = arguments.folder

@@ -344,7 +344,7 @@ def main() -> None:
         "--memory-megabytes",
         type=float,
         default=16,
-        help="the smaller input for memory; 0: leave out",
+        help="size of the smaller input for the memory test; 0: no memory test",
     )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="preprocessing-"))

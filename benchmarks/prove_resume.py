@@ -251,14 +251,14 @@ def show(rows: list[tuple[str, ...]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, help="where the runs are kept; a temporary one otherwise"
+        "--folder", type=Path, help="folder to keep the runs in (default: a temporary one)"
     )
     parser.add_argument("--iterations", type=int, default=24, help="steps of each run")
     parser.add_argument(
         "--seed",
         type=int,
         default=None,
-        help="of the steps that are killed; printed, default: random",
+        help="random seed of the killed steps; printed (default: random)",
     )
     options = parser.parse_args()
     if options.iterations < 2 * SAVE_INTERVAL + 3:

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
     parser.add_argument(
-        "--effects", action="store_true", help="for each prediction, which figures move it"
+        "--effects", action="store_true", help="for each prediction, show the effects of figures"
     )
     parser.add_argument(
         "--update", metavar="FILE", type=Path, help="write the tables into this document instead"

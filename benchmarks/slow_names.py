@@ -60,7 +60,7 @@ def join(processes: int, without: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ms", type=float, default=50.0, help="until the name server answers")
+    parser.add_argument("--ms", type=float, default=50.0, help="delay of the name server")
     parser.add_argument("--processes", type=int, default=64)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -198,7 +198,7 @@ def main() -> int:
         "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for metrics, checkpoints and logs"
+        "--output", type=Path, metavar="FOLDER", help="folder for metrics, checkpoints and logs"
     )
     parser.add_argument(
         "--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS

@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(
-        "--product-ms", type=float, default=40.0, help="of one whole product, when it is a sleep"
+        "--product-ms", type=float, default=40.0, help="time of one whole product, if it is a sleep"
     )
     parser.add_argument("--message-ms", type=float, default=36.0)
     parser.add_argument("--latency-ms", type=float, default=2.0)

@@ -72,7 +72,7 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
         (line for line in output.splitlines() if re.search(rf"rank {victim}\b.*stopped", line)), ""
     )
     if not conclusion:
-        faults.append(f"nobody says that rank {victim} is stopped")
+        faults.append(f"no rank reports that rank {victim} is stopped")
     elif output.count(conclusion) > 1:
         faults.append("the report is printed more than once")
     reports = list(save.glob("hang_report*.txt"))

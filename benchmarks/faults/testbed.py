@@ -150,7 +150,7 @@ class Testbed:
 
 
 def output_of(testbed: Testbed, folder: Path, script: str, options: Sequence[str] = ()) -> str:
-    """Run a batch script to its end; what it wrote. Raises RuntimeError where it failed."""
+    """Run a batch script to its end; return its output. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "script.sh", folder / "script.log"
     path.write_text(f"#!/bin/bash\n{script}")

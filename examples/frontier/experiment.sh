@@ -81,7 +81,7 @@ submit_each() {
     done
 }
 
-# longest_time NODES: TIME, or the longest job that the machine gives on so many nodes.
+# longest_time NODES: print TIME, or the longest job that the machine allows on NODES nodes.
 longest_time() {
     printf '%s' "${TIME:-$(experiment "${KINDS%% *}" --print-limit "$1")}"
 }

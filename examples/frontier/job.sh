@@ -383,7 +383,7 @@ start_flags() {
     TRAIN_FLAGS+=(--requeue "$@")
     repeated="--finetune --reset-iteration --load-tag --no-load-optim"
     if has_flag "$repeated" "$@" || [[ $(flag_value --load "$@") != @("$SAVE"|) ]]; then
-        complain "with REQUEUE=1 every start must go on from --save: submit once with REQUEUE=0 and --load," \
+        complain "with REQUEUE=1 every start must resume from --save: submit once with REQUEUE=0 and --load," \
             "--load-tag, --finetune, --reset-iteration or --no-load-optim, then with REQUEUE=1 and without them"
         return 2
     fi
@@ -393,7 +393,7 @@ start_flags() {
 data_flags() {
     if has_flag "--mock-data --data-path --data-file-list --train-data-path" "$@"; then return 0; fi
     if [[ -z $SITE_DATA ]]; then
-        complain "no training data: set SITE_DATA in site.env, or give --data-path, or --mock-data for made-up tokens"
+        complain "no training data: set SITE_DATA in site.env, or give --data-path, or --mock-data for synthetic tokens"
         return 2
     fi
     TRAIN_FLAGS+=(--data-path "$SITE_DATA")
@@ -457,7 +457,7 @@ left_to_slurm() {
     local state
     state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
     [[ -n $state && $state != RUNNING* && $state != *TimeLimit* ]] || return
-    say "left to Slurm, which has it as ${state%% *}: requeued by the program, or ended by somebody"
+    say "left to Slurm, which has it as ${state%% *}: requeued by the program, or cancelled"
 }
 
 # requeue_lost CODE: requeue the job after a lost rank (75, or a task that a signal ended), unless it was cancelled or this
@@ -469,7 +469,7 @@ requeue_lost() {
         complain "ended $MAX_STARTS times after iteration $(reached) without a new checkpoint: not put back into" \
             "the queue"
     else
-        say "back into the queue, to go on from iteration $(reached)"
+        say "back into the queue, to resume from iteration $(reached)"
         put_back || :
     fi
 }
@@ -511,7 +511,7 @@ name_run() {
 train_job() {
     local code=0 TRAIN_FLAGS SAVE
     name_run "$@"
-    LOGS=$JOB_LOGS/$RESTART # none of these is meant for a whole job, and somebody's shell may export the names
+    LOGS=$JOB_LOGS/$RESTART # not settings of a whole job, but the user's shell may export these names
     unset NODES HOSTS MASTER_ADDR
     check_settings || exit
     start_flags "$@" || exit

@@ -144,7 +144,7 @@ print(f"tools/tune.py searches with {find_search('auto')}")
 if not torch.version.hip:
     sys.exit("this torch is not for ROCm: set TORCH_INDEX")
 if not sys.base_prefix.startswith(("/opt/", "/usr")):
-    print(f"WARNING: Python itself lies in {sys.base_prefix}: from a shared file system jobs start slowly")
+    print(f"WARNING: Python is installed in {sys.base_prefix}: jobs start slowly from a shared file system")
 PY
     run "$python" "$MEGATRON_ROOT/tools/check_kernels.py" --list
 }

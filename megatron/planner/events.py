@@ -149,7 +149,7 @@ class Trace:
     """Parts of a model's stages, for one micro-batch size.
 
     embedding  on the first stage
-    layer      one layer; with selective recomputation as it is set
+    layer      one layer, with selective recomputation if configured
     again      one layer that keeps only its input and repeats its forward pass in the backward
                pass; None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
