@@ -30,9 +30,9 @@ rates to link widths. The efficiencies for Frontier are:
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One
 ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
 the narrowest link of the widest spanning tree. Several rings together carry no more than the
-narrowest cut: the bisection of the group with the least bandwidth. On published groups that were
-not used to fit the efficiencies, the rules give 130 against 135 (the whole node) and 52 against 72
-(every other device): at worst a quarter too low.
+narrowest cut: the split of the group into two parts with the least bandwidth in between. On
+published groups that were not used to fit the efficiencies, the rules give 130 against 135 (the
+whole node) and 52 against 72 (every other device): at worst a quarter too low.
 
 The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide, where that of {0, 1, 2, 3} is 50.
 The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for
@@ -327,7 +327,7 @@ class NodeLinks:
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
     def narrowest_cut(self, group: Iterable[int]) -> float:
-        """Return the GB/s across the bisection of the group that has the least bandwidth."""
+        """Return the GB/s across the split of the group into two parts that has the least."""
         first, *others = sorted(group)
         return min(
             sum(

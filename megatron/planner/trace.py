@@ -278,9 +278,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON: an object or a tuple as a list of the name of its type and its
-    contents.
-    """
+    """Convert a value to JSON: objects and tuples as lists of type name and contents."""
     if isinstance(value, Part | Pass):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):
