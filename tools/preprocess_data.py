@@ -7,8 +7,8 @@ Example:
 
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
 
-A run that was stopped or killed resumes when the same command is given again. Until it is complete,
-its files are in data/corpus_partial, and files of an earlier run stay as they are.
+To resume a stopped or killed run, repeat the command. Until it is complete, its files are in
+data/corpus_partial, and files of an earlier run are not changed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON lines, .parquet, or plain text with one document per file (.txt); JSON "
         "lines and text may be compressed (.gz, .zst). A quoted pattern such as "
-        "'shards/*.jsonl' stands for the files that match, sorted by name",
+        "'shards/*.jsonl' selects the matching files, sorted by name",
     )
     group.add_argument(
         "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
@@ -232,9 +232,7 @@ class StopSignal:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 0, 2 after an error in the input, 128 + its number after a
-    signal.
-    """
+    """Run and return the exit code: 0, 2 after an input error, 128 + N after signal N."""
     args = build_parser().parse_args(argv)
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):

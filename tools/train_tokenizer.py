@@ -87,8 +87,7 @@ def train_vocabulary(
 ) -> int:
     """Train byte-pair encoding on up to `sample_bytes` of documents; return its vocabulary size.
 
-    The model is written to a file.
-    Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
+    The model file is for GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
     give the same model. Text is not normalised, white space is kept, and characters without a piece
     are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
     mark for a space, becomes a space. Raises DataError for unusable input, ConfigError for a

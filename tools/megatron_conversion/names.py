@@ -179,8 +179,7 @@ def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tenso
 
 
 def _ordered(part: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Return the rows of one rank's query_key_value in the order [head][query, key, value][head
-    dimension].
+    """Reorder one rank's query_key_value to [head][query, key, value][head dimension].
 
     Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head
     dimension][query, key, value].

@@ -121,9 +121,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
 
 
 def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """Return the documents of a block, a list for each of the json_keys. Raises DataError with file
-    and line.
-    """
+    """Return a block's documents, a list per json_key. Raises DataError with file and line."""
     documents = parse_block(block, options.json_keys)
     if documents.bad:
         number, why = documents.bad[0]
@@ -152,9 +150,7 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
 
 
 def _contents(block: Block) -> Iterable[tuple[int, Any]]:
-    """Return number and content of each document: for parquet the bytes of columns, else str, bytes
-    if not UTF-8.
-    """
+    """Yield (number, content): bytes of parquet columns, otherwise str, or bytes if not UTF-8."""
     content: Any = block.content
     if block.kind != "parquet":
         with suppress(UnicodeDecodeError):
@@ -168,9 +164,7 @@ def _contents(block: Block) -> Iterable[tuple[int, Any]]:
 
 
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
-    """Return the texts of a document; None for an empty line. Raises ValueError or DataError for a
-    bad one.
-    """
+    """Return a document's texts; None for an empty line. Raises ValueError or DataError."""
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
@@ -239,9 +233,7 @@ def _encode_texts(
 
 
 def _blames_a_text(error: BaseException) -> bool:
-    """Return whether the text may be the cause. Panics of Rust libraries are not subclasses of
-    Exception.
-    """
+    """Return whether the text may be the cause; Rust panics are not subclasses of Exception."""
     return not isinstance(
         error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError
     )

@@ -4,15 +4,14 @@ The result is the same for any number of processes.
 
 The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py);
 this process writes them in input order and keeps a journal. A run that was stopped or killed at any
-moment resumes from its journal when the same command is given again, and the output is the same to
-the byte.
+time resumes from its journal when the command is repeated, with byte-identical output.
 
 Until the output is complete, everything is in the folder PREFIX_partial:
 
 | file | content |
 |---|---|
-| job.json | the inputs and options of the run: a run that resumes must have the same |
-| journal.json | how far the part files are valid; written after they are synced, and replaced atomically |
+| job.json | the inputs and options of the run: a resumed run must have the same |
+| journal.json | valid lengths of the part files; written after they are synced, and replaced atomically |
 | bad_input.txt | the documents left out so far |
 | *.part | the part files of the data sets (indexed_writer.py) |
 
@@ -62,7 +61,7 @@ _DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, DataErro
 
 
 class PreprocessStopped(MegatronError):
-    """The run was asked to stop; the message says how to resume it."""
+    """Stop of a run on request; the message explains how to resume it."""
 
 
 @dataclass
@@ -116,11 +115,10 @@ def preprocess(
     journal_interval_s: float = JOURNAL_INTERVAL_S,
     listeners: Listeners = Listeners(),
 ) -> Totals:
-    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return the totals with the
-    prefixes written.
+    """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return totals with prefixes.
 
     The files are the same for any number of workers, and appear only when all input was read; until
-    then, existing files of these names stay. An unfinished run of the same inputs and options is
+    then, existing files of these names are kept. An unfinished run of the same inputs and options is
     resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are left out and
     listed in `{output_prefix}_bad_input.txt`.
 
@@ -291,7 +289,7 @@ def _named(job: dict[str, Any]) -> dict[str, str]:
 
 
 def _library_of(tokenizer_type: str) -> str:
-    """Return the package that encodes: another version of it may give other ids."""
+    """Return the tokenizer's package, of which another version may give other ids."""
     name = tokenizer_type.lower()
     if "null" in name:
         return ""

@@ -1,7 +1,7 @@
-"""Input files as blocks of documents: JSON lines, plain text and parquet, read by streaming.
+"""Streaming of input files (JSON lines, plain text, parquet) as blocks of documents.
 
-A block is a run of consecutive documents as bytes; nothing is parsed here. Each block records where
-the next one begins, so that reading can resume there.
+A block is a run of consecutive documents as bytes; nothing is parsed here. Each block records the
+start of the next one, so that reading can resume there.
 """
 
 from __future__ import annotations
