@@ -25,18 +25,6 @@ from megatron.parallel.flight import DeviceCalls
 from megatron.parallel.topology import Group, Layout, Topology
 from megatron.untrusted import without_waiting
 
-_OF_LAST_STEP = (
-    "iteration",
-    "consumed_samples",
-    "consumed_tokens",
-    "global_batch_size",
-    "learning_rate",
-    "loss_scale",
-    "grad_norm",
-    "num_zeros",
-    "params_norm",
-)
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -134,13 +122,7 @@ class Interval:
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
         self._topology, self._rates = topology, rates
-        self._steps: list[StepRecord] = []
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, step: StepRecord) -> None:
-        self._steps.append(step)
+        self.steps: list[StepRecord] = []
 
     def reduce(
         self,
@@ -155,7 +137,7 @@ class Interval:
         A single collective call of the world: each rank has elements of its own for its bytes, to
         which the sum adds zeros, exact in float64 up to 2**53. Waits for the device.
         """
-        own, world = [*(step.loss for step in self._steps), *unfinished], self._topology.world
+        own, world = [*(step.loss for step in self.steps), *unfinished], self._topology.world
         steps = len(own)
         total = torch.zeros(
             steps + 2 * world.size, dtype=torch.float64, device=self._topology.device
@@ -177,7 +159,7 @@ class Interval:
         """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new
         one.
         """
-        steps, self._steps = tuple(self._steps), []
+        steps, self.steps = tuple(self.steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
         advanced = [loss for step, loss in zip(steps, losses, strict=True) if not step.skipped]
@@ -186,7 +168,7 @@ class Interval:
         model = samples_per_s * rates.model_flops_per_sample / rates.world_size
         hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
         peak = rates.peak_flops_per_s
-        of_last_step = {name: getattr(last, name) for name in _OF_LAST_STEP}
+        of_last_step = {k: v for k, v in vars(last).items() if k not in ("loss", "skipped")}
         return IterationReport(
             **of_last_step,
             total_iterations=total_iterations,
@@ -332,10 +314,8 @@ class Timers:
     counted in the right part; this slows the step by what the host would have run ahead.
     """
 
-    def __init__(
-        self, topology: Topology, level: int, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._topology, self._level, self._clock = topology, level, clock
+    def __init__(self, topology: Topology, level: int) -> None:
+        self._topology, self._level = topology, level
         self._spent_s = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
@@ -345,10 +325,10 @@ class Timers:
             yield
             return
         self._wait_for_device()
-        start = self._clock()
+        start = time.perf_counter()
         yield
         self._wait_for_device()
-        self._spent_s[part] += self._clock() - start
+        self._spent_s[part] += time.perf_counter() - start
 
     def collect(self, steps: int) -> dict[str, list[float]]:
         """Return {part: ms per step of every rank, in rank order} since the last call; empty at

@@ -71,13 +71,6 @@ class BatchSchedule:
         """Return the micro-batches of each data-parallel rank in that step."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
 
-    @property
-    def eval_micro_batches(self) -> int:
-        """Return the micro-batches of each data-parallel rank in one evaluation iteration: the full
-        global batch.
-        """
-        return self.global_batch_size_at_end // self.replica_batch_size
-
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Return the samples consumed after `iterations` more steps."""
         for size, steps in self._stretches(consumed_samples):

@@ -67,29 +67,16 @@ class Saves:
         saved_iteration: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        settings = config.checkpoint
-        self._directory, self._interval, self._background = (
-            settings.save,
-            settings.save_interval,
-            settings.async_save,
-        )
-        minutes = settings.save_interval_minutes
-        self._every_s = None if minutes is None else 60.0 * minutes
-        self._saver, self._reporter, self._engine, self._provenance = (
-            saver,
-            reporter,
-            engine,
-            provenance,
-        )
+        self._settings, self._saver, self._reporter = config.checkpoint, saver, reporter
+        self._engine, self._provenance = engine, provenance
         self._clock, self._last_s = clock, clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
         self.saved_here = False  # whether this job completed a save
         self.failure: Failure | None = None  # of the last save
-        agreement.add_first(
-            _DUE, self._is_time, lambda: self._every_s is not None or self.failure is not None
-        )
+        by_time = self._settings.save_interval_minutes is not None
+        agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
         agreement.add(_WRITING, lambda: int(not saver.written), lambda: saver.pending)
 
     @property
@@ -105,7 +92,8 @@ class Saves:
 
     def at_interval(self, iteration: int) -> bool:
         """Return whether --save-interval falls on `iteration`."""
-        return self._interval is not None and iteration % self._interval == 0
+        interval = self._settings.save_interval
+        return interval is not None and iteration % interval == 0
 
     def ahead(self, iteration: int, steps: int = 1) -> int:
         """Return the number of saves before an end after `steps` more steps: the last one, those
@@ -121,8 +109,10 @@ class Saves:
             self.settle()
         if iteration in (self.saved_iteration, self._started):
             return
-        background = self._background and not last
-        self._reporter.say(f"saving checkpoint at iteration {iteration:7d} to {self._directory}")
+        background = self._settings.async_save and not last
+        self._reporter.say(
+            f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}"
+        )
         self._last_s = self._clock()
         try:
             saved = self._saver.start(
@@ -174,7 +164,8 @@ class Saves:
         now = self._clock()  # of rank 0
         if self.failure is not None and now - self.failure.at_s >= _RETRY_S:
             return True
-        return self._every_s is not None and now - self._last_s >= self._every_s
+        minutes = self._settings.save_interval_minutes
+        return minutes is not None and now - self._last_s >= 60.0 * minutes
 
     def _complete(self, complete: Callable[[], Saved | None]) -> bool:
         iteration, self._started = self._started, None
@@ -190,7 +181,7 @@ class Saves:
 
     def _succeeded(self, saved: Saved, background: bool) -> None:
         say, iteration, seconds = self._reporter.say, saved.iteration, max(saved.elapsed_s, 1e-9)
-        say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._directory}")
+        say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._settings.save}")
         say(
             f"Checkpoint Save GB: {saved.bytes / 1e9:.3f}, GB/Sec: "
             f"{saved.bytes / 1e9 / seconds:.2f}, Latency(second): {saved.elapsed_s:.3f}"

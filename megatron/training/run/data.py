@@ -229,7 +229,7 @@ def job_store(topology: Topology) -> dist.Store:
 
 def _wait(store: dist.Store, key: str, topology: Topology) -> None:
     """Wait until `key` is set by some rank. Raises LaunchError after WAIT_S."""
-    deadline, pause_s = time.monotonic() + WAIT_S, 0.01
+    deadline, pause_s = time.monotonic() + WAIT_S, max(0.05, topology.world.size / 4000)
     while not store.check([key]):  # in steps, so that a signal can end it
         if time.monotonic() > deadline:
             raise LaunchError(
@@ -237,4 +237,3 @@ def _wait(store: dist.Store, key: str, topology: Topology) -> None:
                 "nodes"
             )
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, max(1.0, topology.world.size / 4000))

@@ -200,7 +200,7 @@ def train_step(run: Run) -> Spike | None:
     )
     run.under_way = StepUnderWay(taken, micro_batches, losses, weights)
     run.reporter.console.update(progress.iteration)
-    if not run.spikes.on:
+    if run.config.training.loss_spike_factor is None:
         return None
     mean = run.spikes.mean_loss(loss)
     step = finish_step(run)
@@ -221,7 +221,7 @@ def finish_step(run: Run) -> StepRecord | None:
     else:
         run.skips.reset()
     run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
-    run.interval.add(step)
+    run.interval.steps.append(step)
     run.call("on_step", step)
     return step
 
@@ -229,7 +229,7 @@ def finish_step(run: Run) -> StepRecord | None:
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and report them, if there are any."""
     unfinished = [] if run.under_way is None else [run.under_way.step.loss]
-    if not unfinished and not len(run.interval):
+    if not unfinished and not run.interval.steps:
         return
     device = run.topology.device
     losses, memory = run.interval.reduce(
@@ -237,7 +237,7 @@ def report(run: Run) -> None:
     )
     finish_step(run)  # behind the wait for the losses
     elapsed_s = run.watch.lap()
-    steps = len(run.interval)
+    steps = len(run.interval.steps)
     times_ms = run.timers.collect(steps)
     epochs = {} if run.ledger is None else run.ledger.epochs()
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
@@ -310,7 +310,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
                 stream,
                 run.topology,
                 run.config.training.eval_iters,
-                run.batches.eval_micro_batches,
+                run.batches.global_batch_size_at_end // run.batches.replica_batch_size,
                 per_token=run.config.batch.calculate_per_token_loss,
                 interrupted=lambda: signalled(run),
             )

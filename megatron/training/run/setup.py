@@ -266,17 +266,15 @@ def assemble(
     )
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
-    all_versions = versions()
     reporter.metrics.write(
         "start",
         iteration=progress.iteration,
         config=config.to_dict(),
         layout=layout_record(config, topology),
-        rank_order=topology.layout.order,
         places=list(places),
         device=device_name(device),
         parameters=parameters,
-        versions={name: all_versions[name] for name in ("python", "torch", "deepspeed")},
+        versions=versions(),
     )
     ledger: Ledger | None = None
     if datasets.train is not None and not config.training.skip_train:

@@ -248,10 +248,6 @@ class SpikeRule:
         self._topology, self._progress = topology, progress
         self._factor, self._window = training.loss_spike_factor, training.loss_spike_window
 
-    @property
-    def on(self) -> bool:
-        return self._factor is not None
-
     def add(self, step: StepRecord, loss: float) -> Spike | None:
         """Take note of a step and its `mean_loss`; return the spike, if it is one, the same on all
         ranks.

@@ -56,7 +56,6 @@ class Agreement:
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
         """Agree on `name` from now on. `own` returns this rank's number, 0 or more. `on` says
         whether the number is needed now and must return the same on every rank."""
-        assert name not in self._own, f"{name} is agreed on already"
         self._own[name] = (own, on)
 
     def add_first(

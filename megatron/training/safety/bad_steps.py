@@ -56,9 +56,18 @@ def roll_back(run: Run, spike: Spike) -> bool:
         "median": spike.median,
     }
     reporter.say(f"WARNING: {spike}")
+    found: Found | None = None
     if saves is not None:
         saves.settle()  # what is being written is from before the spike
-    found = _checkpoint_before(run, spike)
+    if saves is not None and saves.saved_iteration is not None:
+        # imports torch's checkpoints, which takes long
+        from megatron.checkpoint.together import decided_by_first
+
+        directory = run.config.checkpoint.save
+        assert directory is not None, "a run that saves has a folder"
+        before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are of another run
+        found = decided_by_first(run.topology, lambda: find(directory, before=before))
+        say_found(found, reporter.say, reporter.metrics)
     if found is None or found.folder is None:
         reporter.say(
             "WARNING: there is no checkpoint from before it to go back to: training continues"
@@ -99,25 +108,6 @@ def roll_back(run: Run, spike: Spike) -> bool:
         sources=None if run.ledger is None else run.ledger.record(),
     )
     return True
-
-
-def _checkpoint_before(run: Run, spike: Spike) -> Found | None:
-    """Find the newest good checkpoint that this run wrote or started from, of an iteration before
-    the spike.
-    """
-    directory, newest = (
-        run.config.checkpoint.save,
-        run.saves.saved_iteration if run.saves is not None else None,
-    )
-    if directory is None or newest is None:
-        return None
-    # imports torch's checkpoints, which takes long
-    from megatron.checkpoint.together import decided_by_first
-
-    before = min(spike.iteration, newest + 1)  # later ones in the folder are of another run
-    found = decided_by_first(run.topology, partial(find, directory, before=before))
-    say_found(found, run.reporter.say, run.reporter.metrics)
-    return found
 
 
 def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:

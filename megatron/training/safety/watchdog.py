@@ -98,9 +98,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start watching. Harmless when called twice."""
-        if self._thread is not None:
-            return
+        """Start watching."""
         # standard error is no file
         with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):
             faulthandler.register(_DUMP_SIGNAL, all_threads=True)

@@ -34,7 +34,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     interval = Interval(SINGLE, Rates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
-        interval.add(record)
+        interval.steps.append(record)
     losses, memory = interval.reduce(77, 99)
     report = interval.report(losses, 10, elapsed_s=2.0, memory=memory)
     assert report.lm_loss == (3.0 + 2.0) / 2
@@ -47,7 +47,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert (report.iteration, report.learning_rate, report.total_iterations) == (4, 4e-3, 10)
     assert (report.memory_bytes, report.memory_rank, report.reserved_bytes) == (77, 0, 99)
     assert {"memory_bytes", "memory_rank", "reserved_bytes"} < report.as_record().keys()
-    assert len(interval) == 0  # counts start anew at each log line
+    assert len(interval.steps) == 0  # counts start anew at each log line
 
 
 def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def write_events(folder: Path, **changes: Any) -> Any:
     board = TensorBoard(logging_flags(folder, **changes), enabled=True)
     interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
     for i in range(1, 5):
-        interval.add(
+        interval.steps.append(
             StepRecord(
                 i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i
             )

@@ -135,7 +135,7 @@ def figures(topology: Topology, folder: str) -> Any:
     mine, weighted = local_loss(losses, None, topology), local_loss(losses, weights, topology)
     interval = Interval(topology, Rates(RANKS, 8, 1.0, 1.0))
     for iteration, loss in ((1, mine), (2, weighted)):
-        interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
+        interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
     unfinished = [None if mine is None else mine * math.nan]
     return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 

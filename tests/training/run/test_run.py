@@ -69,7 +69,7 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     (start,), (end,) = found["start"], found["end"]
     layout = {"world": 2, "tensor": 1, "pipeline": 2, "data": 1}
     assert start["layout"].items() >= layout.items()
-    assert start["config"]["hidden_size"] == 16 and set(start["versions"]) == {
+    assert start["config"]["hidden_size"] == 16 and start["versions"].keys() >= {
         "python",
         "torch",
         "deepspeed",
@@ -124,7 +124,7 @@ def test_a_resumed_run_on_other_ranks_is_the_same_run(
         for part in (first, second)
     ]
     one, two = records(whole), records(parts)
-    assert [start["rank_order"] for start in two["start"]] == list(orders)
+    assert [start["layout"]["rank_order"] for start in two["start"]] == list(orders)
     names = ("iteration", "consumed_samples", "learning_rate")
     assert values(one["iteration"], *names) == values(two["iteration"], *names)
     losses = [[r["lm_loss"] for r in side["iteration"]] for side in (one, two)]
