@@ -19,9 +19,9 @@ from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
 from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
-from megatron.training.run.state import Run, Spike, StepUnderWay
+from megatron.training.run.state import Run, Skips, StepUnderWay
 from megatron.training.run.stopping import Stop
-from megatron.training.safety.bad_steps import count_skip, roll_back
+from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, roll_back
 
 
 def train(run: Run) -> Stop | None:
@@ -202,10 +202,9 @@ def train_step(run: Run) -> Spike | None:
     run.reporter.console.update(progress.iteration)
     if run.config.training.loss_spike_factor is None:
         return None
-    mean = run.spikes.mean_loss(loss)
     step = finish_step(run)
     assert step is not None, "it has just been taken"
-    return run.spikes.add(step, mean)
+    return find_spike(run, step)
 
 
 def finish_step(run: Run) -> StepRecord | None:
@@ -219,7 +218,7 @@ def finish_step(run: Run) -> StepRecord | None:
     if step.skipped:
         count_skip(run, under_way, result)
     else:
-        run.skips.reset()
+        run.skips = Skips()
     run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
     run.interval.steps.append(step)
     run.call("on_step", step)

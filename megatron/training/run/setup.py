@@ -58,7 +58,7 @@ from megatron.training.run.host import (
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, layout_record, versions
-from megatron.training.run.state import Run, SkipRules, SpikeRule
+from megatron.training.run.state import Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
 from megatron.training.safety.watchdog import Watchdog
 
@@ -307,8 +307,6 @@ def assemble(
         reporter=reporter,
         agreement=agreement,
         stop=StopRules(config, agreement, signals, wall_time),
-        skips=SkipRules(config, topology),
-        spikes=SpikeRule(config, topology, progress),
         saves=saves,
         wall_time=wall_time,
         timers=Timers(topology, config.logging.timing_log_level),

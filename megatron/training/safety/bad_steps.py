@@ -9,13 +9,17 @@ step.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint.find import Found, find
 from megatron.data.sampler import MicroBatch, around, merged, sample_order
@@ -23,10 +27,11 @@ from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
+from megatron.training.report.metrics import StepRecord
 from megatron.training.run.batches import Progress
 from megatron.training.run.checkpoints import load_checkpoint, say_found
 from megatron.training.run.data import open_stream
-from megatron.training.run.state import Run, Spike, StepUnderWay
+from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5
 """How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
@@ -35,6 +40,60 @@ _NOTHING = (
     "none on any rank: when the step was run again every value was finite. What does not "
     "repeat is a fault of memory, of a device, or a race: check the health of the nodes"
 )
+
+
+_LEAST = 10  # losses needed for a median, or the whole window if that is shorter
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step with a loss spike.
+
+    iteration    the step, from 1
+    loss         mean loss of its global batch; may be infinite or NaN
+    median       of the steps before it; None while there were too few
+    start, stop  its samples, as consumed samples before and after it
+    """
+
+    iteration: int
+    loss: float
+    median: float | None
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        if self.median is None or not math.isfinite(self.loss):
+            return f"the loss of iteration {self.iteration} is {self.loss}"
+        return (
+            f"the loss {self.loss:.6g} of iteration {self.iteration} is "
+            f"{self.loss / self.median:.3g} times the median of the steps before it, "
+            f"{self.median:.6g}"
+        )
+
+
+def find_spike(run: Run, step: StepRecord) -> Spike | None:
+    """Return the spike if the loss of the step is not finite, or exceeds --loss-spike-factor times
+    the median of the last --loss-spike-window steps; the same on all ranks.
+
+    The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
+    not interrupted. All ranks call this after every step: it costs one reduction of a number, for
+    which the host waits, because the decision must be known before the next step.
+    """
+    factor, window = run.config.training.loss_spike_factor, run.config.training.loss_spike_window
+    assert factor is not None, "spikes are looked for"
+    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
+    if step.loss is not None:
+        total += step.loss
+    loss = float(collectives.all_reduce(total, run.topology.world))
+    losses = run.progress.recent_losses
+    median = statistics.median(losses) if len(losses) >= min(_LEAST, window) else None
+    if not math.isfinite(loss) or (median is not None and loss > factor * median):
+        start = step.consumed_samples - step.global_batch_size
+        return Spike(step.iteration, loss, median, start, step.consumed_samples)
+    if not step.skipped:  # a skipped step moved no weight; its loss comes again
+        losses.append(loss)
+        del losses[:-window]
+    return None
 
 
 def roll_back(run: Run, spike: Spike) -> bool:
@@ -83,8 +142,8 @@ def roll_back(run: Run, spike: Spike) -> bool:
         reset_iteration=False,
     )
     progress = load_checkpoint(config, run.topology, run.engine, found.folder, reporter)
-    run.spikes.went_back[progress.iteration] += 1
-    if run.spikes.went_back[progress.iteration] > MOST:
+    run.went_back[progress.iteration] += 1
+    if run.went_back[progress.iteration] > MOST:
         raise TrainingError(
             f"{spike}, after the run went back to the checkpoint of iteration {progress.iteration} "
             f"{MOST} times and left out the samples of as many steps: go back further with "
@@ -130,7 +189,7 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
     run.train_stream.close()
     run.train_stream = open_stream(run.config, run.topology, dataset, consumed, run.eod, left_out)
     run.accounted_iteration = progress.iteration
-    run.skips.reset()
+    run.skips = Skips()
     return first, last
 
 
@@ -264,17 +323,30 @@ def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     """Count a skipped step, before the weights change again. All ranks call this.
 
-    After too many in a row, raises TrainingError on every rank, which names the first bad value.
+    A non-finite loss makes its gradients non-finite (vocabulary_loss.py), so that the engine's
+    decision, which is the same on all ranks, covers losses as well. After --max-consecutive-skips
+    in a row, raises TrainingError on every rank, which names the first bad value; in fp16 not while
+    the scale can still fall and the losses are finite: then only the scale was wrong.
     """
-    skips, step = run.skips, under_way.step.iteration
-    over = skips.are_too_many(under_way, result)
-    if not skips.scale_falls:
+    skips, step, precision = run.skips, under_way.step.iteration, run.config.precision
+    limit = run.config.training.max_consecutive_skips
+    scale_falls = precision.fp16 and not precision.loss_scale
+    skips.consecutive += 1
+    if result.loss_scale != skips.scale:
+        skips.first, skips.scale = under_way, result.loss_scale
+    if not scale_falls:
         run.reporter.say(
             f"WARNING: iteration {step} is skipped: loss or gradients are not finite "
             f"({skips.consecutive} in a row)"
         )
-    if not over or skips.first is None:
+    if not limit or skips.consecutive < limit or skips.first is None:
         return
+    if scale_falls and result.loss_scale > precision.min_loss_scale:
+        bad = torch.zeros((), dtype=torch.int32, device=run.topology.device)
+        for loss in under_way.losses:
+            bad += ~torch.isfinite(loss)
+        if not collectives.all_reduce(bad, run.topology.world, dist.ReduceOp.MAX):
+            return
     again = skips.first
     run.reporter.say(
         f"iteration {again.step.iteration} is run again, to find the first non-finite value"
@@ -282,13 +354,13 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     run.engine.clear_gradients()  # of the next step, which may have begun
     found = diagnose(run, again.micro_batches, skips.scale, again.weights)
     first = step - skips.consecutive + 1
-    of_scale = f", the first at the loss scale {skips.scale:g}" if skips.scale_falls else ""
+    of_scale = f", the first at the loss scale {skips.scale:g}" if scale_falls else ""
     run.reporter.metrics.write(
         "not_finite", iteration=again.step.iteration, skipped_since=first, first=found
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
-        f"{step} (--max-consecutive-skips {skips.limit}); no weight moved since. The first bad "
+        f"{step} (--max-consecutive-skips {limit}); no weight moved since. The first bad "
         f"value of step {again.step.iteration}{of_scale}: {found}. Go back to an earlier checkpoint "
         "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
     )

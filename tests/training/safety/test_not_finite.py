@@ -23,7 +23,7 @@ from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import StepRecord
-from megatron.training.run.state import SkipRules, StepUnderWay
+from megatron.training.run.state import Skips, StepUnderWay
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
@@ -259,8 +259,8 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
 class Quiet:
     """Stands in for a run that nobody looks into."""
 
-    def __init__(self, rules: SkipRules) -> None:
-        self.skips = rules
+    def __init__(self, config: Config) -> None:
+        self.config, self.topology, self.skips = config, SINGLE, Skips()
         self.engine = SimpleNamespace(clear_gradients=lambda: None)
         self.reporter = SimpleNamespace(
             say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None)
@@ -273,7 +273,7 @@ def steps_until_error(
     """The number of the step that raises; each is (skipped, loss scale), with finite losses."""
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
-    run = Quiet(SkipRules(Config.create(**{**options, **fields}), SINGLE))
+    run = Quiet(Config.create(**{**options, **fields}))
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             step = StepRecord(number, 0, 0, 1, 0.1, None)
@@ -281,7 +281,7 @@ def steps_until_error(
             if skipped:
                 bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
             else:
-                run.skips.reset()
+                run.skips = Skips()
         except TrainingError:
             return number
     return None

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import StepRecord
 from megatron.training.run.batches import Progress
-from megatron.training.run.state import Spike, SpikeRule
+from megatron.training.safety.bad_steps import Spike, find_spike
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 
@@ -53,16 +54,17 @@ RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 # -- the rule --------------------------------------------------------------------------------------
 
 
-def rule(progress: Progress, window: int = 4) -> SpikeRule:
+def rule(progress: Progress, window: int = 4) -> Any:
+    """What find_spike reads of a run."""
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
     folders = dict(save="unused", load="unused")
     config = Config.create(**options, **folders, loss_spike_factor=2.0, loss_spike_window=window)
-    return SpikeRule(config, SINGLE, progress)
+    return SimpleNamespace(config=config, topology=SINGLE, progress=progress)
 
 
-def note(found: SpikeRule, number: int, loss: float, skipped: bool = False) -> Spike | None:
-    own = torch.tensor(loss)
-    return found.add(StepRecord(number, 4 * number, 0, 4, 0.1, own, skipped), found.mean_loss(own))
+def note(found: Any, number: int, loss: float, skipped: bool = False) -> Spike | None:
+    step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped)
+    return find_spike(found, step)
 
 
 def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
