@@ -296,11 +296,12 @@ class Reporter:
             }
         held = report.memory_bytes
         if held > _GROWTH * self._memory_reported:
-            self.say(
-                f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank "
-                f"{report.memory_rank}; reserved by an allocator: "
-                f"{(report.reserved_bytes or held) / 2**30:.2f} GiB"
+            most = (
+                f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank {report.memory_rank}"
             )
+            if report.reserved_bytes is not None:
+                most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
+            self.say(most)
             self._memory_reported = held
         self.metrics.write("iteration", **report.as_record(), **timers)
         self._tensorboard.iteration(report, times_ms, epochs)

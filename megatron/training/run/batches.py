@@ -55,7 +55,8 @@ class BatchSchedule:
         )
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
-        """Yield each batch size from then on, and how many steps have it; the last for ever."""
+        """Yield each batch size after `consumed_samples` with its number of steps; the last size
+        has no end."""
         end = self.global_batch_size_at_end
         start, increment, samples = self.rampup or (end, 1, 0)
         shares = max(1, (end - start) // increment)

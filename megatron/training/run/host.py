@@ -218,17 +218,15 @@ def check_kernels(config: Config, topology: Topology) -> None:
         return
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
     mine = [library.fingerprint(device.type), choose.bits(fusions)]
-    # ~x falls as x rises
-    bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64)
-    highest = collectives.all_reduce(bounds, world, dist.ReduceOp.MAX).tolist()
-    if highest[:2] == [~value for value in highest[2:]]:
+    found = collectives.gather_first(torch.tensor([mine], dtype=torch.int64), world)
+    different = (found != found[0]).any(dim=1).nonzero()
+    if not len(different):
         return
     text = f"{'; '.join(choose.report(config, device))} [{mine[0] & 0xFFFFFFFF:08x}]"
-    found = collectives.gather_objects((*mine, text), world)
-    other = next(rank for rank, theirs in enumerate(found) if theirs[:2] != found[0][:2])
+    texts, other = collectives.gather_objects(text, world), int(different[0])
     raise ConfigError(
         "the ranks have different fused kernels, and with them different dropout masks: rank 0: "
-        f"{found[0][2]}; rank {other}: {found[other][2]}. Build the library once, on a file system "
+        f"{texts[0]}; rank {other}: {texts[other]}. Build the library once, on a file system "
         "that all nodes share (python setup.py build_kernels), or set "
         f"{library.OVERRIDE}=none for all ranks"
     )

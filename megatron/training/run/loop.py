@@ -21,7 +21,13 @@ from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
 from megatron.training.run.stopping import Stop
-from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, roll_back
+from megatron.training.safety.bad_steps import (
+    Spike,
+    count_skip,
+    find_spike,
+    loss_over_ranks,
+    roll_back,
+)
 
 
 def train(run: Run) -> Stop | None:
@@ -153,7 +159,7 @@ def check_copies(run: Run) -> None:
 
 @contextmanager
 def saving_what_is_under_way(run: Run) -> Iterator[None]:
-    """Complete the save under way when training cannot continue, which every rank knows."""
+    """Complete the save under way after a TrainingError, which all ranks raise together."""
     try:
         yield
     except TrainingError:
@@ -202,9 +208,11 @@ def train_step(run: Run) -> Spike | None:
     run.reporter.console.update(progress.iteration)
     if run.config.training.loss_spike_factor is None:
         return None
+    # The host waits here, once: the decision must be known before the next step.
+    over_ranks = loss_over_ranks(run, loss)
     step = finish_step(run)
     assert step is not None, "it has just been taken"
-    return find_spike(run, step)
+    return find_spike(run, step, over_ranks)
 
 
 def finish_step(run: Run) -> StepRecord | None:

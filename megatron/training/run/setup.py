@@ -1,6 +1,4 @@
-"""Set-up of a run, in the order in which it reads: processes, layout, tokenizer, data, model,
-engine, checkpoint.
-"""
+"""Set-up of a run, in order: processes, layout, tokenizer, data, model, engine, checkpoint."""
 
 from __future__ import annotations
 
@@ -320,7 +318,7 @@ def assemble(
 
 
 def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -> Watchdog | None:
-    """Return what ends the job when it hangs; None with --hang-timeout 0."""
+    """Return the watchdog, not started; None with --hang-timeout 0."""
     if not config.training.hang_timeout:
         return None
     folder = config.metrics_path.parent if config.metrics_path is not None else None

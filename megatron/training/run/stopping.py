@@ -38,8 +38,8 @@ _GUESSED_BYTES_PER_S = 100e6
 
 
 class Agreement:
-    """Numbers of which every rank needs the maximum: a signal that one rank received, a decision of
-    rank 0.
+    """Reduces numbers to their maximum over all ranks: a signal that one rank received, a decision
+    of rank 0.
 
     Each user adds its numbers once, in the same order on every rank. They are reduced from host
     memory, independently of the device, and no step waits for them: `post` starts the reduction

@@ -1,1 +1,1 @@
-"""Protection of a run: watchdog and hangs, non-finite steps, loss spikes."""
+"""Faults during a run: hangs, non-finite steps, loss spikes."""

@@ -1,9 +1,8 @@
-"""Handling of bad steps: rollback to a checkpoint after a loss spike, and diagnosis after too many
-non-finite steps.
+"""Bad steps: loss spikes and the rollback to a checkpoint, skipped steps and the search for the
+first non-finite value.
 
-For the diagnosis the same micro-batches run once more while every module is checked for non-finite
-values. This changes nothing: no weight moves, and the gradients are cleared. It costs one slow
-step.
+The search runs the same micro-batches again and checks the inputs and outputs of every module, and
+the gradients. No weight moves, and the gradients are cleared. It takes one slow step.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ MOST = 5
 """How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
 a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
 _NOTHING = (
-    "none on any rank: when the step was run again every value was finite. What does not "
-    "repeat is a fault of memory, of a device, or a race: check the health of the nodes"
+    "none on any rank: when the step was run again every value was finite. A value that does not "
+    "repeat points to faulty memory, a faulty device or a race: check the health of the nodes"
 )
 
 
@@ -71,20 +70,25 @@ class Spike:
         )
 
 
-def find_spike(run: Run, step: StepRecord) -> Spike | None:
-    """Return the spike if the loss of the step is not finite, or exceeds --loss-spike-factor times
-    the median of the last --loss-spike-window steps; the same on all ranks.
+def loss_over_ranks(run: Run, loss: torch.Tensor | None) -> float:
+    """Return the loss of a step from each rank's part of it. All ranks call this; waits for the
+    device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
+    if loss is not None:
+        total += loss
+    return float(collectives.all_reduce(total, run.topology.world))
+
+
+def find_spike(run: Run, step: StepRecord, loss: float) -> Spike | None:
+    """Return the spike if `loss`, that of the step over all ranks, is not finite, or exceeds
+    --loss-spike-factor times the median of the last --loss-spike-window steps.
 
     The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
-    not interrupted. All ranks call this after every step: it costs one reduction of a number, for
-    which the host waits, because the decision must be known before the next step.
+    not interrupted.
     """
     factor, window = run.config.training.loss_spike_factor, run.config.training.loss_spike_window
     assert factor is not None, "spikes are looked for"
-    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
-    if step.loss is not None:
-        total += step.loss
-    loss = float(collectives.all_reduce(total, run.topology.world))
     losses = run.progress.recent_losses
     median = statistics.median(losses) if len(losses) >= min(_LEAST, window) else None
     if not math.isfinite(loss) or (median is not None and loss > factor * median):

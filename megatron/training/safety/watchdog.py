@@ -1,4 +1,5 @@
-"""Ends a job that hangs, after a report on which rank waits in which call for which other ranks.
+"""Detection of hangs: a report on which rank waits in which call for which others, then the end of
+the job.
 
 A thread of each rank checks the rank's flight record. When nothing was written there for the time
 limit, the first rank to notice asks all others for their state, over the store of the rendezvous.
@@ -443,7 +444,7 @@ def _blame(
     seen: Mapping[int, FlightState],
     places: Sequence[str],
 ) -> str:
-    """Return what is the matter with `ranks`, and that those `behind` wait for them."""
+    """Return the state of the culprits `ranks`, and which ranks, those `behind`, wait for them."""
     of_trouble, parts = dict[str, list[int]](), list[str]()
     for rank in ranks[:_SHOWN]:
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)

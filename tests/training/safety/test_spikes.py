@@ -23,7 +23,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import StepRecord
 from megatron.training.run.batches import Progress
-from megatron.training.safety.bad_steps import Spike, find_spike
+from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 
@@ -64,7 +64,7 @@ def rule(progress: Progress, window: int = 4) -> Any:
 
 def note(found: Any, number: int, loss: float, skipped: bool = False) -> Spike | None:
     step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped)
-    return find_spike(found, step)
+    return find_spike(found, step, loss_over_ranks(found, step.loss))
 
 
 def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
