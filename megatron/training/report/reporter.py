@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import IO, Any, TextIO
 
 from megatron.config import Config
-from megatron.data.sampler import Ledger
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import (
     IterationReport,
@@ -332,16 +331,6 @@ class Reporter:
         )
         if dataset == "valid":
             self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
-
-    def sources(self, progress: Progress, ledger: Ledger) -> None:
-        """Report what the run has taken of each source of training data."""
-        self.say(ledger.line())
-        self.metrics.write(
-            "data",
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            sources=ledger.record(),
-        )
 
     def stragglers(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Report the computing time of the ranks, a record of `summarise`."""

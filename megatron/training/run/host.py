@@ -29,7 +29,6 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library
-from megatron.model.formulas import peak_tflops
 from megatron.parallel import collectives
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.topology import Topology
@@ -61,18 +60,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s) per process"
-
-
-def peak_flops_per_s(device: torch.device, dtype_name: str) -> float | None:
-    """Return the peak FLOP/s of the device's matrix units in this format; None for a CPU and
-    unlisted devices.
-    """
-    peak = (
-        peak_tflops(torch.cuda.get_device_name(device), dtype_name)
-        if device.type == "cuda"
-        else None
-    )
-    return None if peak is None else peak * 1e12
 
 
 def peak_memory_bytes(device: torch.device) -> int:

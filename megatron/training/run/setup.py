@@ -49,7 +49,6 @@ from megatron.training.run.host import (
     check_kernels,
     device_name,
     mapped_blocks,
-    peak_flops_per_s,
     share_cores,
     tune_allocator,
 )
@@ -451,12 +450,14 @@ def rates(config: Config, topology: Topology) -> Rates:
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
     flops = formulas.flops_per_token_of(config)
+    # of a CPU: unknown
+    peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
     return Rates(
         world_size=topology.world.size,
         seq_length=model.seq_length,
         model_flops_per_sample=flops * model.seq_length,
         hardware_flops_per_sample=(flops + again) * model.seq_length,
-        peak_flops_per_s=peak_flops_per_s(topology.device, config.precision.dtype_name),
+        peak_flops_per_s=None if peak is None else 1e12 * peak,
     )
 
 

@@ -142,7 +142,13 @@ class Run:
     def account_data(self) -> None:
         """Report what was taken of each source, if anything since the last report."""
         if self.ledger is not None and self.accounted_iteration != self.progress.iteration:
-            self.reporter.sources(self.progress, self.ledger)
+            self.reporter.say(self.ledger.line())
+            self.reporter.metrics.write(
+                "data",
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_samples,
+                sources=self.ledger.record(),
+            )
             self.accounted_iteration = self.progress.iteration
 
     def done_before(self, before: bool) -> None:

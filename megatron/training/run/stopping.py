@@ -236,10 +236,10 @@ class SlurmEnd:
         """Query squeue once. Raises OSError and SubprocessError."""
         answer = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
         if answer.returncode:
-            lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-            self._failed(
-                f"squeue failed: {lines[-1] if lines else f'exit code {answer.returncode}'}"
+            said = (
+                answer.stderr.strip() or answer.stdout.strip() or f"exit code {answer.returncode}"
             )
+            self._failed(f"squeue failed: {said}")
             return
         word = next(iter(answer.stdout.split()), "nothing")
         left = duration_s(word)
