@@ -248,8 +248,7 @@ def _shuffle_index(
 
 
 class FileDataset(ABC):
-    """Samples that are joined from pieces of the sequences of an indexed data set, as `request` asks
-    for them.
+    """Samples that are joined from pieces of the sequences that `request` names.
 
     `description` names the index in the cache, which is looked
     up in `index-cache` beside the data, then in `data_cache_path`, and built if it is missing.

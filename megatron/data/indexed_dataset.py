@@ -185,8 +185,8 @@ class IndexedDataset:
     ) -> None:
         """Read many pieces, joined in this order, into `out`, which has exactly their length.
 
-        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Raises as
-        `read` does, and DataError for tokens that are not integers.
+        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Raises
+        as `read` does, and DataError for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
             raise DataError(
