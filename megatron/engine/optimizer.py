@@ -178,7 +178,7 @@ class SGD(Untraced, torch.optim.SGD):
 class FusedAdamW(Untraced, torch.optim.Optimizer):
     """AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients in fp32 or 16 bit.
 
-    params  parameter groups as torch's optimizers take them, with weight_decay in each
+    params  as torch's optimizers take them; weight_decay is 0.01 in groups that have none
 
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
     left out. State: `exp_avg` and `exp_avg_sq`, fp32.
@@ -197,7 +197,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "step": 0})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
+        super().__init__(params, defaults)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0
