@@ -197,8 +197,9 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
-        super().__init__(params, defaults)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
+        )
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0
