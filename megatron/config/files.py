@@ -78,8 +78,7 @@ class DataConfig:
     )
     data_sharding: bool = option(
         True,
-        "Draw samples from the whole data set on every rank with --dataloader-type cyclic, instead "
-        "of from one shard per rank.",
+        "Shard the data over the ranks with --dataloader-type cyclic.",
         flags=(),
         off_flags=("--no-data-sharding",),
         inert="every rank always draws from the whole data set, so that the order does not depend "
@@ -96,7 +95,7 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
     mmap_bin_files: bool = option(
         True,
-        "Memory-map .bin files instead of reading them by position.",
+        "Memory-map .bin files.",
         flags=(),
         off_flags=("--no-mmap-bin-files",),
     )

@@ -111,7 +111,8 @@ def _heading(option: Option) -> str:
 
 
 def _choices(option: Option) -> list[str]:
-    return [str(c) for c in option.choices or ()] + (["none"] if option.has_none else [])
+    unset = [word for word, value in option.value_names.items() if value is None]
+    return [str(c) for c in option.choices or ()] + (unset or ["none"] * option.has_none)
 
 
 def _choices_fit(option: Option) -> bool:
