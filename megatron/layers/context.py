@@ -201,7 +201,7 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What a forward pass over a micro-batch depends on besides its input.
+    """Inputs of a forward pass over a micro-batch besides the hidden states.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None

@@ -54,16 +54,8 @@ def threshold(probability: float) -> tuple[int, float]:
     return min(int((1.0 - probability) * 2**32), 2**32 - 1), 1.0 / (1.0 - probability)
 
 
-def _check(
-    name: str,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    probability: float,
-    seed: int,
-    place: Sequence[int],
-) -> None:
-    check_key(name, probability, seed)
+def _check(name: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> None:
+    check_key(name, *law[:2])
     check_all(name, x=x, residual=residual)
     check_beside(name, x, (torch.float32, x.dtype), bias=bias)
     check_shape(name, x.shape[-1:], bias=bias)
