@@ -88,7 +88,7 @@ def test_groups_without_links_of_their_own_take_detours() -> None:
 
 def test_a_machine_without_published_figures(tmp_path: Path) -> None:
     text = (CLUSTERS / "frontier.toml").read_text()
-    start, end = text.index("[collectives]"), text.index("# The least that a healthy node gives")
+    start, end = text.index("[collectives]"), text.index("[bands]")
     path = tmp_path / "machine.toml"
     path.write_text(text[:start] + text[end:])
     links = NodeLinks(load_cluster(path))
