@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from megatron.kernels.ops import (
     activation,
     attention,
-    cross_entropy,
     dropout,
-    embedding,
     norm,
     optimizer,
     rotary,
+    vocabulary,
 )
 
 Tensor = torch.Tensor
@@ -414,7 +413,7 @@ def _rotate_eager(shape: Shape, e: int) -> tuple[float, float]:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, real: int) -> Tensor:
-        maximum, total, target = cross_entropy.local_pass(logits, labels, first, real)
+        maximum, total, target = vocabulary.local_pass(logits, labels, first, real)
         ctx.save_for_backward(logits, labels, maximum, total)
         ctx.first, ctx.real = first, real
         return total.log().add_(maximum - target)
@@ -424,7 +423,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, maximum, total = ctx.saved_tensors  # raises if they have been overwritten
         out = logits.detach()
         gradient = gradient.contiguous()
-        cross_entropy.gradient_(out, labels, maximum, total, gradient, ctx.first, ctx.real)
+        vocabulary.gradient_(out, labels, maximum, total, gradient, ctx.first, ctx.real)
         return out, None, None, None
 
 
@@ -491,7 +490,7 @@ def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
         return call
 
-    return Work((), way(embedding.add_rows_), way(embedding.reference_))
+    return Work((), way(vocabulary.add_rows_), way(vocabulary.reference_))
 
 
 def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.ops import cross_entropy as kernel
-from megatron.kernels.ops.embedding import add_rows_, reference_
+from megatron.kernels.ops import vocabulary as kernel
+from megatron.kernels.ops.vocabulary import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
 from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient
 from megatron.parallel import collectives

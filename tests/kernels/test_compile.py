@@ -27,11 +27,10 @@ from megatron.kernels.ops.attention import (
     masked_softmax,
     row_dots,
 )
-from megatron.kernels.ops.cross_entropy import gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
-from megatron.kernels.ops.embedding import add_rows_
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
+from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
 from megatron.parallel.random import Place
 from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 

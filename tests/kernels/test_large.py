@@ -18,8 +18,8 @@ from megatron.kernels.ops.attention import (
     masked_softmax,
     row_dots,
 )
-from megatron.kernels.ops.cross_entropy import local_pass
 from megatron.kernels.ops.optimizer import scale_and_norm_
+from megatron.kernels.ops.vocabulary import local_pass
 from tests.kernels.numerics.reference import (
     SIMULATED,
     assert_close,

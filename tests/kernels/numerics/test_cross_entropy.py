@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_cases import whole_cross_entropy as cross_entropy
 from megatron.kernels import operators
-from megatron.kernels.ops import cross_entropy as module
-from megatron.kernels.ops.cross_entropy import gradient_, local_pass
+from megatron.kernels.ops import vocabulary as module
+from megatron.kernels.ops.vocabulary import gradient_, local_pass
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,

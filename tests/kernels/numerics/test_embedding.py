@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.embedding import CHUNK, add_rows_, reference_
+from megatron.kernels.ops.vocabulary import CHUNK, add_rows_, reference_
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     SIMULATED,
