@@ -325,7 +325,7 @@ def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: 
         eval_interval=2,
     )
     first, later = 540.0, 100.0
-    begin = [("evaluation", first), ("evaluation", first), ("step", first), ("step", later)]
+    begin = [("evaluation", first), ("evaluation", later), ("step", first), ("step", later)]
     for noted in run_processes(2, run_and_note_the_watchdog, limits):
         assert noted[:4] == begin and set(noted[4:]) == {("evaluation", later)}
     (noted,) = run_processes(1, run_and_note_the_watchdog, {**limits, "skip_train": True})
