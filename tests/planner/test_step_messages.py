@@ -105,9 +105,10 @@ def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:
     found: list[tuple[str, str, int]] = []
     enter, send = FlightRecorder.enter, Exchange.send
 
-    def note(self: Any, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
-        found.append((call.decode(), kind, size_bytes))
-        return enter(self, call, kind, size_bytes, by_host)
+    def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **where: int) -> int:
+        if not where:  # neither a message nor the wait for a collective
+            found.append((call.decode(), kind, size_bytes))
+        return enter(self, call, kind, size_bytes, *args, **where)
 
     def note_message(self: Any, instruction: Any, tensor: Any) -> None:
         found.append(("send", "pipeline", tensor.nbytes))

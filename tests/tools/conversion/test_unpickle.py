@@ -37,16 +37,17 @@ def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
         else f"open({str(trace)!r}, 'w')"
     )
     torch.save({"module": {}, "args": Runs(function, text)}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=rf"file\.pt.*\.{function.__name__}\.") as caught:
+    with pytest.raises(CheckpointError, match=r"file\.pt") as caught:
         load_file(tmp_path / "file.pt")
-    # Not even where a user says that it is plain: then it is read as a value, or refused still.
-    name = re.search(r"anything: ([\w.]+)\.", str(caught.value))
+    # as the pickle has it, which may be a name of Python 2
+    name = re.search(rf"\w[\w.]*\.{function.__name__}\b", str(caught.value))
     assert name is not None
+    # Not even where a user says that it is plain: then it is read as a value, or refused still.
     if function is os.system:
         with pytest.raises(CheckpointError, match=r"file\.pt"):
-            load_file(tmp_path / "file.pt", [name[1]])
+            load_file(tmp_path / "file.pt", [name[0]])
     else:
-        assert type(load_file(tmp_path / "file.pt", [name[1]])["args"]) is Record
+        assert type(load_file(tmp_path / "file.pt", [name[0]])["args"]) is Record
     assert not trace.exists()
 
 
