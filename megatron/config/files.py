@@ -9,8 +9,8 @@ from megatron.config.option import MOST_PROCESSES, option
 
 _NO_WANDB = "metrics go to --metrics-file and --tensorboard-dir"
 _NO_RANDOM_STATES = (
-    "checkpoints need no generator states: data order and dropout masks follow from --seed and the "
-    "counters"
+    "checkpoints need no generator states: data order and dropout masks follow from --seed and "
+    "the number of consumed samples"
 )
 
 

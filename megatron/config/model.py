@@ -89,9 +89,7 @@ class ModelConfig:
         choices=("layernorm", "rmsnorm"),
         shortcuts={"--RMSNorm": "rmsnorm"},
     )
-    apply_layernorm_1p: bool = option(
-        False, "Store norm weights minus one, so that weight decay pulls them towards one."
-    )
+    apply_layernorm_1p: bool = option(False, "Store norm weights as their difference from one.")
     swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
     squared_relu: bool = option(False, "Use squared ReLU instead of GELU in the MLP.")
     openai_gelu: bool = option(
@@ -137,7 +135,8 @@ class ModelConfig:
     apply_query_key_layer_scaling: bool = option(
         False,
         "Divide attention scores by the layer number, and multiply them back in the softmax.",
-        inert="the function is the same, and attention keeps its scores in a safe range",
+        inert="it would not change the result, and attention is computed so that scores cannot "
+        "overflow",
         off_flags=("--no-query-key-layer-scaling",),
     )
     attention_softmax_in_fp32: bool = option(
@@ -229,14 +228,15 @@ class TokenizerConfig:
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
         choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
-        derived="that of a published rank file; v2 for a JSON vocabulary",
+        derived="for a published .tiktoken file its own; for a JSON vocabulary v2",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
         "Number of ids that a TikTokenizer reserves for special tokens.",
         at_least=1,
         at_most=MOST_WIDTH,
-        derived="1000 for a JSON vocabulary; for a rank file as many as are named or published",
+        derived="1000 for a JSON vocabulary; for a .tiktoken file the number named by "
+        "--tiktoken-special-tokens, else that of the published tokenizer",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
         None,

@@ -128,7 +128,7 @@ class ParallelConfig:
         "Number of processes, for --print-config and --dry-run. Otherwise the launcher sets it.",
         at_least=1,
         at_most=MOST_PROCESSES,
-        derived="set by the launcher, else one replica",
+        derived="set by the launcher, else tensor-parallel x pipeline-parallel size",
     )
     data_parallel_size: int = option(1, "Data-parallel size.", internal=True)
 
@@ -239,7 +239,7 @@ class EngineConfig:
         "Number of elements per gather message.",
         at_least=0,
         at_most=10**12,
-        inert="weights are gathered in the same buckets as gradients are reduced",
+        inert="weights are gathered in the buckets in which gradients are reduced",
     )
     deepspeed: bool = option(
         False, "Accepted for existing scripts. The engine is always DeepSpeed."

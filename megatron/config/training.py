@@ -43,7 +43,7 @@ class BatchConfig:
     )
     train_tokens: int | None = option(
         None,
-        "Number of training tokens. Beside --train-iters or --train-samples, training ends at "
+        "Number of training tokens. If --train-iters or --train-samples is given too, training ends at "
         "whichever comes first.",
         at_least=1,
         at_most=MOST_TOKENS,
@@ -243,7 +243,7 @@ class KernelConfig:
     )
     bias_dropout_fusion: bool = option(
         True,
-        "Fuse bias, dropout and residual (with other dropout masks than torch draws).",
+        "Fuse bias, dropout and residual. The dropout masks differ from those of torch.",
         flags=(),
         off_flags=("--no-bias-dropout-fusion",),
     )
@@ -268,7 +268,7 @@ class KernelConfig:
     )
     cross_entropy_loss_fusion: bool = option(
         True,
-        "Compute the cross entropy in two passes that overwrite the logits with their gradient.",
+        "Fuse the cross entropy, whose gradient then overwrites the logits.",
         flags=(),
         off_flags=("--no-cross-entropy-loss-fusion",),
     )
