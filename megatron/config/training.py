@@ -243,7 +243,7 @@ class KernelConfig:
     )
     bias_dropout_fusion: bool = option(
         True,
-        "Fuse bias, dropout and residual. The dropout masks differ from those of torch.",
+        "Fuse bias, dropout and residual. Changes the dropout masks.",
         flags=(),
         off_flags=("--no-bias-dropout-fusion",),
     )
@@ -268,7 +268,7 @@ class KernelConfig:
     )
     cross_entropy_loss_fusion: bool = option(
         True,
-        "Fuse the cross entropy, whose gradient then overwrites the logits.",
+        "Fuse the cross entropy. The fused kernel needs no copy of the logits.",
         flags=(),
         off_flags=("--no-cross-entropy-loss-fusion",),
     )

@@ -37,8 +37,7 @@ class Norm(torch.nn.Module):
     [.., h] -> [.., h].
 
     The result has the dtype of the weight; statistics are in fp32.
-    With `one_plus` the stored weight is the gain minus one, so that weight decay pulls the gain to
-    one.
+    With `one_plus` the stored weight is the gain minus one.
     """
 
     def __init__(
