@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kernels.ops import (
-    activation,
     attention,
-    dropout,
+    elementwise,
     norm,
     optimizer,
     rotary,
@@ -337,7 +336,7 @@ def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torc
         others = {"liger, no bias": liger} if kind == "swiglu" else {}
         return Work(
             (x, bias),
-            lambda x, bias: activation.bias_activation(x, bias, kind),
+            lambda x, bias: elementwise.bias_activation(x, bias, kind),
             sequence,
             [x, bias],
             others,
@@ -365,7 +364,9 @@ def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     def unkeyed() -> Way:
         return lambda x, bias, residual: residual + F.dropout(x + bias, PROBABILITY)
 
-    ours = lambda x, bias, residual: dropout.bias_dropout_add(x, bias, residual, PROBABILITY, SEED)  # noqa: E731
+    def ours(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return elementwise.bias_dropout_add(x, bias, residual, PROBABILITY, SEED)
+
     return Work(
         (x, bias, residual),
         ours,

@@ -37,7 +37,7 @@ _PLACES = {
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
     "megatron.engine.engine": ("Engine", "build_executor"),
-    "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
+    "megatron.training.run.schedules": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.program": ("main", "pretrain"),
     "megatron.protocols": ("Callback",),
     "megatron.training.run.host": ("tune_allocator",),

@@ -24,7 +24,7 @@ from megatron.layers.attention import flash_attention, torch_attention
 from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.model.gpt import build_chunks
-from megatron.parallel.random import dropout_mask, seeded
+from megatron.parallel.sharding import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology
 from tests.helpers.launching import TINY
 

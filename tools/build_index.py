@@ -60,13 +60,13 @@ def build(config: Config, workers: int) -> None:
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.datasets import prebuild
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.batches import (
+    from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
+    from megatron.training.run.schedules import (
         BatchSchedule,
         Progress,
         planned_samples,
         total_iterations,
     )
-    from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
     from megatron.training.run.setup import extended
 
     say = partial(print, flush=True)

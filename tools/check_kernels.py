@@ -24,7 +24,7 @@ from benchmarks.kernel_cases import OPERATORS, Operator
 from megatron.config.option import Parser
 from megatron.kernels import choose, library
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
-from megatron.kernels.ops.dropout import bias_dropout_add
+from megatron.kernels.ops.elementwise import bias_dropout_add
 from megatron.kernels.ops.optimizer import adamw_, adamw_reference_
 from megatron.training.run.process import as_tool
 

@@ -637,7 +637,7 @@ def remaining_steps(config: Config) -> tuple[int, int]:
     """Return the run's first and last iteration. Raises CheckpointError and ConfigError."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
-    from megatron.training.run.batches import BatchSchedule, total_iterations
+    from megatron.training.run.schedules import BatchSchedule, total_iterations
 
     settings, iteration, consumed = config.checkpoint, 0, 0
     found = find(settings.load, settings.load_tag) if settings.load else None

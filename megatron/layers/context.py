@@ -22,8 +22,18 @@ from torch import Tensor
 
 from megatron.kernels.choose import NONE, Fusions
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
-from megatron.parallel.random import WHOLE, DropoutKey, Place, Site, mix, name_key
-from megatron.parallel.sharding import Sharding, WeightGradients, attach, shard
+from megatron.parallel.sharding import (
+    WHOLE,
+    DropoutKey,
+    Place,
+    Sharding,
+    Site,
+    WeightGradients,
+    attach,
+    mix,
+    name_key,
+    shard,
+)
 from megatron.parallel.topology import Group
 
 BLOCK = 64

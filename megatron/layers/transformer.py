@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.choose import choose_attention
-from megatron.kernels.ops import dropout as dropout_kernel
-from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops import elementwise
+from megatron.kernels.ops.elementwise import bias_activation
 from megatron.kernels.ops.norm import norm
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import (
@@ -25,8 +25,7 @@ from megatron.layers.context import (
     xavier_uniform,
 )
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.random import WHOLE, Place, Site
-from megatron.parallel.sharding import wide
+from megatron.parallel.sharding import WHOLE, Place, Site, wide
 
 if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
@@ -191,10 +190,10 @@ def bias_dropout_add(
         and probability < 1.0
         and (bias is not None or probability > 0.0)
     ):
-        return dropout_kernel.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
+        return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
     if bias is not None:
         x = x + bias
-    return (residual + dropout_kernel.keyed_dropout(x, probability, seed, place=place)).to(
+    return (residual + elementwise.keyed_dropout(x, probability, seed, place=place)).to(
         residual.dtype
     )
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_fusions
-from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.kernels.work import once_and_again
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.positions import Documents
@@ -27,8 +27,7 @@ from megatron.layers.vocabulary import (
     vocabulary_loss,
 )
 from megatron.model.stages import assign_layers
-from megatron.parallel.random import DropoutKey, Site
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import DropoutKey, Site, sharding_of
 from megatron.parallel.topology import Layout, Topology
 from megatron.protocols import Layer, Stage
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError
+from megatron.training.run.schedules import LearningRateSchedule, WeightDecaySchedule
 
 
 def config(**fields: Any) -> SimpleNamespace:

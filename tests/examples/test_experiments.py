@@ -34,7 +34,7 @@ from megatron.jobs.experiment import (
 )
 from megatron.jobs.runner import START_UP_S, Place, Runner
 from megatron.planner.cluster import load_cluster
-from megatron.training.run.batches import BatchSchedule
+from megatron.training.run.schedules import BatchSchedule
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops

@@ -18,7 +18,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import library
-from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import (
     TILE,
     attention_gradient_,
@@ -27,11 +26,11 @@ from megatron.kernels.ops.attention import (
     masked_softmax,
     row_dots,
 )
-from megatron.kernels.ops.dropout import bias_dropout_add
+from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
-from megatron.parallel.random import Place
+from megatron.parallel.sharding import Place
 from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import (
     attention_gradient_,
     attention_weights_,
@@ -18,6 +17,7 @@ from megatron.kernels.ops.attention import (
     masked_softmax,
     row_dots,
 )
+from megatron.kernels.ops.elementwise import bias_activation
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.ops.vocabulary import local_pass
 from tests.kernels.numerics.reference import (

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megatron.errors import KernelError
-from megatron.kernels import operators
-from megatron.kernels.ops import dropout
-from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels import library
 from megatron.kernels.ops.attention import causal_softmax, masked_softmax, softmax_reference
+from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.rotary import rotate
 from tests.kernels.numerics.reference import add_layer_norm, rms_norm
 
@@ -27,7 +26,7 @@ ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rotate": lambda x: rotate(x.view(4, 1, 1, 8), *torch.zeros(2, 4, 1, 1, 4)),
     "gelu": lambda x: bias_activation(x, None, "gelu"),
     "swiglu": lambda x: bias_activation(x, None, "swiglu"),
-    "bias_dropout_add": lambda x: dropout.bias_dropout_add(x, None, None, 0.5, 3),
+    "bias_dropout_add": lambda x: bias_dropout_add(x, None, None, 0.5, 3),
 }
 
 
@@ -62,6 +61,6 @@ def test_finite_numbers_stay_finite_in_swiglu() -> None:
 
 def test_the_result_is_never_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4)
-    assert dropout.bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
-    monkeypatch.setattr(operators, "available", lambda device: False)
-    assert dropout.bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
+    assert bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
+    monkeypatch.setattr(library, "available", lambda device: False)
+    assert bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()

@@ -5,9 +5,9 @@ must be.
 import pytest
 import torch
 
-from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.transformer import bias_dropout_add
-from megatron.parallel.random import DropoutKey, Site, dropout_mask, mix, seeded
+from megatron.parallel.sharding import DropoutKey, Site, dropout_mask, mix, seeded
 
 X = torch.ones(64, 8, 128)
 

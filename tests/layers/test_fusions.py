@@ -18,13 +18,12 @@ import torch.nn.functional as F
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, Fusions
-from megatron.kernels.ops import dropout as dropout_kernel
-from megatron.kernels.ops.dropout import keyed_dropout
+from megatron.kernels.ops import elementwise
+from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import RotaryEmbedding
 from megatron.layers.transformer import MLP, Norm, TransformerLayer, bias_dropout_add
-from megatron.parallel.random import DropoutKey
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.sharding import DropoutKey, GradientSink
 from tests.helpers.fusions import Operators, context
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -138,7 +137,7 @@ def test_mlp(activation, bias, dtype):
 
 def kept(shape, p, seed) -> torch.Tensor:
     """1 where the kernel's mask keeps."""
-    return (dropout_kernel.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
+    return (elementwise.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,9 +320,9 @@ def test_kernels_round_no_more_than_torch(fields):
 
 
 def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
-    seeds, run = [], dropout_kernel.bias_dropout_add
+    seeds, run = [], elementwise.bias_dropout_add
     monkeypatch.setattr(
-        dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1]
+        elementwise, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1]
     )
     layer_results(ALL, torch.float32, DropoutKey(1, 2), hidden_dropout=0.2, attention_dropout=0.1)
     assert len(seeds) == len(set(seeds)) == 3

@@ -8,8 +8,7 @@ import torch
 
 from megatron.layers import context as parameters
 from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
-from megatron.parallel.random import mix, name_key
-from megatron.parallel.sharding import shard
+from megatron.parallel.sharding import mix, name_key, shard
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from megatron.config import Config
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.transformer import TransformerLayer
-from megatron.parallel.random import DropoutKey
+from megatron.parallel.sharding import DropoutKey
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

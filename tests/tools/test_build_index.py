@@ -14,7 +14,7 @@ from megatron.config import parse_args
 from megatron.data.datasets import build_datasets
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training.run.batches import BatchSchedule, planned_samples
+from megatron.training.run.schedules import BatchSchedule, planned_samples
 from tests.helpers.launching import ROOT, launch
 
 FLAGS = (

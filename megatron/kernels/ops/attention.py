@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import Function
-from megatron.kernels.operators import (
+from megatron.kernels.library import (
+    Function,
     check,
     check_all,
     check_beside,
@@ -39,9 +39,9 @@ from megatron.kernels.operators import (
     empty_like_first,
     operator,
 )
-from megatron.kernels.ops.dropout import check_key, threshold
+from megatron.kernels.ops.elementwise import check_key, threshold
 from megatron.kernels.work import Memory
-from megatron.parallel.random import dropout_mask, mix
+from megatron.parallel.sharding import dropout_mask, mix
 
 _CAUSAL = Function("mk_causal_softmax", "pplllf")
 _MASKED = Function("mk_masked_softmax", "pppllllf")

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import Function
-from megatron.kernels.operators import (
+from megatron.kernels.library import (
     HOST_PARTS,
     PART_ROWS,
+    Function,
     check_all,
     check_beside,
     check_shape,

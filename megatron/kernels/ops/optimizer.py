@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import TYPES, Function
-from megatron.kernels.operators import (
+from megatron.kernels.library import (
+    TYPES,
+    Function,
     check,
     check_beside,
     check_shape,

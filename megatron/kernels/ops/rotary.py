@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import Function
-from megatron.kernels.operators import (
+from megatron.kernels.library import (
+    Function,
     check,
     check_beside,
     check_shape,

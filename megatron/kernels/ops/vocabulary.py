@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import TYPES, Function, find
-from megatron.kernels.operators import (
+from megatron.kernels.library import (
+    TYPES,
+    Function,
     check,
     check_beside,
     check_contiguous,
     check_device,
     check_shape,
     check_type,
+    find,
     operator,
 )
 from megatron.kernels.work import Memory

@@ -19,7 +19,7 @@ from megatron.training.report.metrics import (
     MetricsFile,
     StepRecord,
 )
-from megatron.training.run.batches import Progress
+from megatron.training.run.schedules import Progress
 
 _SHOWN = 8  # slow ranks in the log: those of one node
 _FLUSH_S = 30  # the most that a killed run loses of TensorBoard's files

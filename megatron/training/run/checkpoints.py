@@ -21,7 +21,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import MetricsFile
 from megatron.training.report.reporter import Reporter
-from megatron.training.run.batches import Progress
+from megatron.training.run.schedules import Progress
 from megatron.training.run.stopping import Agreement
 from megatron.untrusted import is_count
 

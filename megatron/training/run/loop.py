@@ -50,7 +50,7 @@ def train(run: Run) -> Stop | None:
         run.reporter.console.end()
         report(run)
         save(run, last=True)
-        run.account_data()
+        account_data(run)
     if stop is None:
         final_evaluations(run)
     else:
@@ -119,6 +119,29 @@ def train_steps(run: Run) -> Stop | None:
         stop = between_steps(run)
     run.agreement.read()  # discarded
     return stop
+
+
+def count_data(run: Run) -> None:
+    """Count the samples of the last step in the ledger, and report which sources begin a new epoch."""
+    if run.ledger is not None:
+        for source, epoch in run.ledger.advance(run.progress.consumed_samples):
+            run.reporter.say(
+                f" data: {source} begins epoch {epoch} at iteration {run.progress.iteration}"
+            )
+
+
+def account_data(run: Run) -> None:
+    """Report what was taken of each source, if anything since the last report."""
+    progress = run.progress
+    if run.ledger is not None and run.accounted_iteration != progress.iteration:
+        run.reporter.say(run.ledger.line())
+        run.reporter.metrics.write(
+            "data",
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            sources=run.ledger.record(),
+        )
+        run.accounted_iteration = progress.iteration
 
 
 def between_steps(run: Run) -> Stop | None:
@@ -195,7 +218,7 @@ def train_step(run: Run) -> Spike | None:
     loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
     samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, run.config.model.seq_length)
-    run.count_data()
+    count_data(run)
     taken = StepRecord(
         progress.iteration,
         progress.consumed_samples,
@@ -262,7 +285,7 @@ def validate(run: Run) -> None:
     finish_step(run)
     prefix = f"iteration {run.progress.iteration}"
     evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
-    run.account_data()
+    account_data(run)
 
 
 def final_evaluations(run: Run) -> None:
@@ -394,4 +417,4 @@ def save(run: Run, *, last: bool = False) -> None:
         if run.config.training.manual_gc:
             gc.collect()
         run.saves.save(run.progress.iteration, run.state(), last=last)
-        run.account_data()
+        account_data(run)

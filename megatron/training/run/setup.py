@@ -24,7 +24,6 @@ from megatron.data.gpt_dataset import PackedDataset
 from megatron.data.sampler import Ledger, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
-from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.kernels import choose
 from megatron.model import formulas
@@ -37,7 +36,6 @@ from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training.report.metrics import Interval, Profiler, Rates, Stragglers, Timers
 from megatron.training.report.reporter import Reporter
-from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
 from megatron.training.run.checkpoints import (
     Saves,
     checkpoint_to_load,
@@ -55,6 +53,14 @@ from megatron.training.run.host import (
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, layout_record, versions
+from megatron.training.run.schedules import (
+    BatchSchedule,
+    LearningRateSchedule,
+    Progress,
+    WeightDecaySchedule,
+    planned_samples,
+    total_iterations,
+)
 from megatron.training.run.state import Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
 from megatron.training.safety.watchdog import Watchdog

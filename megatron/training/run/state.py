@@ -15,7 +15,6 @@ from megatron.data.datasets import Datasets
 from megatron.data.sampler import Ledger, MicroBatch
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
-from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.report.metrics import (
@@ -28,9 +27,14 @@ from megatron.training.report.metrics import (
     TokenWeights,
 )
 from megatron.training.report.reporter import Reporter
-from megatron.training.run.batches import BatchSchedule, Progress
 from megatron.training.run.checkpoints import Saves
 from megatron.training.run.data import Stream
+from megatron.training.run.schedules import (
+    BatchSchedule,
+    LearningRateSchedule,
+    Progress,
+    WeightDecaySchedule,
+)
 from megatron.training.run.stopping import Agreement, StopRules, WallTime
 from megatron.training.safety.watchdog import Watchdog
 
@@ -128,28 +132,6 @@ class Run:
         if self.ledger is not None:
             self.progress.sources = self.ledger.record()
         return dataclasses.asdict(self.progress)
-
-    def count_data(self) -> None:
-        """Count the samples of the last step in the ledger, and report which sources begin a new
-        epoch.
-        """
-        if self.ledger is not None:
-            for source, epoch in self.ledger.advance(self.progress.consumed_samples):
-                self.reporter.say(
-                    f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}"
-                )
-
-    def account_data(self) -> None:
-        """Report what was taken of each source, if anything since the last report."""
-        if self.ledger is not None and self.accounted_iteration != self.progress.iteration:
-            self.reporter.say(self.ledger.line())
-            self.reporter.metrics.write(
-                "data",
-                iteration=self.progress.iteration,
-                consumed_samples=self.progress.consumed_samples,
-                sources=self.ledger.record(),
-            )
-            self.accounted_iteration = self.progress.iteration
 
     def done_before(self, before: bool) -> None:
         """Set whether what comes next was done before: what is done for the first time may take

@@ -27,9 +27,9 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
 from megatron.training.report.metrics import StepRecord
-from megatron.training.run.batches import Progress
 from megatron.training.run.checkpoints import load_checkpoint, say_found
 from megatron.training.run.data import open_stream
+from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.elementwise import bias_activation
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,

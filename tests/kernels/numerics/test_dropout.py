@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.dropout import bias_dropout_add
-from megatron.parallel.random import DropoutKey, Place
+from megatron.kernels.ops.elementwise import bias_dropout_add
+from megatron.parallel.sharding import DropoutKey, Place
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,

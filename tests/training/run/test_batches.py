@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.run.batches import BatchSchedule, Progress, planned_samples
+from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
 
 ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
 

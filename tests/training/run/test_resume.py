@@ -15,12 +15,12 @@ from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.run.batches import Progress
 from megatron.training.run.checkpoints import (
     checkpoint_to_load,
     progress_from,
     with_checkpoint_settings,
 )
+from megatron.training.run.schedules import Progress
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
