@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
-from megatron.engine.optimizer import FusedAdamW, is_copy
+from megatron.engine.optimizer import is_copy
 from megatron.errors import ConfigError
 from megatron.kernels.library import available
-from megatron.kernels.ops.optimizer import scale_and_norm_
+from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.environment import changed
 from megatron.parallel.topology import Group, Topology

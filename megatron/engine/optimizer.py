@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from megatron.engine.optimizer_state import OptimizerState
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
-from megatron.kernels.ops.optimizer import adamw_
+from megatron.kernels.ops.optimizer import FusedAdamW, Untraced
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
@@ -146,17 +146,6 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
                 optimizer.state[p]["step"] = step
 
 
-class Untraced:
-    """Methods of torch's optimizers without their marks for torch's compiler.
-
-    torch marks them as not to be traced, and imports the compiler when they are first called, which
-    takes half as long as importing torch. Nothing here is traced.
-    """
-
-    add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-
-
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """Return the method `step` of one of torch's optimizers without the mark."""
     step: Callable[..., Any] = inspect.unwrap(optimizer.step)
@@ -173,70 +162,6 @@ class SGD(Untraced, torch.optim.SGD):
     """torch.optim.SGD."""
 
     step = untraced_step(torch.optim.SGD)
-
-
-class FusedAdamW(Untraced, torch.optim.Optimizer):
-    """AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients in fp32 or 16 bit.
-
-    params  as torch's optimizers take them; weight_decay is 0.01 in groups that have none
-
-    Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
-    left out. State: `exp_avg` and `exp_avg_sq`, fp32.
-
-    copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    gradients       {parameter: gradient}, in place of .grad, which has the parameter's format
-    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
-                    which the host need not know. Where it is not finite the step changes nothing,
-                    and the caller must call `uncount`
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
-        )
-        self.copies: dict[torch.Tensor, torch.Tensor] = {}
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.gradient_scale: float | torch.Tensor = 1.0
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            group["step"] += 1
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                gradient = self.gradients.get(p, p.grad)
-                if gradient is None:
-                    continue
-                state = self.state[p]
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name not in state:
-                        state[name] = torch.zeros_like(p)
-                adamw_(
-                    [p],
-                    [gradient],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [self.copies[p]] if p in self.copies else [],
-                    lr=group["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=group["step"],
-                    gradient_scale=self.gradient_scale,
-                )
-
-    def uncount(self) -> None:
-        """Take the last step, which changed nothing, out of the bias correction."""
-        for group in self.param_groups:
-            group["step"] -= 1
 
 
 # -- parts of parameters ---------------------------------------------------------------------------

@@ -381,8 +381,10 @@ class Exchange:
             self._sent.popleft()
 
     def _peer(self, instruction: Instruction) -> int:
-        """Global rank at the other end."""
-        return self._pipeline.ranks[instruction.peer_stage % self._pipeline.size]
+        """Return the global rank at the other end of a message."""
+        with_next = instruction.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)
+        stage = instruction.stage + (1 if with_next else -1)
+        return self._pipeline.ranks[stage % self._pipeline.size]
 
     @contextmanager
     def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:

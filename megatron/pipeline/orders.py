@@ -52,8 +52,6 @@ SENDS_IN_FLIGHT = 4
 backends (gloo) report only to a wait, so the oldest is waited for. Waiting cannot deadlock: the
 schedules run even where every send blocks."""
 
-_PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
-
 
 class Instruction(NamedTuple):
     """One step of one rank.
@@ -66,11 +64,6 @@ class Instruction(NamedTuple):
     op: Op
     stage: int
     micro_batch: int
-
-    @property
-    def peer_stage(self) -> int:
-        """Return the global stage at the other end of this message."""
-        return self.stage + _PEER_OFFSET[self.op]
 
     def __str__(self) -> str:
         return f"{self.op.name} of stage {self.stage}, micro-batch {self.micro_batch}"

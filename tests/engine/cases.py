@@ -12,9 +12,9 @@ import megatron.engine.engine as engine_module
 import megatron.engine.optimizer as optimizer_module
 from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine, StepResult
-from megatron.engine.optimizer import FusedAdamW
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
+from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.groups import join

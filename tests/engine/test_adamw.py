@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron.engine.optimizer import FusedAdamW, create_state, get_step, set_step
+from megatron.engine.optimizer import create_state, get_step, set_step
 from megatron.engine.optimizer_state import OPTIMIZERS
+from megatron.kernels.ops.optimizer import FusedAdamW
 
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]

@@ -227,9 +227,8 @@ def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> No
             elif instruction.op in SENDS:
                 sent_since = True
             else:
-                made = [
-                    Instruction(op, instruction.peer_stage, instruction.micro_batch) for op in Op
-                ]
+                peer = instruction.stage + (1 if instruction.op is Op.RECV_BACKWARD else -1)
+                made = [Instruction(op, peer, instruction.micro_batch) for op in Op]
                 produced = max(
                     ends[i] for i in made if i in ends and i.op in MAKERS[instruction.op]
                 )

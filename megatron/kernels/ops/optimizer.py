@@ -1,5 +1,5 @@
-"""AdamW over many tensors, and scaling of many tensors with the sum of their squares; one pass
-each.
+"""AdamW over many tensors, alone and as a torch optimizer, and scaling of many tensors with the sum
+of their squares; one pass each.
 
 Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
 out 12 N, and 2 N more where the weights have a 16-bit copy. Scaling of elements of e bytes: in N e,
@@ -9,8 +9,10 @@ out N e; without a factor only in.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -287,3 +289,78 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
         return torch.zeros(())
     result: Tensor = _scale_and_norm_(tensors, float(factor))
     return result
+
+
+class Untraced:
+    """Methods of torch's optimizers without their marks for torch's compiler.
+
+    torch marks them as not to be traced, and imports the compiler when they are first called, which
+    takes half as long as importing torch. Nothing here is traced.
+    """
+
+    add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class FusedAdamW(Untraced, torch.optim.Optimizer):
+    """AdamW through `adamw_`: fp32 weights, gradients in fp32 or 16 bit.
+
+    params  as torch's optimizers take them; weight_decay is 0.01 in groups that have none
+
+    Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
+    left out. State: `exp_avg` and `exp_avg_sq`, fp32.
+
+    copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
+    gradients       {parameter: gradient}, in place of .grad, which has the parameter's format
+    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
+                    which the host need not know. Where it is not finite the step changes nothing,
+                    and the caller must call `uncount`
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
+        )
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradient_scale: float | torch.Tensor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["step"] += 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                gradient = self.gradients.get(p, p.grad)
+                if gradient is None:
+                    continue
+                state = self.state[p]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(p)
+                adamw_(
+                    [p],
+                    [gradient],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [self.copies[p]] if p in self.copies else [],
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=group["step"],
+                    gradient_scale=self.gradient_scale,
+                )
+
+    def uncount(self) -> None:
+        """Take the last step, which changed nothing, out of the bias correction."""
+        for group in self.param_groups:
+            group["step"] -= 1
