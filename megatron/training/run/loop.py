@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def train(run: Run) -> Stop | None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
         run.saves.check()
-    run.call("on_end")
+    call_back(run, "on_end")
     return stop
 
 
@@ -75,20 +76,20 @@ def train_steps(run: Run) -> Stop | None:
     training, progress = run.config.training, run.progress
     if training.manual_gc:
         gc.disable()
-    run.call("on_start")
+    call_back(run, "on_start")
     stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
     if stop is None and progress.iteration == 0:
         validate(run)  # the loss that training starts from
         stop = run.stop.check_at_start(progress.iteration, run.agreement.now())
     run.watch.lap()
-    run.done_before(False)  # a first step may compile, or connect thousands of ranks
+    done_before(run, False)  # a first step may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
         start = time.perf_counter()
         spike = train_step(run)
         sys.audit("megatron.run.step", progress.iteration)
         if copies_are_due(run):
             check_copies(run)
-        run.done_before(True)
+        done_before(run, True)
         if spike is not None:
             report(run)
             run.agreement.read()  # discarded
@@ -119,6 +120,18 @@ def train_steps(run: Run) -> Stop | None:
         stop = between_steps(run)
     run.agreement.read()  # discarded
     return stop
+
+
+def call_back(run: Run, event: str, *figures: Any) -> None:
+    """Call the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
+    for callback in run.config.pieces.callbacks:
+        getattr(callback, event)(run, *figures)
+
+
+def done_before(run: Run, before: bool) -> None:
+    """Set whether what comes next was done before: a first time may take longer."""
+    if run.watchdog is not None:
+        run.watchdog.patient = not before
 
 
 def count_data(run: Run) -> None:
@@ -252,7 +265,7 @@ def finish_step(run: Run) -> StepRecord | None:
         run.skips = Skips()
     run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
     run.interval.steps.append(step)
-    run.call("on_step", step)
+    call_back(run, "on_step", step)
     return step
 
 
@@ -272,7 +285,7 @@ def report(run: Run) -> None:
     epochs = {} if run.ledger is None else run.ledger.epochs()
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
     run.reporter.iteration(figures, times_ms, epochs)
-    run.call("on_log", figures)
+    call_back(run, "on_log", figures)
     if run.stragglers is not None:
         run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
 
@@ -325,7 +338,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             collectives.all_reduce(
                 torch.zeros((), device=run.topology.device), run.topology.world
             ).item()
-            run.done_before(True)
+            done_before(run, True)
         return losses
 
     not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()

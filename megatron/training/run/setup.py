@@ -50,7 +50,7 @@ from megatron.training.run.host import (
     share_cores,
     tune_allocator,
 )
-from megatron.training.run.loop import train
+from megatron.training.run.loop import call_back, train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, layout_record, versions
 from megatron.training.run.schedules import (
@@ -318,7 +318,7 @@ def assemble(
         accounted_iteration=progress.iteration,
     )
     if saves is not None:
-        saves.after_save.append(lambda _: run.call("on_save"))
+        saves.after_save.append(lambda _: call_back(run, "on_save"))
     return run
 
 

@@ -133,18 +133,6 @@ class Run:
             self.progress.sources = self.ledger.record()
         return dataclasses.asdict(self.progress)
 
-    def done_before(self, before: bool) -> None:
-        """Set whether what comes next was done before: what is done for the first time may take
-        longer.
-        """
-        if self.watchdog is not None:
-            self.watchdog.patient = not before
-
-    def call(self, event: str, *figures: Any) -> None:
-        """Call the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
-        for callback in self.config.pieces.callbacks:
-            getattr(callback, event)(self, *figures)
-
     def close(self) -> None:
         """Close files and stop reading ahead."""
         if self.watchdog is not None:
