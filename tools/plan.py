@@ -45,12 +45,12 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
 
   nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
   overlap (tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
-  full[:uniform|block[:LAYERS]]), order (rank order), devices (0-1-6-7-2-3-4-5)
+  full[:uniform|block[:LAYERS]]), order (rank order), devices (device order within a node: 0-1-6-7-2-3-4-5)
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
 fastest value of each name that a layout leaves out. --fix and --allow take several values: tp=4,8. recompute=full means
-full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; the best ones
-overall and for each value are then timed on their pipeline schedule.
+full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; for the best
+ones, overall and with each value of each name, the pipeline schedule is then simulated.
 
 Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
@@ -73,8 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--nodes",
         metavar="N",
-        help="number of nodes: 128; several: 64,128; or doubling: 16:128 (default: 1 if the "
-        "cluster file describes a single node)",
+        help="number of nodes, such as 128, a list 64,128 or a doubling range 16:128 "
+        "(default: 1 if the cluster file describes a single node)",
     )
     what.add_argument(
         "--devices",
@@ -84,14 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--global-batch",
         metavar="B",
-        help="samples per step: 640; several: 640,1280; or doubling: 640:8000 (default: the "
-        "preset's)",
+        help="samples per step, such as 640, a list 640,1280 or a doubling range 640:8000 "
+        "(default: the preset's)",
     )
     what.add_argument(
         "--tokens",
         type=real(MOST_TOKENS),
         metavar="T",
-        help="tokens to train on, for the cost of the whole run: 300e9",
+        help="tokens to train on, such as 300e9, for the cost of the whole run",
     )
     how = parser.add_argument_group("search")
     several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes",
         type=whole(1, 512),
         metavar="N",
-        help="search processes (default: number of cores, at most 8)",
+        help="number of processes for the search (default: number of cores, at most 8)",
     )
     out = parser.add_argument_group("output")
     out.add_argument(

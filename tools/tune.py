@@ -35,8 +35,8 @@ searches:
 {searches}
 
 Exit codes: 0 a best layout was found and confirmed, and all trials are done; 1 no layout has valid figures; 2 error in
-the input; 3 interrupted, or out of time or nodes with trials left: the same command resumes; 4 out of time before any
-trial finished."""
+the input; 3 interrupted, or time or nodes ran out before all trials were done: the same command resumes; 4 out of time
+before any trial finished."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,27 +89,29 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--max-trials",
         type=_COUNT,
         metavar="N",
-        help="maximum number of trials over all starts (default: until the space is exhausted)",
+        help="maximum number of trials, including earlier runs of this command (default: "
+        "until the space is exhausted)",
     )
     group.add_argument(
         "--confirm",
         type=whole(0),
         default=3,
         metavar="N",
-        help="after the search, spend up to N more trials on repeating the candidates that "
-        "may be the best within the measured noise; the best of all measurements wins "
-        "(default 3; 0: none)",
+        help="after the search, spend up to N more trials on repeating candidates whose "
+        "difference from the best is within the measured noise; the best of all "
+        "measurements wins (default 3; 0: none)",
     )
     group.add_argument(
         "--walltime",
         metavar="T",
-        help="time limit of this start: 90 (minutes), 1:30:00 or 1-00:00:00; no trial is "
-        "started that would not finish in time (default: the allocation's, or none)",
+        help="time limit of this run of the command: 90 (minutes), 1:30:00 or 1-00:00:00; "
+        "no trial is started that would not finish in time (default: the allocation's, "
+        "or none)",
     )
     group.add_argument(
         "--retry-failed",
         action="store_true",
-        help="repeat trials of earlier starts that gave no valid figures",
+        help="repeat trials of earlier runs that gave no valid figures",
     )
 
 
@@ -136,8 +138,8 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         "--stall",
         type=_SECONDS,
         metavar="SECONDS",
-        help="time without a new step after which a trial counts as hanging (default: from "
-        "its earlier steps)",
+        help="a trial without a new step for this long counts as hanging (default: from its "
+        "earlier steps)",
     )
 
 
@@ -152,7 +154,7 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
         type=_COUNT,
         metavar="N",
         help="local: number of devices for trials (default: those of --cluster, else the "
-        "GPUs, else the cores or the processes that the space names)",
+        "GPUs, else the number of cores or processes given in the space)",
     )
     group.add_argument(
         "--hosts-file",
@@ -183,13 +185,13 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
         "--cluster",
         metavar="NAME|FILE",
         help="machine for the planner's ranking, memory and placement; none: no planner "
-        "(default: MEGATRON_CLUSTER, else on Slurm the space's)",
+        "(default: MEGATRON_CLUSTER, else, on Slurm, the cluster named in the space)",
     )
     group.add_argument(
         "--headroom",
         default="10%",
         metavar="GIB|%",
-        help="device memory that a layout must leave free by the planner's estimate (default 10%%)",
+        help="device memory that a layout must leave free, as estimated by the planner (default 10%%)",
     )
 
 

@@ -46,8 +46,8 @@ def render_help() -> str:
         *_entry(
             "--dry-run",
             "Run one training step without data or devices, for any --world-size and --cluster, "
-            "and report the memory of every kind of rank. Exit code 0; 3 if it does not fit or "
-            "fails.",
+            "and report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if the "
+            "step fails or the model does not fit.",
         ),
         *_entry(
             "--pieces FILE",
@@ -72,7 +72,7 @@ def _others() -> list[str]:
     parts = [("Translated into settings: " + ", ".join((*DIRECT, *LATE)))]
     for title, refused in (
         ("Accepted without effect", False),
-        ("Refused with the alternative, unless the value leaves the feature off", True),
+        ("Refused, with an alternative named, unless the value turns the feature off", True),
     ):
         found = Counter(
             flag.family.name for flag in foreign_flags().values() if flag.family.refused == refused

@@ -206,8 +206,8 @@ class TokenizerConfig:
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or tiktoken "
-        "rank file.",
+        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or .tiktoken "
+        "file.",
         metavar="PATH",
         flags=(
             "--tokenizer-model",
@@ -228,14 +228,14 @@ class TokenizerConfig:
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
         choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
-        derived="for a published .tiktoken file its own; for a JSON vocabulary v2",
+        derived="v2 for a JSON vocabulary; that of the tokenizer for a published .tiktoken file",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
         "Number of ids that a TikTokenizer reserves for special tokens.",
         at_least=1,
         at_most=MOST_WIDTH,
-        derived="1000 for a JSON vocabulary; for a .tiktoken file the number named by "
+        derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
         "--tiktoken-special-tokens, else that of the published tokenizer",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
@@ -244,5 +244,5 @@ class TokenizerConfig:
         metavar="NAME",
         flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
         derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
-        "a rank file",
+        "a .tiktoken file",
     )

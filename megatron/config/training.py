@@ -281,8 +281,8 @@ class KernelConfig:
     norm_implementation: str = option(
         "auto",
         "Norm kernels. auto: ours where available and faster, else torch's. fused: ours where "
-        "available. apex: apex's where installed for the device. The log notes a choice that is "
-        "not available.",
+        "available. apex: apex's where installed for the device. If the chosen one is not "
+        "available, the log says so.",
         choices=_IMPLEMENTATIONS,
     )
     optimizer_implementation: str = option(
@@ -342,8 +342,8 @@ class TrainingConfig:
     )
     loss_spike_factor: float | None = option(
         None,
-        "Roll back to the last good checkpoint and skip the samples of a step whose loss is not "
-        "finite, or exceeds this factor times the median of recent steps. Unset: off.",
+        "If a step's loss is not finite or exceeds this factor times the median of recent steps, "
+        "roll back to the last good checkpoint and skip the samples of the step. Unset: off.",
         above=1,
         metavar="FACTOR",
     )
@@ -352,7 +352,7 @@ class TrainingConfig:
     )
     hang_timeout: float = option(
         300.0,
-        "Seconds without progress on a rank after which the job reports which rank waits for "
+        "If a rank makes no progress for this many seconds, the job reports which rank waits for "
         "which, and exits. 0: never. For the first step and evaluation batch, at least 0.9 of "
         "--distributed-timeout-minutes.",
         at_least=0,
@@ -368,7 +368,7 @@ class TrainingConfig:
     skip_train: bool = option(False, "Evaluate only.")
     allocator_tuning: bool = option(
         True,
-        "Let malloc keep the memory that a step frees, for the next step (CPU only).",
+        "Let malloc keep the freed memory of a step for the next step (CPU only).",
         flags=(),
         off_flags=("--no-allocator-tuning",),
     )
