@@ -49,8 +49,8 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
 fastest value of each name that a layout leaves out. --fix and --allow take several values: tp=4,8. recompute=full means
-full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; for the best
-ones, overall and with each value of each name, the pipeline schedule is then simulated.
+full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; then the
+pipeline schedule is simulated for the best layouts overall, and for the best ones that have each value of each name.
 
 Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
