@@ -92,7 +92,7 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
 
 
 def lose_output(kind: str, *numbers: int) -> None:
-    """As `> /dev/full` on a full disk, `>&-`, or a pipe whose reader left."""
+    """Lose output as with `> /dev/full` on a full disk, `>&-`, or a pipe whose reader left."""
     for number in numbers:
         if kind == "full":
             os.dup2(os.open("/dev/full", os.O_WRONLY), number)
@@ -137,7 +137,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
     ],
 )
 def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, code: int) -> None:
-    """What --help prints is its result, so that a lost one is no success."""
+    """A lost output of --help is no success, because the output is its result."""
     words = f"{sys.executable} pretrain_gpt.py {arguments} {redirected}"
     ended = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == code, ended

@@ -63,7 +63,7 @@ def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 
 @pytest.mark.parametrize("precision", PRECISION)
 def test_training_follows_the_cpu(tmp_path: Path, cpu_run: dict[int, dict], precision: str) -> None:
-    """With threads that read ahead, pin memory and copy."""
+    """Training follows the CPU, with threads that read ahead, pin memory and copy."""
     found = train(tmp_path, [*NO_DROPOUT, *PRECISION[precision], "--num-workers", "2"])
     compare(found, cpu_run, LOSS[precision], NORM[precision])
 
@@ -277,7 +277,10 @@ def test_a_mask_is_a_function_of_its_key() -> None:
 
 @pytest.mark.parametrize("core", ["torch", "flash"])
 def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> None:
-    """With dropout, forward and backward; any question to the device raises while the test runs."""
+    """Attention to documents never waits for the device, with dropout, forward and backward.
+
+    Any synchronisation raises while the test runs.
+    """
     if core == "flash" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash_attn is not installed")
     attend = flash_attention if core == "flash" else torch_attention

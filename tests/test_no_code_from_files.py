@@ -46,7 +46,7 @@ class Runs:
 
 
 def watch(log: str | None = None) -> None:
-    """From now on each name that a pickle asks for goes to the file, or to those of `watched`."""
+    """Record each name that a pickle asks for, from now on, in the file or in `watched`."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
@@ -118,7 +118,10 @@ def in_data(folder: Path, payload: bytes) -> None:
 
 
 def of_an_old_format(form: int) -> Callable[[Path, bytes], None]:
-    """As versions before the first release wrote them."""
+    """Return a function that plants a pickle in a checkpoint of an older format.
+
+    The formats are those before the first release.
+    """
 
     def plant(folder: Path, payload: bytes) -> None:
         (folder / ".metadata").write_bytes(payload)

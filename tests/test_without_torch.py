@@ -63,9 +63,7 @@ HELPS = (
 
 @pytest.mark.slow
 def test_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With traces that are kept already, as on a login node beside an environment that has
-    torch.
-    """
+    """Tools run from cached traces, as on a login node beside an environment that has torch."""
     monkeypatch.setenv("MEGATRON_TRACE_CACHE", str(tmp_path / "traces"))
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH -A a -N 1 -t 1:00:00\n")

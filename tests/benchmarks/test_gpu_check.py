@@ -99,9 +99,7 @@ def here(tmp_path: Path) -> Machine:
 
 
 def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
-    """Of 60 s the first takes 10, the second would take 100, the third takes 20; then only the
-    second is left.
-    """
+    """A budget of 60 s skips the step that takes 100 s; the next call runs only that step."""
     assert here.check(60) == (True, {"fast": "passed", "slow": "not done", "other": "passed"})
     # four times what is foreseen, and no more than is left
     assert here.played == [("fast", 40), ("other", 50)]
@@ -293,7 +291,7 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
 
 
 def test_correctness_host_waits_and_g1_come_within_six_minutes() -> None:
-    """With the first step, which asks the device what it is, in 5 s."""
+    """Correctness, host waits and G1 come first, within 360 s with device detection (5 s)."""
     steps = module("gpu_check").steps_of(GPU, Path("out"))
     first = [step.name for step in steps[:4]]
     assert (

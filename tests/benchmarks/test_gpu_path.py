@@ -198,9 +198,7 @@ def test_a_failing_row_does_not_end_the_others(
 def test_a_wrong_sum_is_a_failed_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: int, owner: Any, name: str
 ) -> None:
-    """Of the tokens in the opposite order: each row of the weight, or of the table, gets those of
-    others.
-    """
+    """Reverse the order of the tokens, so that rows of the weight or table get the wrong sums."""
     operators = [module("points").OPERATORS[row]]
     assert run_points(monkeypatch, tmp_path, operators) == 0
     owner = module(owner) if isinstance(owner, str) else owner

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.campaign("benchmarks")
 
 
 def of_stage(stage: int, data: int) -> list[dict[str, shards.Stored]]:
-    """For each tensor rank of a stage what its data-parallel group wrote."""
+    """Merge what each data-parallel group of a stage wrote, one entry for each tensor rank."""
     return [
         shards.merged(scale.written(tensor, stage, d, data) for d in range(data))
         for tensor in range(scale.TENSOR)

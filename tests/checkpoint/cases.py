@@ -71,8 +71,9 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
 
 
 def padded_less(action: Any) -> Any:
-    """With the padding that DeepSpeed itself gives to buckets, as in checkpoints from before this
-    one had its own.
+    """Run `action` with the bucket padding that DeepSpeed itself uses.
+
+    Checkpoints had it before this project padded buckets itself.
     """
     usual, deepspeed_internals.ALIGNMENT = deepspeed_internals.ALIGNMENT, 2
     try:
@@ -82,7 +83,7 @@ def padded_less(action: Any) -> Any:
 
 
 def in_pieces(action: Any) -> Any:
-    """What a job of thousands of ranks does: it lists the boxes in pieces."""
+    """Run `action` with the list of shards cut into pieces, as in a job of thousands of ranks."""
     usual, save_module.WHOLE_UP_TO = save_module.WHOLE_UP_TO, 1
     try:
         return action()

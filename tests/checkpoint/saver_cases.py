@@ -67,9 +67,7 @@ class Gate:
 
 
 class FullDisk:
-    """On one rank every byte that goes to the data file meets the system's own 'No space left on
-    device'.
-    """
+    """Write the data file of one rank to a full disk, with the system's own error."""
 
     def __init__(self, here: bool) -> None:
         self._here = here

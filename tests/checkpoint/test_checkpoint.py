@@ -56,7 +56,7 @@ def four(root: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def others(root: Path, four: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What every loading run found, by name, in rank order."""
+    """Return the results of all loading runs, by case name and in rank order."""
     out: dict[str, list[dict[str, Any]]] = {}
     for ranks in (
         four,

@@ -71,7 +71,7 @@ def test_boxes_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box:
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:
-    """What was yielded is let go before the next is made."""
+    """Each tensor is released before the next one is made."""
     import weakref
 
     alive: list[Any] = []

@@ -150,7 +150,7 @@ class Job:
         return found
 
     def weights(self) -> State:
-        """What forward and backward use."""
+        """Return the weights that forward and backward use."""
         self.engine.wait_for_weights()
         found: State = {}
         for p in self.chunks.parameters():

@@ -80,7 +80,7 @@ def test_damage_of_a_file(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path: Path) -> None:
-    """What the writer of a file says of it is believed, not what lies there afterwards."""
+    """The manifest records the digest that the writer reports, not that of the file on disk."""
     (tmp_path / "a").write_bytes(b"what arrived")
     write_manifest(tmp_path, ["a"], {"a": (12, digest(b"what was sent"[:12]))})
     found = read_manifest(tmp_path)

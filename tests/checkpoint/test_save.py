@@ -130,8 +130,9 @@ def test_no_clock_is_believed(two: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
-    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came
-    before that of 10.
+    """Resume from an older checkpoint, 4 by --load-tag; later ones are neither loaded nor counted.
+
+    Seven saves precede that of iteration 10.
     """
     for found in (r["another_branch"] for r in two):
         assert (found["of 5"], found["of 9"]) == ("iter_0000005", "iter_0000009")

@@ -250,7 +250,7 @@ def test_configuration_to_command_line_and_back(chosen):
 
 
 def _run_needs(chosen: dict) -> list[str]:
-    """What a training run must be told beyond the library's defaults."""
+    """Return the flags that a training run requires and `chosen` does not set."""
     needs = {
         "lr": ["--lr=0.0001"],
         "micro_batch_size": ["--micro-batch-size=1"],

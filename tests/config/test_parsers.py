@@ -107,7 +107,7 @@ def test_what_takes_no_value_takes_none():
 
 
 def test_underscores_and_dashes_are_the_same_in_them():
-    """As Primus writes its keys, and some forks all flags."""
+    """Underscores equal dashes: Primus writes its keys with them, and some forks all flags."""
     assert notices_of(["--use_turbo_gemm", "true"])[0].startswith("--use_turbo_gemm true ")
     assert "--bf16" in problem_of(["--fp8_hybrid"])
     assert parse_args([*RUN, "--log_interval", "7"], 1).logging.log_interval == 7

@@ -139,7 +139,7 @@ def has(problem: str, names: str) -> bool:
 
 
 def test_the_lines_to_change_are_the_right_ones():
-    """What a message says to write in which line makes the authors' own 22B script resolve."""
+    """The authors' 22B script resolves with the values that messages give for its lines."""
     script = next(s for s in SCRIPTS if "launch_gpt22b_bf16" in s["follows"])
     lines = script["json"].split("\n")
     for problem in problems_of(script):

@@ -101,7 +101,7 @@ def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if "scaling" not in r.note], ids=name_of)
 def test_every_rank_of_a_recipe(recipe):
-    """By counting: nobody else's arithmetic but the coordinates of the rows."""
+    """Count the ranks by the coordinates of their rows, without the planner's arithmetic."""
     config, cluster = parse_plan(recipe.argv()), load_cluster("frontier")
     rows = list(rank_rows(config, choose_placement(config, cluster)))
     assert [row.rank for row in rows] == list(range(recipe.nodes * 8))

@@ -344,8 +344,10 @@ EXTREMES = [
 
 
 def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
-    """What is accepted of the ends of number formats makes a configuration or is refused with
-    others, and nothing else happens: no traceback, no long arithmetic."""
+    """Every extreme value is refused, alone or with others, or makes a configuration.
+
+    There is no traceback and no long arithmetic.
+    """
     numbers = [
         option
         for option in all_options().values()
@@ -512,7 +514,7 @@ def test_what_is_accepted_is_exactly_what_can_run(
 
 
 def test_a_save_interval_without_a_folder_is_said_to_have_no_effect():
-    """As public scripts that only measure have it; nothing later sees the interval."""
+    """A save interval without a folder is dropped, as in public scripts that only measure."""
     config = Config.create(**SIZES, save_interval=5)
     assert config.checkpoint.save_interval is None
     assert any(notice.startswith("--save-interval 5 ") for notice in config.notices)

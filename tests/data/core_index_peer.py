@@ -20,9 +20,7 @@ from core_peer import import_core
 
 
 class Split:
-    """What megatron-core's data set of one split would be, as far as its index building looks at
-    it.
-    """
+    """Stand-in for megatron-core's data set of one split: all that its index building reads."""
 
     def __init__(self, gpt_dataset: Any, case: dict[str, Any]) -> None:
         self.config = gpt_dataset.GPTDatasetConfig.__new__(gpt_dataset.GPTDatasetConfig)

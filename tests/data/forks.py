@@ -47,9 +47,7 @@ def killed_at_each(
 
 
 def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
-    """What `fn` gives in each of several processes, which all are there before the first calls
-    it.
-    """
+    """Call `fn` in several processes, after all have started, and return the results."""
     barrier, readers, pids = context.Barrier(number), [], []
     try:
         for rank in range(number):

@@ -31,7 +31,7 @@ def _sample_index(
     num_samples: int,
     dtype: npt.DTypeLike,
 ) -> npt.NDArray[Any]:
-    """In closed form: look up token i * seq_length in the running sum of the sizes."""
+    """Look up token i * seq_length in the running sum of the sizes (closed form)."""
     # row 0 is (0, 0) even when the first document is empty
     rows = np.zeros((num_samples + 1, 2), dtype)
     sample, before = 1, 0  # the next row; tokens of the documents before the block

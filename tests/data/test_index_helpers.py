@@ -67,8 +67,9 @@ def test_shuffle(module: ModuleType, count: int, dtype: type, seed: int, draws: 
     "last", [2**33 - 1, 2**33, 2**32 + 150, 2**32, 2**32 - 1, 2**31 + 3, 2**40 + 77]
 )
 def test_shuffle_draws_for_huge_arrays(last: int) -> None:
-    """From element 2^32 on a draw takes two words. randint of one number draws like shuffle for
-    that place.
+    """Draws for elements from 2^32 on take two words.
+
+    A single randint draws like shuffle does there.
     """
     assert indexed_dataset.compiled is not None
     random = np.random.RandomState(5)
@@ -89,7 +90,7 @@ def test_shuffle_draws_for_huge_arrays(last: int) -> None:
 def walk(
     sizes: list[int], document_index: list[int], seq_length: int, num_samples: int
 ) -> list[tuple[int, int]]:
-    """Where token i * seq_length lies, found by listing the place of every token."""
+    """Find the place of token i * seq_length by listing the place of every token."""
     places = [
         (p, offset)
         for p, document in enumerate(document_index)
@@ -301,7 +302,7 @@ def test_best_fit_of_many(capacity: int) -> None:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_refuses(module: ModuleType) -> None:
-    """What would lead outside of the arrays."""
+    """Refuse arguments that would lead outside the arrays."""
     data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
     for code, lengths in ((1, [3]), (1, [1, 1]), (6, [2])):
         with pytest.raises(ValueError):

@@ -173,8 +173,9 @@ SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
 def test_damaged_entries(
     tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool
 ) -> None:
-    """What opening cannot see is found where it is read, and names file and byte; what is not
-    damaged is read.
+    """Damage that opening cannot see is reported on reading, with file and byte.
+
+    Undamaged entries are still read.
     """
     sequences = [[1, 2, 3], [4, 5], [6], [7]]
     data, index = packed([sequences], "<u2")

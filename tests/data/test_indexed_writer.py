@@ -30,7 +30,7 @@ LISTS = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=6), max_size=
 
 
 def add(writer: IndexedDatasetWriter, documents: Documents, dtype: str = "<i8") -> None:
-    """In one batch."""
+    """Add the documents in one batch."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = np.array([token for sequence in sequences for token in sequence], dtype)
     writer.add_batch(tokens, list(map(len, sequences)), list(map(len, documents)))
@@ -80,9 +80,7 @@ def test_batches(
 def test_continue_from_a_position(
     tmp_path_factory: pytest.TempPathFactory, before, lost, after
 ) -> None:
-    """What was added after the position is cut off, and the rest is as if it had been written in
-    one go.
-    """
+    """Additions after the position are cut off; the rest equals an uninterrupted write."""
     folder = tmp_path_factory.mktemp("continue")
     parts = folder / "corpus_partial"
     writer = IndexedDatasetWriter(folder / "corpus", "<u2", directory=parts)
@@ -189,7 +187,7 @@ def test_parts_that_do_not_agree(tmp_path: Path) -> None:
 
 
 def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
-    """What a killed one left is removed by the next."""
+    """Refuse a second writer while one is open; remove what a killed one left."""
     writer = IndexedDatasetWriter(tmp_path / "a", "<u2")
     with pytest.raises(DataError, match=rf"{tmp_path}/a: process {os.getpid()}\b"):
         IndexedDatasetWriter(tmp_path / "a", "<u2")

@@ -49,7 +49,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=8)
 
 @given(kind=st.sampled_from(["single", "cyclic"]), steps=STEPS)
 def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]]) -> None:
-    """Whether the run goes on or begins anew from its record."""
+    """Counts are the same whether the run continues or restarts from its record."""
     order, consumed = sample_order(kind, len(blend)), 0
     counted = Ledger(blend, order)
     for step, anew in steps:

@@ -188,9 +188,7 @@ def core() -> Path:
 
 
 def run_core(peer: str, *arguments: str, jobs: Any = None) -> str:
-    """What a script of this folder says that runs with megatron-core in the place of our
-    package.
-    """
+    """Run a script of this folder with megatron-core in place of our package; return its output."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(peer)), *arguments],
         input=json.dumps(jobs),
@@ -215,7 +213,7 @@ def check_golden(name: str, found: list[str]) -> None:
 
 @pytest.mark.campaign("peers")
 def test_files_both_ways(core: Path, tmp_path: Path) -> None:
-    """What both sides write, read of each other's and merge of both, mapped and not."""
+    """Both sides read each other's files and merge files of both, memory-mapped or not."""
     jobs: list[dict[str, Any]] = []
     for dtype in DTYPES:
         ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))

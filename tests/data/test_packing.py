@@ -170,7 +170,7 @@ def test_padding_is_under_one_percent(kind: str) -> None:
     ("length", "waste"), [(1100, 1 - 1100 / 2049), (900, 1 - 1800 / 2049), (683, 0.0)]
 )
 def test_lengths_that_cannot_be_packed_well(length: int, waste: float) -> None:
-    """What the module says about where 1% is out of reach."""
+    """Waste of lengths that cannot be packed to within 1%, as the module documents it."""
     assert pack(np.full(600, length, np.int32), 2048)[1] == pytest.approx(waste, abs=1e-12)
 
 

@@ -140,8 +140,9 @@ def no_parameters(topology: Topology) -> str:
 def contribute(
     engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = ""
 ) -> None:
-    """What layers and hooks do in a backward pass; the last rank goes through the parameters the
-    other way round.
+    """Add gradients as layers and hooks do in a backward pass.
+
+    The last rank goes through the parameters in reverse order.
     """
     parameters = list(engine.chunks.parameters())[:: 1 if topology.data.is_last else -1]
     for p in parameters:
@@ -222,7 +223,10 @@ GPT = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True)
 def fused_engine(
     topology: Topology, precision: str, zero_stage: int, fused: bool = True, **fields: Any
 ) -> Engine:
-    """With FusedAdamW, also where no kernels are loaded: torch's operators serve then."""
+    """Build an engine with FusedAdamW, which uses torch's operators where no kernels are loaded.
+
+    `fused`: False builds the same engine without it.
+    """
     whole = toy.config(precision, zero_stage, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))

@@ -92,7 +92,7 @@ def test_copies_and_gradient_scale() -> None:
 
 
 def test_resumes_where_it_stood() -> None:
-    """By its own state_dict, and by the engine's moments and step."""
+    """Resume from its own state_dict, and from the engine's moments and step."""
     straight = weights()
     optimizer = FusedAdamW(groups(straight), **USUAL)
     train(optimizer, straight, range(3))

@@ -14,15 +14,16 @@ from tests.engine import toy
 
 
 def alone(found: list[object], mine: object, group: object = None) -> None:
-    """In place of all_gather_object: nobody answers, and all would say the same."""
+    """Replace all_gather_object: every rank is taken to contribute this rank's object."""
     found[:] = [mine] * len(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16sums", "fp32", "fp16"])
 def test_every_part_begins_on_16_bytes(precision: str) -> None:
-    """What vector loads, AdamW's among them, and NCCL's wide path need: in all formats, for any
-    number of ranks.
+    """Every shard begins on 16 bytes, in all formats and for any number of ranks.
+
+    Vector loads (AdamW's among them) and NCCL's wide path need it.
     """
     odd = 0
     for ranks in range(1, 49) if precision == "bf16" else (1, 3, 6, 12, 24, 40):

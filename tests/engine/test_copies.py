@@ -33,7 +33,10 @@ HEAD_NORM, NORM = "head_norm.weight", ".norm.weight"
 
 
 def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
-    """What all ranks hold goes into the tensor-parallel region beside ColumnParallelLinear."""
+    """Feed a tensor that all ranks hold into the tensor-parallel region.
+
+    It goes beside ColumnParallelLinear.
+    """
     tensor, normed = self.up.context.tensor, self.norm(x)
     out, bias = self.down(self.up(normed) + normed.chunk(tensor.size, -1)[tensor.rank])
     return x + out + bias

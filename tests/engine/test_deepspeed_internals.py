@@ -168,7 +168,7 @@ def test_a_missing_name_is_refused_with_the_version() -> None:
 
 @pytest.mark.parametrize("kind", sorted(OF_OBJECTS))
 def test_every_name_of_an_object_is_checked(kind: str) -> None:
-    """What DeepSpeed makes under the same class name, whole and without one name at a time."""
+    """Objects with DeepSpeed's class names are checked whole and without one name at a time."""
     whole = dict(OF_OBJECTS[kind])
     deepspeed_internals._check_object(type(kind, (), whole)(), "7.8.9")
     for name in whole:

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "bf16sums": torch.bfloat16, "fp16": torch.floa
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[dict[str, Any]]]:
-    """What every case gave, by name, in rank order."""
+    """Return the results of every case, by name and in rank order."""
     out: dict[str, list[dict[str, Any]]] = {}
     for n, body in ((1, cases.on_one), (2, cases.on_two), (3, cases.on_three), (4, cases.on_four)):
         ranks = run_processes(n, body)
@@ -29,7 +29,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
 
 
 def rounding(precision: str, scale: float = 1024.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What storing a gradient in the working precision, loss scale included, makes of it."""
+    """Return the rounding of a gradient stored in the working precision, loss scale included."""
     if precision == "fp32":
         return toy.same
     factor = scale if precision == "fp16" else 1.0
@@ -119,7 +119,10 @@ def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
 @pytest.mark.parametrize("layout", ["2x2x1", "1x2x2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, precision: str) -> None:
-    """In 2x2x1 the bad value is in a copy that DeepSpeed does not count in the norm."""
+    """A bad gradient on one rank skips the step on all ranks.
+
+    In 2x2x1 the bad value is in a copy that DeepSpeed does not count in the norm.
+    """
     ranks = runs[f"bad {layout} {precision}"]
     for r in ranks:
         assert [x.skipped for x in r["results"]] == [False, True, False]
@@ -257,7 +260,7 @@ def test_a_broken_step_leaves_no_trace(runs: dict[str, list[Any]]) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bool) -> None:
-    """What that rank's sum was in the step before must not come again."""
+    """A missing gradient counts as zero; the rank's sum of the step before does not come again."""
     reference = toy.Reference()
     for s in range(4):
         gradients = toy.summed_gradients((1, 1, 2), s)
@@ -291,8 +294,9 @@ def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
 
 
 def check_alike(fused: list[dict[str, Any]], plain: list[dict[str, Any]], precision: str) -> None:
-    """To rounding: the bounds are those of test_engine against float64, for both. Copies are
-    exact.
+    """Compare two runs up to rounding; weight copies must be exact.
+
+    The bounds are those of test_engine against float64, for both runs.
     """
     ours, theirs = (toy.assemble([r["state"] for r in ranks]) for ranks in (fused, plain))
     for key, values in theirs.items():
@@ -334,7 +338,7 @@ def test_engine_trains_alike_with_torch_and_fused(runs: dict[str, list[Any]], na
 @pytest.mark.parametrize("from_fused", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_engine_resumes(runs: dict[str, list[Any]], precision: str, from_fused: bool) -> None:
-    """To the bit from its own kind, to rounding from torch's."""
+    """An engine resumes bit for bit from its own kind, and up to rounding from torch's."""
     pairs = runs[f"resumed {precision} {from_fused}"]
     straight, taken = [p[0] for p in pairs], [p[1] for p in pairs]
     check_alike(taken, straight, precision)

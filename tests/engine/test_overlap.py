@@ -87,8 +87,9 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model as of a module within: what is saved must not be the weights of the step
-    before.
+    """A state dict of the model, or of a module within it, waits for the gathered weights.
+
+    It must not hold the weights of the step before.
     """
     monkeypatch.setattr(engine_gradients, "gather_from_owners", lambda bucket, _: [Late(bucket)])
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])

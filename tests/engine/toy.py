@@ -232,8 +232,9 @@ def terms(
 def gradient(
     p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int
 ) -> torch.Tensor:
-    """What a backward pass would leave on this rank: its term where several ranks hold terms of a
-    sum.
+    """Return the gradient that a backward pass leaves on this rank.
+
+    Where several ranks hold terms of a sum, return this rank's term.
     """
     spec = next(s for s in SPECS if s.name == sharding_of(p).name)
     whole = micro_gradient(spec.name, step, topology.data.rank, micro_batch)

@@ -228,7 +228,7 @@ class Runs:
         place: Place = Place("local"),  # noqa: B008
         **more: Any,
     ) -> Experiment:
-        """Where nothing is known of times the largest point goes first."""
+        """Run the points; while no times are known, the largest one goes first."""
         left_s = more.pop("left_s", lambda: None)
         runner = Runner(
             place, lambda line: None, left_s=left_s, clock=self.clock, sleep=self.clock.sleep

@@ -133,8 +133,9 @@ def ran(script: str, arguments: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_each_is_dry_run(tmp_path: Path) -> None:
-    """What it needs differs from what the project's own pieces do: other parameters, passes that
-    wait, less state.
+    """A dry run of each example differs in memory from the project's own pieces, except for data.
+
+    The examples have other parameters, passes that wait, or less state.
     """
     flags = [*CUT, "--world-size", "8", "--dry-run"]
 

@@ -21,7 +21,7 @@ MEASURE, PROGRAM = "preflight.py", "pretrain_gpt.py"
 
 
 def measured(good: str, bad: str = "", code: int = 0) -> str:
-    """What srun does when it runs the preflight: these verdicts and this exit code."""
+    """Return a stub of srun whose preflight gives these verdicts and this exit code."""
     return f"""[[ $* != *preflight.py* ]] || {{
         while [[ $1 != --out ]]; do shift; done
         printf '%s\\n' {good} >"$2/good_hosts"; printf '%s' '{bad}' | tr ' ' '\\n' >"$2/bad_hosts"; exit {code}; }}"""

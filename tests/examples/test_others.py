@@ -40,7 +40,10 @@ def local(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def test_one_process_and_several(tmp_path):
-    """What is shown is what is run, and resolves; the next start goes on where this one ended."""
+    """The command shown is the one that runs, and it resolves.
+
+    The next start resumes where it ended.
+    """
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -144,7 +144,7 @@ def test_site_finds_the_clone_and_yields():
 
 
 def test_lines_to_edit_come_first_and_are_used(tmp_path):
-    """What a user writes into the first lines is set, and the environment overrides it."""
+    """Values that a user writes into the first lines are set; the environment overrides them."""
     text = (FRONTIER / "site.env").read_text()
     for name in ("account", "data", "vocab", "merges", "runs"):
         assert text.count(f"\n_{name}= ") == 1

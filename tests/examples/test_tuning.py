@@ -140,7 +140,10 @@ def guards(ended: Ended) -> list[list[str]]:
 def test_a_task_on_another_node_looks_after_the_script(
     tmp_path: Path, requeue: str, does: list[str]
 ) -> None:
-    """From the start of the tuner to its end: both wait for each other at a FIFO."""
+    """A task on another node watches the script from the start of the tuner to its end.
+
+    Both stubs wait for each other at a FIFO.
+    """
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)
     assert "#SBATCH --no-kill" in TUNE.read_text().splitlines()
@@ -157,7 +160,7 @@ def test_a_task_on_another_node_looks_after_the_script(
 
 
 def guard(answers: str, turns: int, *does: str) -> list[str]:
-    """What the guard does in so many turns, while squeue, scontrol and so on answer so."""
+    """Return what the guard prints within `turns` turns, given stubs of squeue and scontrol."""
     (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
     program = f"{answers}\nturns=0; sleep() {{ ((turns++ < {turns})); }}\n{code}"
     done = subprocess.run(

@@ -70,8 +70,9 @@ def strike(event: str, nth: int, what: str, containing: str = "") -> None:
 
 
 def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "") -> None:
-    """As `strike`, before the nth moment of this process from now on; `name`: before the nth of
-    that name.
+    """Strike as `strike` does, before the nth moment of this process from now on.
+
+    `name`: count only moments of that name.
     """
     left = nth
 

@@ -10,9 +10,7 @@ from tests.helpers.launching import ROOT
 
 
 def run_python(code: str, timeout_s: float = 300) -> str:
-    """What `code` prints; the test fails with what it said where it does not end with exit code
-    0.
-    """
+    """Run `code` in a new Python and return its output; fail the test if the exit code is not 0."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

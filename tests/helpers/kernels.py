@@ -45,7 +45,7 @@ needs_simulator = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: its exit code (negative: the signal) and what it wrote."""
+    """Exit code of a process (negative: the signal) and its output."""
 
     code: int
     output: str
@@ -73,7 +73,7 @@ def simulator_library(
 
 @functools.cache
 def sanitizers() -> str:
-    """What LD_PRELOAD needs for a Python that loads a sanitized library."""
+    """Return the LD_PRELOAD value for a Python that loads a sanitized library."""
     tool = compiler("simulator")
     assert tool is not None, "tests that build a simulator are marked needs_simulator"
     names = ("libasan.so", "libubsan.so")

@@ -14,9 +14,7 @@ from tests.helpers.fault_points import strike_at
 
 
 def signal_at(moment: int, directory: str | os.PathLike[str], sent: int = signal.SIGKILL) -> None:
-    """From now on this process sends itself a signal before its moment number `moment` (0 is the
-    next).
-    """
+    """Send this process a signal before its moment number `moment` from now on (0 is the next)."""
     strike_at(
         directory,
         moment + 1,

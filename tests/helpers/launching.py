@@ -28,9 +28,7 @@ _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_
 
 
 class Outcome(NamedTuple):
-    """How one process ended: its exit code (negative: the signal), standard output and error
-    together.
-    """
+    """Exit code of one process (negative: the signal); standard output and error together."""
 
     code: int
     output: str
@@ -88,7 +86,7 @@ class Script:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, timeout_s: float | None = None) -> Outcome:

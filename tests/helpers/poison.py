@@ -14,7 +14,7 @@ from tests.helpers.fault_points import on
 
 
 def poisoned(poison: dict[str, Any]) -> None:
-    """From now on `train` of this process strikes as `poison` says."""
+    """Make `train` in this process inject the fault that `poison` describes."""
     from megatron.training.run import setup
 
     plain = setup.train

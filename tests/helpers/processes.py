@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process of one node."""
+    """Return the variables that torchrun sets for a process of one node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -40,7 +40,7 @@ def truth(values: dict[str, Any]) -> float | Ending:
 
 
 def setup(folder: Path, *words: str, space: str = SPACE, prior: bool = True) -> Setup:
-    """Of tools/tune.py in this space; the planner's ranking is that of the list."""
+    """Set up tools/tune.py in this space; the planner's ranking is that of the list."""
     path = folder / "made.toml"
     folder.mkdir(exist_ok=True)
     path.write_text(space)
@@ -50,8 +50,11 @@ def setup(folder: Path, *words: str, space: str = SPACE, prior: bool = True) -> 
 
 
 class Made:
-    """In the place of a Runner. Trials take `turns` each and end as the truth says; `stop`: told
-    the turn, whether a signal comes; die: (turn, host) of nodes that die."""
+    """Stand-in for a Runner: trials take `turns` turns each and end as the truth says.
+
+    `stop`: is given the turn and returns whether a signal comes. `die`: (turn, host) of nodes that
+    die.
+    """
 
     def __init__(
         self,

@@ -90,8 +90,9 @@ def play(
     seed: int = 0,
     until: Callable[[int], bool] = lambda index: False,
 ) -> list[tuple[int, str]]:
-    """What a search proposes, one trial after the other, until there are so many, or `until`, or
-    nothing is left.
+    """Return a search's proposals, one trial after another.
+
+    It ends after `trials` trials, when `until` returns true, or when nothing is left.
     """
     seen: dict[int, float | None] = {}
     found: list[tuple[int, str]] = []

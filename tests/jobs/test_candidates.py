@@ -36,7 +36,7 @@ def frontier() -> Cluster:
 def test_every_combination_is_put_to_the_parser(
     read: Read, pp: tuple[int, ...], mbs: tuple[int, ...], batches: tuple[int, ...]
 ) -> None:
-    """By brute force: flags are written here anew, and what differs in no setting is one."""
+    """Compare with brute force: flags are written out here, and equal settings count once."""
     text = f"""
     [parameters]
     tp = [1, 2, 3, 4]
@@ -333,7 +333,7 @@ def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
 
 
 def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> None:
-    """By an estimate of every rank order on every device order of the machine's description."""
+    """The placement is the fastest of all rank orders and of all device orders of the machine."""
     space = read("[parameters]\ntp = [2, 4]\npp = [1, 4]\n", SMALL)
     for candidate in found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates:
         config = config_of(candidate)

@@ -165,7 +165,7 @@ def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.Monk
 
 
 def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sbatch refuses is an error, with its words."""
+    """A refusal by sbatch is an error that quotes its message."""
 
     def answers(text: str) -> None:
         sbatch.write_text(f"#!/bin/sh\n{text}\n")
@@ -365,8 +365,9 @@ def test_numbers() -> None:
 def test_our_own_scripts(
     model: str, recipe: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands against them here is the room for checkpoints; nothing is left behind, and
-    nothing is started.
+    """Our own scripts have no findings here but the room for checkpoints.
+
+    Nothing is started, and nothing is left behind.
     """
     monkeypatch.setenv("RECIPE", recipe)
     batch = ["--global-batch-size", "75264"] if words else []

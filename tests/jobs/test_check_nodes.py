@@ -41,7 +41,7 @@ from tools.preflight import main
 
 
 def variables(rank: int, port: int) -> dict[str, str]:
-    """What srun gives this task."""
+    """Return the variables that srun sets for this task."""
     node, local = divmod(rank, 2)
     return {
         "SLURM_JOB_ID": "4711",
@@ -161,7 +161,10 @@ def process_of(rank: int, world: int, speed: Callable[[str, int], float]) -> Pro
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_node_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
-    """Of nodes 1, 3, 5, ...: the others are bad. Each group gets members 0 and 1."""
+    """Each node meets both neighbours, one at a time.
+
+    Nodes 1, 3, 5, ... take part; the others are bad. Each group gets members 0 and 1.
+    """
     nodes = [2 * i + 1 for i in range(count)]
     groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for node in nodes:

@@ -130,7 +130,7 @@ def test_a_long_log_is_read_at_its_end(tmp_path: Path) -> None:
     ],
 )
 def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
-    """What Python itself says when memory ends."""
+    """Recognise Python's own messages when memory runs out."""
     log = tmp_path / "log"
     with open(log, "wb") as file:
         limited = [

@@ -28,8 +28,9 @@ CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, 8, (), 1, 1000) for i in range(8)
 
 
 def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
-    """Of layout k: with this step time, with this failure, or without an end. More than eight
-    confirm.
+    """Return a trial of layout k: with a step time, with a failure, or without an end.
+
+    Trials numbered above 8 confirm.
     """
     result = (
         Result()
@@ -108,8 +109,9 @@ def test_nothing_is_measured_again_where_nothing_is_in_doubt() -> None:
 
 
 def test_noise_is_learnt_from_what_was_repeated() -> None:
-    """Of 200 layouts measured twice with a scatter of 5 %; of none; and of three measured once with
-    a spread.
+    """Noise is estimated from repeats, from no trial, and from the spreads of single measurements.
+
+    The cases are 200 layouts measured twice with a scatter of 5 %, none, and three measured once.
     """
     chance = random.Random(5)
     runs = [

@@ -26,7 +26,7 @@ Records = list[dict[str, Any]]
 
 
 def records(times: tuple[float, ...] = TIMES) -> Records:
-    """Of an undisturbed run."""
+    """Return the records of an undisturbed run."""
     settings = json.loads(json.dumps(ASKED.to_dict()))
     clock = 1000.0
     found: Records = [

@@ -72,7 +72,7 @@ def run(
     say: Callable[[str], object] = lambda text: None,
     **more: Callable[[], float],
 ) -> str:
-    """By a clock of its own, of which `pass_s` pass between two looks, and little real time."""
+    """Run with a virtual clock that advances by `pass_s` between polls, in little real time."""
     clock = VirtualClock()
 
     def sleep(_: float) -> None:
@@ -353,7 +353,7 @@ def test_what_ends_with_its_allocation_is_interrupted(
 
 
 class Asked:
-    """In the place of an inquiry about nodes. `dead`: those that are; None: all."""
+    """Stand-in for an inquiry about nodes. `dead`: the dead ones; None: all."""
 
     dead: list[str] | None = None
 
@@ -364,7 +364,10 @@ class Asked:
 def test_what_a_node_took_along_runs_again_on_others_twice(
     tmp_path: Path, steps: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When that goes on it is its layout's doing, as running out of memory is at once."""
+    """A job lost with its node runs again on others twice.
+
+    The third loss is attributed to its layout, as running out of memory is at once.
+    """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(running, "Inquiry", Asked)
     said, hosts = list[str](), ("n1", "n2", "n3", "n4")

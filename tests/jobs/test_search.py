@@ -23,7 +23,7 @@ PLAIN = table()
 @pytest.mark.parametrize("name", LEARNING)
 @pytest.mark.parametrize("prior", [False, True])
 def test_a_space_is_exhausted_with_each_candidate_once(name: str, prior: bool) -> None:
-    """Of 24, of which some fail."""
+    """All 24 candidates are proposed, each once, although some fail."""
     known = table(
         lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == 1 and v["tp"] in (1, 2) and not v["sp"]
     )

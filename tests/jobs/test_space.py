@@ -209,7 +209,7 @@ def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) ->
 
 
 def test_every_setting_that_has_a_flag_varies() -> None:
-    """By the parser of pretrain_gpt.py: the words of a value give the setting that value."""
+    """Every setting with a flag varies: pretrain_gpt.py's parser reads the value back."""
     varied = 0
     for name, option in all_options().items():
         value: Any = (

@@ -44,7 +44,7 @@ def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]
 
 
 def settings(candidate: Candidate) -> dict[str, Any]:
-    """Of a run, without where its ranks are."""
+    """Return the settings of a run, without the placement of its ranks."""
     config = parse_args(
         [*candidate.flags, "--mock-data", "--train-iters", "1"], candidate.processes
     ).to_dict()
@@ -96,8 +96,10 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("sizes_of_batch", [(4,), pytest.param(range(4, 21), marks=WHOLE)])
 def test_what_of_table_five_fits(frontier: Cluster, sizes_of_batch: Sequence[int]) -> None:
-    """On 64 GiB a weight, gradient and optimizer state of 16 bytes each allow no fewer than 43
-    parts of the model, or of 4 + 12 / dp with ZeRO-1."""
+    """Candidates fit 64 GiB with 16 bytes per parameter for weight, gradient and optimizer state.
+
+    That allows no fewer than 43 parts of the model. With ZeRO-1 a parameter takes 4 + 12 / dp.
+    """
     found = listed("paper-175b", Machine(frontier, 8, 16, 64 * GIB), mbs=sizes_of_batch)
     assert 5 < len(found.candidates) < 200
     for candidate in found.candidates:

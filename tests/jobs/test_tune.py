@@ -277,7 +277,7 @@ def space(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def words(space: Path, tmp_path: Path) -> list[str]:
-    """Of a search in that space."""
+    """Return the command line of a search in that space."""
     return [
         "--space",
         str(space),
@@ -416,7 +416,7 @@ def test_processes_that_a_space_names_may_share_cores(
 
 
 class Ends:
-    """In the place of a Runner: a search that ends at once."""
+    """Stand-in for a Runner: the search ends at once."""
 
     why, signal, done = "", "", 0
 
@@ -439,7 +439,10 @@ def test_exit_codes_of_what_has_no_best(
     done: int,
     code: int,
 ) -> None:
-    """What started nothing would start nothing again."""
+    """Exit codes of searches without a best trial.
+
+    One that started nothing would start nothing again.
+    """
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)
     monkeypatch.setattr(Ends, "done", done)

@@ -42,7 +42,7 @@ def make(folder: Path, module: str, source: str = "", version: str | None = None
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where none is installed."""
+    """Hide all packages, as on a machine where none is installed."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
 
 
@@ -90,8 +90,9 @@ def test_flash_attention_that_works(flash: None) -> None:
 
 
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our kernels, in bf16, in fp32 where sequences are short; other values of the flag mean
-    what they say.
+    """Choose blocked attention on a CPU with our kernels, in bf16, and in fp32 for short sequences.
+
+    Other values of the flag are taken literally.
     """
     without(monkeypatch)
     cpu = torch.device("cpu")

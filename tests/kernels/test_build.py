@@ -100,7 +100,7 @@ def test_plans() -> None:
 def test_all_whose_compiler_is_there(
     compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its usual name, or by the variable that names it; what was looked for in vain is said."""
+    """Build for every compiler found, by its usual name or its variable; name those not found."""
     with pytest.raises(build.BuildError, match=r"(?s)--target host.*--target hip.*hipcc"):
         build.plan([], [])
     compilers("hipcc", "g++", "my-hipcc")

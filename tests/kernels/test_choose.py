@@ -27,7 +27,7 @@ MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16,
 
 
 def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
-    """As if a library were loaded for these kinds of device alone."""
+    """Pretend that a library is loaded for these kinds of device alone."""
 
     def find(device_type: str) -> library.Found:
         if device_type in device_types:

@@ -68,7 +68,7 @@ def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
 
 
 def vocabulary(rows: int) -> list[torch.Tensor]:
-    """Of one of several ranks: the logits become their gradient."""
+    """Return the arguments on one of several ranks; the logits become their gradient."""
     logits = draw(rows, H, grad=False)
     maximum, total, target = local_pass(logits, labels(rows), 0, H - 3)
     gradient_(logits, labels(rows), maximum, total, total, 0, H - 3)
@@ -173,8 +173,9 @@ COMPILED = ["softmax", "norms", "rotate", "block"]  # the others draw their tens
 
 @pytest.fixture(params=["library", "none"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """With the compiled library for CPU tensors, and without any; nothing compiled is left from
-    another test.
+    """Run with the compiled library for CPU tensors, and without any.
+
+    Nothing compiled remains from another test.
     """
     torch._dynamo.reset()
     if request.param == "none":
@@ -208,7 +209,7 @@ def everything(call: Call, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """To the bit: the same implementations were called on the same numbers."""
+    """Compare bit for bit: the same implementations were called on the same numbers."""
     for a, b in zip(found, expected, strict=True):
         assert (
             a.dtype == b.dtype
@@ -248,7 +249,7 @@ def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("name", COMPILED)
 def test_inductor(name: str, kernels: str) -> None:
-    """What torch's compiler makes around the operators; they themselves run as they are."""
+    """Compile the code around the operators with inductor; they themselves run unchanged."""
     call, arguments = PUBLIC[name]
     compiled = torch.compile(call, fullgraph=True, backend="inductor")
     for a, b in zip(
@@ -293,8 +294,9 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
-    """What the public functions call, forward and backward: operators by name, with arguments of
-    each call.
+    """Record the operators that the public functions call, forward and backward, by name.
+
+    The arguments of each call are kept.
     """
     with Recorder() as recorder:
         for call, arguments in PUBLIC.values():

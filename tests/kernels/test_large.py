@@ -170,7 +170,7 @@ def test_norm_of_a_tensor_past_2_31(device: str) -> None:
 
 @pytest.mark.gpu
 def test_past_2_32_elements() -> None:
-    """Where an unsigned 32-bit index would wrap too."""
+    """Address tensors in which an unsigned 32-bit index would wrap too."""
     if free_bytes("cuda") < 40 * GiB:
         pytest.skip("needs 40 GiB of free device memory")
     rows = (1 << 32) // WIDTH + 2

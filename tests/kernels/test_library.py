@@ -141,7 +141,7 @@ def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
-    """As on a machine with this GPU, whose kernels all run."""
+    """Pretend to run on a machine with this GPU, whose kernels all run."""
     properties = SimpleNamespace(gcnArchName=name, major=9, minor=0)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

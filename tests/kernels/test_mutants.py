@@ -798,7 +798,7 @@ def plant(mutants: dict[int, Mutant], folder: Path) -> None:
 
 
 def reason(code: int, output: str) -> str:
-    """What was found, in a line."""
+    """Summarise the finding in a line."""
     marks = ("simulator: ", "ERROR: AddressSanitizer", "E   ", "FAILED")
     found = (line.strip() for mark in marks for line in output.splitlines() if mark in line[:40])
     return next(found, f"code {code}")
@@ -910,7 +910,7 @@ def test_the_norm_of_gradients_on_the_simulator(tmp_path: Path) -> None:
 
 
 def test_every_kernel_has_tests_and_mutants_that_can_be_planted(tmp_path: Path) -> None:
-    """At least two of its own."""
+    """Every kernel has tests and at least two mutants of its own that can be planted."""
     assert {f"test_{topic.tests}" for topic in TOPICS.values()} == {
         p.stem for p in (ROOT / NUMERICS).glob("test_*.py")
     }

@@ -101,8 +101,9 @@ def test_each_rule(
 
 
 def test_announced_narrow_accesses(rules: resources.Rules) -> None:
-    """Of the operation, of a struct among its arguments, and of a __global__ function; in V and
-    ITEMS.
+    """Narrow accesses announced by an operation, a struct argument or a __global__ function.
+
+    Their numbers are in V and ITEMS.
     """
     streaming = MASKED.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<512, 8>")
     allowed = {

@@ -187,7 +187,7 @@ def test_misuse_is_found(wave: int, program: Program) -> None:
 @pytest.mark.parametrize("flags", [PLAIN, ("-O3",)], ids=["plain", "optimized"])
 @pytest.mark.parametrize("wave", [64, 32])
 def test_without_sanitizers(wave: int, flags: tuple[str, ...], program: Program) -> None:
-    """What is right passes; LDS that nobody has written is NaN."""
+    """A correct program passes; LDS that was never written reads as NaN."""
     right, unwritten = (
         run_process([str(program(wave, flags)), case], environment(None, ())) for case in "01"
     )

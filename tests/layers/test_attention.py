@@ -161,7 +161,9 @@ def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
 
 
 def test_dropout_acts_inside_documents_and_repeats():
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    """Dropout acts within documents and repeats for a seed.
+
+    With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
     scaled up.
     """
     p, b, heads = 0.25, 6, 8
@@ -311,11 +313,13 @@ class Copies(TorchDispatchMode):
     ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
 )
 def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
-    """On a CPU torch's attention of a CPU; on tensors without data the kernels of a GPU, by torch's
-    own description.
+    """No tensor is copied into another layout.
 
-    Queries of groups that no rotation writes anew are copied once: heads of different groups have
-    no common stride.
+    On a CPU this is torch's CPU attention; on tensors without data, a GPU's kernels as torch
+    describes them.
+
+    Queries of groups that no rotation rewrites are copied once: heads of different groups have no
+    common stride.
     """
     heads, s, b = 8, 16, 2
     config = Config.create(
@@ -357,8 +361,9 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
 
 
 def test_all_layers_of_a_rank_share_one_bias_of_alibi():
-    """What they keep for the backward pass, in two chunks: one tensor of the size of all pairs of
-    positions.
+    """All layers of a rank, in two chunks, keep one ALiBi bias for the backward pass.
+
+    It has the size of all pairs of positions.
     """
     heads, s, b = 4, 64, 2
     config = Config.create(

@@ -62,7 +62,7 @@ BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_in_every_format(shape, dtype, fused):
-    """With ALiBi where the kernel has it, and without in the other half of the cases."""
+    """Compare in every format, with ALiBi where the kernel has it, in half of the cases."""
     s, b, groups, share, _ = shape
     slopes = alibi_slopes(groups * share) if fused == (s % 2 == 0) else None
     with Operators() as seen:
@@ -94,8 +94,9 @@ def test_documents(case, fused):
 
 @pytest.mark.parametrize("share", [1, 2])
 def test_queries_keys_and_values_apart(share):
-    """As after a rotary embedding: the same numbers, gradients for each; also against torch's
-    attention.
+    """Separate queries, keys and values agree with torch's attention.
+
+    They are separate after a rotary embedding.
     """
     s, b, groups, d = 140, 2, 2, 8
     mixed = projection(s, b, groups, share, d, torch.float64).detach()
@@ -196,7 +197,9 @@ def test_documents_have_masks_of_their_own(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_dropout_acts_on_the_weights_and_repeats(fused):
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    """Dropout acts on the weights and repeats for a seed.
+
+    With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
     scaled up.
     """
     p, s, b, heads = 0.25, 70, 2, 8

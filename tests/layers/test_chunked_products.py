@@ -17,7 +17,7 @@ IN, OUT = 4, 6
 
 
 class Log(TorchDispatchMode):
-    """What happened, in order: 'mm', and what the fake messages add."""
+    """Record events in order: 'mm', and what the fake messages add."""
 
     def __init__(self):
         super().__init__()

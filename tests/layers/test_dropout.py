@@ -39,7 +39,10 @@ def test_keys_differ_where_masks_must():
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_a_part_has_its_part_of_the_mask(fused):
-    """Of one sample of a micro-batch, of a part of the sequence, and of some of the heads."""
+    """Each part gets its part of the mask.
+
+    Parts are one sample of a micro-batch, a part of the sequence, and some of the heads.
+    """
 
     def drop(shape, place):
         return keyed_dropout(torch.ones(shape), 0.5, 7, fused, place)

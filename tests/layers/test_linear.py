@@ -77,9 +77,7 @@ def parameters(up, down):
 
 
 def hang_sinks(parameters, direct):
-    """What the engine does: a sink for each parameter, and a hook for what comes through
-    autograd.
-    """
+    """Attach a sink and a hook for autograd's gradient to each parameter, as the engine does."""
     added = []
 
     def take(parameter):

@@ -106,7 +106,9 @@ def test_grouped_keys_and_values_are_not_copied():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_acts_on_the_weights_and_repeats(fused):
-    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
+    """Dropout acts on the weights and repeats for a seed.
+
+    With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
     scaled up.
     """
     p, s, b, heads = 0.25, 32, 6, 8

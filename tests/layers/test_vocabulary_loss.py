@@ -139,9 +139,11 @@ def test_frozen_weight_and_input():
 
 
 def test_the_graph_goes_with_the_loss():
-    """What a node of autograd keeps goes with it; a node held by a cycle in C++ is found by no
-    garbage collector, and a few of them in every step cost memory for good, themselves and as pins
-    in the heap."""
+    """Tensors kept by the autograd node are freed with the loss.
+
+    The garbage collector cannot find a node held by a cycle in C++. A few such nodes in every step
+    leak memory, their own and what they pin in the heap.
+    """
     x, labels, mask, v = one_rank()
     loss = vocabulary_loss(x, labels, mask, v, late=True)
     kept = weakref.ref(v)  # an attribute of the node
@@ -182,8 +184,10 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("late", [True, False])
 def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
-    """With 1024 entries the logits of 7 tokens are the largest thing; the gradient of the weight is
-    in its sink.
+    """Only one chunk of logits exists at a time, and each is computed once.
+
+    With 1024 entries the logits of 7 tokens are the largest tensor. The weight's gradient is in its
+    sink.
     """
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())

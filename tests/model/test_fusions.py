@@ -74,7 +74,7 @@ def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [GPT, LLAMA, BLOCKED], ids=["gpt", "llama", "blocked"])
 def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
-    """What all fusions run is what each of them runs alone; none takes the place of another."""
+    """All fusions together run the operators that each runs alone; none replaces another."""
     llama, blocked = fields is LLAMA, fields is BLOCKED
     fields = {**fields, **DROPOUT, "num_layers": 1}
     together = step(monkeypatch, ALL, **fields)[2]

@@ -39,7 +39,7 @@ def again(*modules: str) -> dict[str, object]:
 
 
 def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
-    """Of all parameters, after one micro-batch."""
+    """Return the gradients of all parameters after one micro-batch."""
     config = Config.create(**{**FIELDS, "num_layers": 2, **fields})
     chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(
         dtype

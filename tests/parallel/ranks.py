@@ -62,8 +62,11 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 def patient_connection(
     launch: Launch, survivors: Sequence[int] = (), placing: Placing = rendezvous.AS_LAUNCHED
 ) -> Rendezvous:
-    """Of a process that ends with its case: a roll call is over when the survivors have answered
-    it, and the rank with the store waits no longer when they have left."""
+    """Join the rendezvous in a process that ends with its test case.
+
+    A roll call ends when the survivors have answered it. The rank with the store stops waiting when
+    they have left.
+    """
     be_patient(pytest.MonkeyPatch())
     met: list[Rendezvous] = []
     on("megatron.parallel.met", met.append)  # type: ignore[arg-type]
@@ -108,8 +111,9 @@ def ranks_in_threads(
     alike: Sequence[Alike | None] = (),
     **launch: Any,
 ) -> list[Any]:
-    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so
-    many, with alike[i].
+    """Run `step` on ranks that meet, each in a thread, and return its results or errors.
+
+    Thread i is rank numbers[i] of `size`, with alike[i].
     """
     port = launch.pop("master_port", None) or free_port()
     found: list[Any] = [None] * len(numbers)

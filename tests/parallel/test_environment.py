@@ -28,7 +28,7 @@ TP = {"tensor_model_parallel_size": 2, "world_size": 2}
 def chosen(
     build: str, given: dict[str, str] | None = None, **settings: Any
 ) -> tuple[dict[str, str], list[str]]:
-    """What is set for a job while it lasts, and the lines about it."""
+    """Return the variables set for the duration of a job, and the lines about them."""
     environ = {**(given or {})}
     with job_environment(Config.create(**TINY, **settings), environ, build) as lines:
         found = dict(environ)

@@ -35,7 +35,7 @@ USES = {
 
 
 def connections(port: int) -> int:
-    """How many connections stand at a port of this host."""
+    """Count the established connections at a port of this host."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 

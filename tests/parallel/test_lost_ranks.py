@@ -75,8 +75,9 @@ def total(rendezvous: Rendezvous) -> tuple[float, list[str]]:
 
 
 def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
-    """What a rank that waits for the victim makes of it: kind, text, and whether it is the one to
-    act on it.
+    """Return how a rank that waits for the victim explains its loss.
+
+    The values are kind, text, and whether the rank is the one to act.
     """
     try:
         dist.send(torch.ones(1), victim)

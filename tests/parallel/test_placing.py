@@ -111,9 +111,7 @@ def test_one_bad_node_does_not_touch_the_others() -> None:
 
 
 def test_numbers_that_each_task_counts_for_itself() -> None:
-    """With devices constrained by cgroups a launcher may call each task's device 0; bus addresses
-    tell them apart.
-    """
+    """Bus addresses tell devices apart where cgroups make each task's device number 0."""
     tasks = [Task("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
     in_turn = [tasks[device] for device in LOCAL]
     assert assign(in_turn, PAIRS_OF_PAIRS) == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
@@ -162,9 +160,7 @@ def test_what_a_process_is_shown(
 
 @pytest.mark.parametrize("local_rank", range(8))
 def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
-    """What --gpus-per-task=1 --gpu-bind=closest shows a task, and what the task finds among all
-    eight.
-    """
+    """A task's one device under --gpu-bind=closest is the one that it finds among all eight."""
     device = LOCAL[local_rank]
     assert device_number(FRONTIER, local_rank, 0, 1, (device,)) == device
     assert near_index(FRONTIER, local_rank, 8, None) == device

@@ -42,7 +42,10 @@ def others(ranks: list[Any], *left_out: int) -> list[Any]:
 
 
 def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun's: none of them serves it; when it is gone, the launcher is named."""
+    """Ranks meet at a launcher's store, such as torchrun's, and name the launcher once it is gone.
+
+    None of them serves the store.
+    """
     port = free_port()
     store = dist.TCPStore(
         "127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False
@@ -113,7 +116,7 @@ def test_a_store_that_never_answers_is_given_up_and_named(
 def test_two_processes_with_one_rank_are_refused_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, and with the name of the other one: nobody waits for a rank that cannot come."""
+    """All ranks fail at once and name the other process. None waits for a rank that cannot come."""
     monkeypatch.setattr(os, "getpid", threading.get_native_id)  # each thread stands for a process
     for error in ranks_in_threads([0, 1, 1], 3, kind=Apart):
         assert isinstance(error, LaunchError) and "rank 1" in str(error), error
@@ -199,7 +202,7 @@ def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
 
 
 def test_a_rank_hears_while_torch_waits_in_the_store() -> None:
-    """As gloo does that waits for the rank that failed."""
+    """A rank learns of a failure while torch waits in the store, as gloo does for a failed rank."""
     waits, told = threading.Event(), threading.Event()
 
     def fail_or_ask(rank: Apart) -> str:
@@ -315,7 +318,7 @@ def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
 
 
 def test_a_rank_connects_twice() -> None:
-    """For itself and for torch, from the rendezvous to its end, with a failure in between."""
+    """A rank connects once for itself and once for torch, to the end, with a failure in between."""
     port, served, failed = free_port(), threading.Event(), threading.Event()
 
     class Through(Apart):

@@ -92,7 +92,10 @@ class Products(TorchDispatchMode):
     ],
 )
 def test_products_through_a_buffer(device, shape, rows, monkeypatch):
-    """Where torch cannot add to an fp32 sum. Tensors without data stand for those of a GPU."""
+    """Products go through a buffer where torch cannot add to an fp32 sum.
+
+    Tensors without data stand for those of a GPU.
+    """
     monkeypatch.setattr(module, "_adds_in_fp32", lambda *_: False)
     _, sink = make(shape, device)
     dy, x = (torch.zeros(1, n, dtype=torch.bfloat16, device=device) for n in shape)

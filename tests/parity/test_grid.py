@@ -54,8 +54,10 @@ def reference(key: str, packed: bool, fused: bool) -> dict[str, Any]:
 
 
 def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """By torch's own attention and without kernels, another way to the same numbers. Only the
-    kernels' dropout masks are their own."""
+    """Return the reference, computed with torch's own attention and without kernels.
+
+    Only the dropout masks are those of the kernels.
+    """
     fused = bool(fields.get("fused")) and fields.get("hidden_dropout", 0.0) > 0
     other = {"packed", "fused", "poison"} | (set() if fused else {"attention_backend"})
     plain = {name: value for name, value in model_fields(fields).items() if name not in other}
@@ -135,8 +137,10 @@ def test_a_run_is_that_of_one_process(case: Case) -> None:
 
 @pytest.mark.slow
 def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
-    """From scales at which it shows where a layout rounds other sums to 16 bits, or scales
-    gradients in another way.
+    """Layouts that start in overflow skip the same steps as one process.
+
+    The initial scales expose a layout that rounds other sums to 16 bits or scales gradients
+    differently.
     """
     sum_of_parts, each_replica = (
         layout(num_layers=2, **{**FP16, "initial_loss_scale": 2.0**exponent})[2]
@@ -164,7 +168,7 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
 def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(
     recompute: dict[str, Any],
 ) -> None:
-    """To the bit."""
+    """Recomputation repeats the run bit for bit."""
     _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
     for kept, again in run_processes(
         world_size, train, [fields, {**fields, **recompute}], timeout_s=600

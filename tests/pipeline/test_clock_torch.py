@@ -21,8 +21,10 @@ OP = {"F": 0, "B": 1, "I": 2, "W": 3}
 def torch_lists(
     name: str, size: int, chunks: int, micro_batches: int
 ) -> tuple[Lists, list[int], list[int]]:
-    """What torch lists: each rank's passes, the rank of each stage, and of each rank the slots of
-    its table, empty ones included."""
+    """Return torch's lists: passes of each rank, rank of each stage, slots of each rank's table.
+
+    Empty slots are included.
+    """
     stages = [fake_stage(0, size, size * chunks) for _ in range(chunks)]
     v_shaped = name == "ScheduleZBVZeroBubble"
     for chunk, stage in enumerate(stages):

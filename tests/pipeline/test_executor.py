@@ -354,7 +354,7 @@ def on_four(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[int, list[dict[str, Any]]]:
-    """What the ranks of pipelines of two and of four give."""
+    """Return the results of the ranks of pipelines of two and of four."""
     return {2: run_processes(2, on_two), 4: run_processes(4, on_four)}
 
 
@@ -408,15 +408,16 @@ def test_a_dead_neighbour_is_named_on_both_sides() -> None:
 
 
 class Waited:
-    """What dist.irecv gives; its wait is over at the time limit."""
+    """Stand-in for the work of dist.irecv; its wait has reached the time limit."""
 
     def wait(self) -> None:
         raise RuntimeError("Timed out waiting 10000ms for recv operation to complete")
 
 
 def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the reports of hangs. Pipeline rank 1 of 3, whose neighbours are the global ranks 2 and
-    10.
+    """Record and blame messages by global ranks, for the reports of hangs.
+
+    The neighbours of pipeline rank 1 of 3 are the global ranks 2 and 10.
     """
     flight = FlightRecorder()
     flight.describe(6, 1, "n")

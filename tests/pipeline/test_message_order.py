@@ -18,7 +18,7 @@ from megatron.pipeline.schedule import build_schedule
 
 
 class Recorder:
-    """In place of Exchange: writes down what is posted and waited for; what arrives are ones."""
+    """Stand-in for Exchange that logs what is posted and awaited; all tensors received are ones."""
 
     log: list[Any]
 

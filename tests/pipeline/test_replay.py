@@ -50,9 +50,7 @@ def test_no_sooner_than_if_messages_travelled_by_themselves(
 def test_interleaved_messages_are_posted_ahead_of_need(
     size: int, chunks: int, micro_batches: int, latency: float
 ) -> None:
-    """With passes of equal length the step is that of messages that need nobody to post a
-    receive.
-    """
+    """A step with passes of equal length takes as long as if no message needed a posted receive."""
     schedule = build_schedule("interleaved", size, chunks, micro_batches)
     assert (
         replay(actions_of(schedule, latency=latency)).makespan

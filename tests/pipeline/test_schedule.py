@@ -160,7 +160,10 @@ def test_runs_in_dependency_order_without_deadlock(schedule: Schedule, rendezvou
 
 @given(schedules())
 def test_both_ends_of_a_pair_list_their_messages_in_one_order(schedule: Schedule) -> None:
-    """In both directions together: on NCCL the messages of a pair share a communicator."""
+    """Both ends order their messages alike, both directions together.
+
+    On NCCL the messages of a pair share a communicator.
+    """
     seen: dict[tuple[int, frozenset[int]], list[tuple[int, int, Instruction]]] = defaultdict(list)
     for rank, instructions in enumerate(schedule):
         for instruction in instructions:

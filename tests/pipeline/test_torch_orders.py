@@ -54,8 +54,9 @@ def listed_order(name: str, size: int, chunks: int, micro_batches: int) -> list[
 
 
 def executed_order(rank: int, size: int, micro_batches: int) -> Order:
-    """What torch's 1F1B calls on the stage of one rank. (The order it lists for plots is another
-    one.)
+    """Return the calls of torch's 1F1B on the stage of one rank.
+
+    (The order that it lists for plots is another one.)
     """
     order: Order = []
     stage = fake_stage(rank, size, size)

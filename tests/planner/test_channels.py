@@ -147,7 +147,7 @@ def test_a_boundary_is_that_of_its_slowest_replica(
 
 
 def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
-    """On the placement that is chosen."""
+    """Return the channels on the chosen placement."""
     return Channels(config, cluster, choose_placement(config, cluster))
 
 
@@ -175,7 +175,7 @@ def test_messages_by_hand() -> None:
 
 
 def test_latency_of_rings_and_trees() -> None:
-    """What is left at no bytes: the start and the steps, as NCCL counts them."""
+    """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
     start, within, between = 10e-6, 3.6e-6, 19.8e-6
     assert channels.tensor_s("all_gather", 0) == pytest.approx(start + 7 * within)

@@ -73,7 +73,7 @@ def test_cuts_and_rings_by_trying_all(size: int) -> None:
 
 @pytest.mark.parametrize(("groups", "rate"), [(1, 40), (2, 20), (4, 10), (8, 5)])
 def test_cards_give_the_published_rates(groups: int, rate: float) -> None:
-    """With devices in plain order, members a stride of `groups` apart."""
+    """Members a stride of `groups` apart, with devices in plain order, get the published rates."""
     crossing = [tuple(range(first, 8, groups)) for first in range(groups)]
     for found in LINKS.card_shares(crossing):
         assert found.gb_per_s == pytest.approx(rate) and found.basis == "published"

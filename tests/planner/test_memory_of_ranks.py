@@ -57,7 +57,7 @@ def test_the_first_rank_in_closed_form(p, v, m):
 
 
 def chunk(stage: int, **options: object) -> ChunkMemory:
-    """Of four layers."""
+    """Return the memory of a chunk of four layers."""
     config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
     group = config.recompute.recompute_num_layers
     return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], group, 512)

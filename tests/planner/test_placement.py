@@ -129,8 +129,9 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
 
 
 def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Of all orders of eight devices, those whose tensor-parallel groups are fastest; one of each
-    symmetric few.
+    """Yield the orders of eight devices whose tensor-parallel groups are fastest.
+
+    Only some of each set of symmetric orders are kept.
     """
     every = [order for order in itertools.permutations(range(8)) if order[0] in (0, 1)]
     if layout.tensor == 1:

@@ -26,7 +26,7 @@ def start(base: int) -> None:
 
 
 def work(number: int) -> tuple[int, int, bool]:
-    """With the process, and whether it heeds no Ctrl-C that may come now."""
+    """Return the result, the process id, and whether this process now ignores Ctrl-C."""
     held = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     return (
         _base + number,

@@ -113,10 +113,13 @@ def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
 def test_published_products_that_the_points_of_a_dgx_do_not_have(
     m: int, n: int, k: int, published: float
 ) -> None:
-    """Of H100 in bf16: torch's in vLLM's benchmarks (pull requests 49363 and 17126), best shapes of
-    ml-engineering's.
+    """Published rates of H100 products in bf16 that the measured points of a DGX lack.
 
-    The law rests on cubes of 2048 and more; these are flat, long, and down to a sixth of that size.
+    The sources are torch's in vLLM's benchmarks (pull requests 49363 and 17126) and the best shapes
+    of ml-engineering.
+
+    The law rests on cubes of 2048 and more; these products are flat, long, and down to a sixth of
+    that size.
     """
     assert tflops(Rates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(
         published, rel=0.25
@@ -200,8 +203,10 @@ def test_attention_counts_half_of_the_pairs() -> None:
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
 def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, float]) -> None:
-    """Where rates grow faster than lengths, as small measured ones do, the line would end at no
-    time at all.
+    """Times grow with length and never exceed the peak rate.
+
+    Where rates grow faster than lengths, as small measured ones do, the extrapolated line would end
+    at zero time.
     """
     points = ((256.0, 64.0, 2.0), (512.0, 64.0, 10.0))
     figures = [

@@ -536,8 +536,9 @@ def remove(folder: Path) -> None:
 
 
 def judge(code: int | None, text: str) -> str:
-    """What is wrong with the end of a process, by the place where it happened; "" where nothing
-    is.
+    """Describe what is wrong with the end of a process, by the place where it happened.
+
+    Return "" if nothing is wrong.
     """
     if code is None or "Timeout (0:" in text:
         frames = re.findall(r'File "([^"]+)", line \d+ in (\w+)', text.partition("Timeout (0:")[2])
@@ -595,7 +596,10 @@ def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
 
 
 def is_small(config: Any) -> bool:
-    """Whether a step takes a fraction of a second: what is large may be right, and is not run."""
+    """Return whether a step takes a fraction of a second.
+
+    Larger models may be valid and are not run.
+    """
     model, h = config.model, config.model.hidden_size
     wide = max(h, model.ffn_hidden_size or 0) * h
     elements = (

@@ -69,9 +69,7 @@ def trained(folder: Path) -> None:
 
 
 def legacy(folder: Path) -> None:
-    """What a forger makes of a checkpoint: no manifest, a form of old, and a pickle where torch's
-    own is looked for.
-    """
+    """Forge a checkpoint: no manifest, an old format, and a pickle in place of torch's own."""
     from tests.checkpoint.made import make, tensors
 
     made = make(folder / "run", 5, tensors())

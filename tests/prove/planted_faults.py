@@ -66,7 +66,7 @@ def outdated(fault: Fault, root: Path = ROOT) -> str:
 
 
 def copy_tree(folder: Path) -> None:
-    """What git tracks, as it is now, with what was built."""
+    """Copy what git tracks, in its present state, with what was built."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -160,7 +160,7 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
 
 
 def look(fault: Fault) -> tuple[str, str]:
-    """Whether a fault can be planted."""
+    """Report whether a fault can be planted."""
     reason = outdated(fault)
     return ("OUT OF DATE", reason) if reason else ("plantable", fault.what)
 

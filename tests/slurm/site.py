@@ -37,9 +37,7 @@ class Submitted:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def logs(self, start: int = 0) -> Path:
-        """What the tasks wrote to standard error, and the preflight's result, in the job's nth
-        start.
-        """
+        """Folder of the tasks' standard error and the preflight's result in the job's nth start."""
         return self.run / "logs" / self.number / str(start)
 
     def wait_for(self, pattern: str) -> None:
@@ -73,9 +71,7 @@ def submit(
 
 
 def settings_of_site(folder: Path, name: str = "run") -> dict[str, str]:
-    """What a user would have in site.env and in the environment beside it, and a port that no other
-    test has.
-    """
+    """Return the environment of a user with a site.env, and a port that no other test has."""
     return {
         **os.environ,
         "SBATCH_ACCOUNT": "abc123",

@@ -22,14 +22,14 @@ it."""
 
 
 def submit(testbed: Testbed, script: Path, *options: str) -> str:
-    """What `sbatch --test-only` says, after site.env as a user would source it."""
+    """Return the answer of `sbatch --test-only`, after sourcing site.env as a user would."""
     command = f'source {FRONTIER}/site.env && exec sbatch --test-only "$@"'
     site = {"SBATCH_ACCOUNT": "abc123", "SBATCH_PARTITION": RANGES}
     return testbed.ask("bash", "-c", command, "bash", *options, str(script), env=site)
 
 
 def nodes(testbed: Testbed, said: str) -> int:
-    """On how many nodes the job would start."""
+    """Count the nodes on which the job would start."""
     found = re.search(r"to start at .* on nodes? (\S+)", said)
     assert found, said
     return len(testbed.ask("scontrol", "show", "hostnames", found[1]).split())

@@ -34,7 +34,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 def foretold(
     monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]
 ) -> tuple[Job, dict[str, Any]]:
-    """What tools/preflight.py check says of a script, and its findings by subject."""
+    """Run tools/preflight.py check on a script; return the job and its findings by subject."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)

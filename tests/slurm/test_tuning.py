@@ -102,7 +102,7 @@ def tune(
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    """What the folders of trials tell: which were started, and how they ended."""
+    """Read from the folders of trials which were started, and how they ended."""
     found = list[dict[str, Any]]()
     for path in sorted((folder / "tune-space/trials").glob("*/point.json")):
         point, number, result = (
@@ -302,7 +302,10 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
 def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
-    """With --no-kill Slurm itself would let the other nodes idle until the time is over."""
+    """The job is requeued.
+
+    With --no-kill Slurm itself would let the other nodes idle to the time limit.
+    """
     job, _ = held(testbed, tmp_path)
     mended.append("node01")
     testbed.control("lose-node", "node01")

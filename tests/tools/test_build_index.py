@@ -54,7 +54,7 @@ def data(tmp_path: Path) -> dict[str, str]:
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
-    """What is in a folder, and which files they are: name -> (inode, time of change)."""
+    """List the files in a folder with their identity: name -> (inode, modification time)."""
     if not folder.exists():
         return {}
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}

@@ -92,7 +92,7 @@ def test_a_wrong_result_fails(
 
 
 def test_every_operator_has_a_case() -> None:
-    """Of each module that registers operators."""
+    """Every module that registers operators has cases."""
     import megatron.kernels.ops as ops
     from benchmarks import kernel_cases
 

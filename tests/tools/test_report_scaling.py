@@ -176,7 +176,10 @@ WEAK = {64: (424.0, 640), 256: (428.0, 2560), 1024: (432.0, 10240)}
 
 @pytest.mark.parametrize("named", [True, False])
 def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
-    """With points that say what they are, and by batches and layouts alone."""
+    """Efficiency of points that name their kind, and of points without names.
+
+    The latter are told apart by batches and layouts.
+    """
     for kind, worlds in (("strong", STRONG), ("weak", WEAK)):
         folder = scaled(tmp_path / kind, kind, worlds)
         if not named:
@@ -234,7 +237,7 @@ def test_no_run_is_better_within_the_spread(
 
 
 def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
-    """By the slowest step of one against the fastest of the other."""
+    """The bounds of an efficiency pair the slowest step of one with the fastest of the other."""
     for replicas, steps in (
         (1, [424.0, 420.0, 428.0]),
         (2, [426.0, 421.0, 430.0]),

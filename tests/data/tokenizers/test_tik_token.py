@@ -64,8 +64,9 @@ def small(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def published(monkeypatch_module) -> dict[str, dict[str, Any]]:
-    """What tiktoken itself says about the files it knows, without the files: `hash` is that of the
-    rank file.
+    """Return tiktoken's own definitions of its encodings, without their rank files.
+
+    `hash` is that of the rank file.
     """
     from tiktoken_ext import openai_public
 

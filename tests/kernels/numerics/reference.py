@@ -63,8 +63,9 @@ def random(
 
 
 def zeros(count: int, device: str) -> torch.Tensor:
-    """In bf16. On a CPU they take no memory: all are the system's one page of zeros until somebody
-    writes.
+    """Return zeros in bf16.
+
+    On a CPU they take no memory until written: all are the system's one page of zeros.
     """
     if device == "cpu":  # torch.zeros would write
         return torch.from_numpy(np.zeros(count, np.int16)).view(torch.bfloat16)

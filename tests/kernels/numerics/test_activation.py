@@ -52,7 +52,7 @@ def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
 
 
 def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
-    """Of inputs in float64, bias included."""
+    """Return the reference for inputs in float64, bias included."""
     a = inputs[0]
     if kind == "squared_relu":
         y, slope = a.clamp(min=0).square(), 2 * a.clamp(min=0)
@@ -128,8 +128,9 @@ def test_against_float64(
     ("rows", "columns", "kind"), [(1000, 13, "gelu"), (1000, 26, "swiglu"), (4100, 8, "gelu")]
 )
 def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: str) -> None:
-    """In several parts, the last of which is not full; the first split gives parts of unequal
-    length too.
+    """Sum the bias gradient in several parts, the last not full.
+
+    The first split gives parts of unequal length too.
     """
     x = random((rows, columns), torch.float32, device, 0)
     compare(x, random((columns,), torch.float32, device, 1).requires_grad_(), kind, 2)
@@ -154,7 +155,7 @@ def test_small_and_far_negative(device: str, kind: str) -> None:
 @types
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
-    """As large as the type has them: the limits, no NaN out of what is finite."""
+    """The largest inputs of the type give the limits; finite inputs give no NaN."""
     top = torch.finfo(dtype).max
     a = torch.tensor(
         [1e4, -1e4, top, -top, top / 2, -top / 2, 0.0, -0.0], dtype=dtype, device=device

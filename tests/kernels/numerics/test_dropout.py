@@ -134,7 +134,7 @@ def test_against_float64(
 @devices
 @pytest.mark.parametrize("columns", [8, 13])
 def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
-    """In many parts, the last of which is not full."""
+    """Sum the bias gradient in many parts, the last of which is not full."""
     x = torch.zeros(4100, columns, device=device, requires_grad=True)
     bias = torch.zeros(columns, device=device, requires_grad=True)
     bias_dropout_add(x, bias, None, 0.5, 3).backward(torch.ones_like(x))

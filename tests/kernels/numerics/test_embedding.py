@@ -112,7 +112,7 @@ def test_the_same_bits_every_time(device: str) -> None:
 @tables
 @types
 def test_a_cpu_has_the_bits_of_torch(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
-    """With a library and without one a run on a CPU is the same."""
+    """A run on a CPU gives the same bits with a library and without one."""
     for width in (5, 8, 96):
         rows, tables = (
             rows_of([300, 40, 40, 1], 6, width),

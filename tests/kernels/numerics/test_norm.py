@@ -42,7 +42,7 @@ def relative(n: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What is normalised and how; `scale` and `shift` of its numbers."""
+    """Options of a normalisation; `scale` and `shift` apply to the numbers it is given."""
 
     rms: bool = False
     added: bool = False

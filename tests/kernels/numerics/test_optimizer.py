@@ -231,8 +231,10 @@ def test_adamw_settings(scale: float, decay: float) -> None:
 
 @devices
 def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
-    """With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, a decay 1 - 1e-6 by
-    5%.
+    """Coefficients are not rounded before they are used.
+
+    With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, and a decay of 1 - 1e-6
+    by 5%.
     """
     g, m, v = (
         torch.full((64,), 2.0, device=device),

@@ -41,7 +41,7 @@ def tables(
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """By the definition: a complex product for each pair."""
+    """Rotate by the definition: a complex product for each pair."""
     half = cos.shape[-1]
     turn = torch.complex(cos.double().cpu(), sin.double().cpu())
     pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
@@ -49,7 +49,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def size(x: torch.Tensor, half: int) -> torch.Tensor:
-    """Of the terms that make up an entry; nothing where it is copied."""
+    """Return the size of the terms that make up an entry; zero where it is copied."""
     x = x.detach().abs()
     both = x[..., :half] + x[..., half : 2 * half]
     return torch.cat((both, both, torch.zeros_like(x[..., 2 * half :])), dim=-1)
@@ -141,7 +141,7 @@ def test_nan_stays_with_its_pair(device: str) -> None:
 @without_simulator
 @devices
 def test_positions_more_than_2_31_elements_apart(device: str) -> None:
-    """In memory that nobody touches but where the two positions lie."""
+    """Rotate two positions in memory that is otherwise untouched."""
     apart = 2**31 + 8
     x = zeros(apart + 8, device).as_strided((2, 1, 1, 8), (apart, 8, 8, 1))
     x.copy_(random((2, 1, 1, 8), torch.bfloat16, device, 0))

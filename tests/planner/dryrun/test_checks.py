@@ -39,7 +39,10 @@ def call(rows: int) -> Collective:
 
 
 def test_members_of_a_group_must_post_the_same() -> None:
-    """In the groups that they share: rank 4 posts what it likes to one in which rank 0 is not."""
+    """Members of a shared group must post the same.
+
+    Rank 4 may post anything in a group without rank 0.
+    """
     good = {0: {(0, 4): [call(4), call(8)]}, 4: {(1, 4): [call(5)], (0, 4): [call(4), call(8)]}}
     assert check_collectives(good) == []
     (finding,) = check_collectives({**good, 4: {(0, 4): [call(4), call(9)]}})

@@ -107,8 +107,9 @@ def test_numbers_are_read_without_values() -> None:
 
 
 def test_attention_of_a_gpu_keeps_no_scores() -> None:
-    """Of queries, keys and values [b, n, s, d] in bf16 it keeps them, the result and n s fp32
-    numbers.
+    """Attention of a GPU keeps queries, keys and values, the result, and n s fp32 numbers.
+
+    Queries, keys and values are [b, n, s, d] in bf16.
     """
     b, n, s, d = 2, 4, 256, 64
     follower = Follower("meta")
@@ -124,7 +125,7 @@ def test_attention_of_a_gpu_keeps_no_scores() -> None:
 
 
 def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
-    """As NCCL and gloo do; and a message is not gone before."""
+    """Tensors are held until their collective is awaited, as in NCCL and gloo; so are messages."""
     follower = Follower("meta")
     config = Config.create(
         num_layers=2,

@@ -157,8 +157,9 @@ def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
 
 
 def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
-    """Of each parameter, without padding, fp32 weights and two moments, each of which begins on 64
-    bytes.
+    """A background save copies fp32 weights and two moments of each parameter, without padding.
+
+    Each copy begins on 64 bytes.
     """
     fields = dict(world_size=1, global_batch_size=2, bf16=True)
     config = make(**fields, save="/nowhere", async_save=True)

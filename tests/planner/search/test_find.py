@@ -65,8 +65,9 @@ def every_layout(of: Search) -> list[tuple[float, Layout]]:
     ],
 )
 def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypatch):
-    """With few estimates, so that most layouts are left out: the best, and the best with each
-    value, within 0.5 %.
+    """The search finds the best layout, and the best with each value within 0.5 %.
+
+    It makes few estimates, so that most layouts are left out.
     """
     monkeypatch.setattr(find, "ESTIMATED", 8)
     of = given(gib, **wanted)
@@ -107,9 +108,7 @@ def test_a_process_that_is_killed_ends_the_search(monkeypatch):
 
 @pytest.mark.slow
 def test_no_layer_more_is_recomputed_than_must_be():
-    """Of whole layers as few as fit; and nothing of a micro-batch that is too large is looked
-    at.
-    """
+    """Recompute the fewest whole layers that fit; skip micro-batches that are too large."""
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
     of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
     found = search(of)

@@ -73,7 +73,10 @@ def test_parts_add_up(machine, config):
 
 @given(machine=st.sampled_from([*MACHINES]), config=configs())
 def test_the_folded_cost_is_near_the_estimate(machine, config):
-    """Of small steps with few micro-batches, in which what it leaves out weighs most."""
+    """The folded cost is near the estimate in small steps with few micro-batches.
+
+    The terms that it leaves out weigh most there.
+    """
     found = estimate(config, MACHINES[machine])
     folded = folded_seconds(
         config, MACHINES[machine], Channels(config, MACHINES[machine], found.placement)

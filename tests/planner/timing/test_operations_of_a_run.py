@@ -54,7 +54,7 @@ PRODUCTS = {
 
 
 def key(m: int, n: int, k: int, batch: int) -> tuple[int, ...]:
-    """Of a batched product autograd may make the transposed one: [n, k] x [k, m]."""
+    """Return the key of a product; autograd may transpose a batched one: [n, k] x [k, m]."""
     return (m, n, k, 1) if batch == 1 else (min(m, n), max(m, n), k, batch)
 
 
@@ -87,7 +87,7 @@ class Products(TorchDispatchMode):
 
 
 def ran(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
-    """For each case what this rank multiplied and sent in a step of two micro-batches."""
+    """Return this rank's products and messages in a step of two micro-batches, for each case."""
     topology = join(
         cases[0]["tensor_model_parallel_size"], cases[0]["pipeline_model_parallel_size"]
     )

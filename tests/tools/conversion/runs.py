@@ -233,7 +233,7 @@ def pipe_name(name: str) -> str:
 
 
 def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
-    """What our own engine makes of converted checkpoints."""
+    """Load converted checkpoints into our own engine and return its results."""
     topology = join()
     return [one_after(topology, directory) for directory in directories]
 

@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wrote(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks had that wrote each folder."""
+    """Write each folder and return the state of the ranks that wrote it."""
     two = run_processes(2, runs.on_two, str(folder))
     found = {name: [rank[name] for rank in two] for name in two[0]}
     return found | {"stages": run_processes(4, runs.over_stages, str(folder / "stages"), "fp16")}
@@ -104,7 +104,7 @@ def plans(folder: Path, wrote: Any) -> dict[str, Plan]:
 
 @pytest.fixture(scope="module")
 def ours_has(folder: Path, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
-    """What our own engine has after loading what was converted."""
+    """Return the state of our own engine after it loaded the converted checkpoints."""
     (found,) = run_processes(1, runs.ours_after, [str(folder / f"{name}-new") for name in plans])
     return dict(zip(plans, found, strict=True))
 

@@ -46,7 +46,7 @@ def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
 
 
 def nested(flat: Tensors) -> dict[str, Any]:
-    """As Megatron's state_dict_for_save_checkpoint nests it."""
+    """Nest tensors as Megatron's state_dict_for_save_checkpoint does."""
     out: dict[str, Any] = {"language_model": {"embedding": {}, "encoder": {}}}
     m = out["language_model"]
     for name, x in flat.items():

@@ -62,9 +62,7 @@ WEIGHT_DECAY = 0.1
 
 
 def arguments(style: str, **more: Any) -> argparse.Namespace:
-    """What Megatron-DeepSpeed keeps of its command line, as far as a conversion looks at it, and
-    some of the rest.
-    """
+    """Return Megatron-DeepSpeed's saved arguments: those that a conversion reads, and others."""
     common = dict(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -343,8 +341,9 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def shard_of(
     name: str, whole: torch.Tensor, a: argparse.Namespace, t: int, tp: int
 ) -> torch.Tensor:
-    """What tensor rank t of tp holds in Megatron: its heads, its columns of gate and of value, its
-    tokens.
+    """Return the shard of tensor rank t of tp in Megatron.
+
+    It has its heads, its columns of gate and of value, or its tokens.
     """
     if "query_key_value" in name:
         return whole.view(a.num_key_value_heads, -1, *whole.shape[1:]).chunk(tp)[t].flatten(0, 1)

@@ -153,7 +153,7 @@ def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_runs_go_on(job: Job, every: bool) -> None:
-    """In the campaign with a journal after each block."""
+    """Resume killed runs. In the campaign the journal is written after each block."""
     old = job.at(job.folder / "old")
     old.folder.mkdir()
     preprocess(
@@ -175,7 +175,7 @@ def test_killed_runs_go_on(job: Job, every: bool) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_while_a_run_begins_anew(job: Job, every: bool) -> None:
-    """What is thrown away is thrown away journal first: the next run finds all of it or nothing."""
+    """Discard the journal first, so that the next run finds all discarded output or none."""
 
     def begin_anew(folder: Path) -> None:
         with pytest.raises(PreprocessStopped):
@@ -193,7 +193,7 @@ def test_killed_while_a_run_begins_anew(job: Job, every: bool) -> None:
 
 
 def power_cut(folder: Path, sizes: dict[int, int]) -> None:
-    """What a power cut may do: files lose what was not brought to disk."""
+    """Simulate a power cut: files lose what was not synced to disk."""
     for path in folder.glob("o_partial/*"):
         os.truncate(path, min(path.stat().st_size, sizes.get(path.stat().st_ino, 0)))
 

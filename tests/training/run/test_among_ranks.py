@@ -53,7 +53,7 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 def agree(topology: Topology, folder: str) -> Any:
-    """What was sent, and the answers: with nothing on, one step late, and at once."""
+    """Return the sizes sent and the answers: with nothing on, one step late, and at once."""
     sent: list[int] = []
     plain = dist.all_reduce
 
@@ -219,7 +219,7 @@ LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {
 
 
 def kernels(topology: Topology, folder: str) -> Any:
-    """What check_kernels says on this rank of each case of LIBRARIES."""
+    """Return this rank's message from check_kernels for each case of LIBRARIES."""
     said = {}
     for name, (paths, prints, alike) in LIBRARIES.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -285,7 +285,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def texts(topology: Topology, folder: str) -> Any:
-    """By greedy choice on each layout, and a drawn one on the first."""
+    """Generate greedily on each layout, and by sampling on the first."""
     found = []
     for fields, sampling in (
         *((fields, Sampling(temperature=0)) for fields in LAYOUTS),
@@ -334,7 +334,7 @@ def do_all(rank: int, folder: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """What the ranks gave for a case on a layout."""
+    """Return a function that gives the ranks' results of a case on a layout."""
     ranks = run_processes(RANKS, do_all, str(tmp_path_factory.mktemp("ranks")))
 
     def of(case: Case, tensor: int = 1, pipeline: int = 1) -> list[Any]:

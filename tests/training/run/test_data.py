@@ -43,7 +43,7 @@ def topology(rank: int = 0, **layout: int) -> Topology:
 
 
 def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
-    """What `run` returns, or raises, for each of several ranks that are threads."""
+    """Run each of several ranks in a thread; return results or exceptions."""
     outcomes: list[Any] = [None] * number
 
     def call(rank: int) -> None:
@@ -131,7 +131,10 @@ def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(
 
 
 def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: Path) -> None:
-    """Of three pipeline stages on a node the middle one reads nothing, and all leave together."""
+    """One process of a node copies, only stages that read data need it, and all leave together.
+
+    The middle one of three pipeline stages on a node reads nothing.
+    """
     prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), list[str]()
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
     asked = config(**fields, stage_data_to=str(tmp_path / "disk"))

@@ -176,9 +176,12 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     ids=lambda fields: "-".join(fields) if isinstance(fields, dict) else str(fields),
 )
 def test_a_step_of_the_loop_waits_once(tmp_path: Path, ranks: int, fields: dict[str, Any]) -> None:
-    """For the figures of one step: its own, or where nobody needs them so soon the one's before,
-    after its passes. The first steps also compare copies. With --save the ranks agree in every
-    step, behind the device's back."""
+    """A step of the loop waits once, for the figures of one step.
+
+    They are its own, or, if not needed so soon, those of the step before, after its passes. The
+    first steps also compare copies. With --save the ranks agree in every step, without involving
+    the device.
+    """
     fields = {
         "save": str(tmp_path),
         "load": str(tmp_path),

@@ -95,7 +95,7 @@ class Case:
         )
 
     def step(self, iteration: int, seconds: float = 1.0) -> None:
-        """What the loop does after a step."""
+        """Do what the loop does after a step."""
         self.now += seconds
         agreed = self.agreement.now()
         self.saves.commit_written(agreed)
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def failure(self) -> str | None:
-        """What the failed save would say at the end of the run."""
+        """Return the error that the failed save would raise at the end of the run."""
         try:
             self.saves.check()
         except CheckpointError as error:

@@ -46,7 +46,7 @@ def test_a_picture_of_nothing_is_an_error(
 
 
 def what_was_made(folder: Path) -> int:
-    """Whether all of the example is there; when its corpus was made."""
+    """Check that the example's outputs are complete, and return when its corpus was made."""
     records = read_records(folder / "run" / "metrics.jsonl")
     valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
     assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens

@@ -230,8 +230,9 @@ def steps(
         WAYS[way]()
 
     def there(state: FlightState) -> bool:
-        """Where a rank that waits for the victims, or the one that left out a collective, will
-        stay.
+        """Return whether a rank has reached the place where it will stay.
+
+        It waits for the victims, or is the one that left out a collective.
         """
         if way == "slow":
             return state.call is not None and (state.call.kind, state.call.sequence) == ("world", 7)

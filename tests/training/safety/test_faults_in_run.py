@@ -24,7 +24,7 @@ SMALL = {**FIELDS, "num_layers": 2, "eval_iters": 0, "log_interval": 1}
 
 
 def iterations(folder: Path) -> list[int]:
-    """Of the checkpoints that are there."""
+    """Return the iterations of the checkpoints present."""
     return sorted(
         int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix
     )
@@ -183,7 +183,7 @@ def slurm(folder: Path, left: str) -> dict[str, str]:
 
 
 def asked_back(folder: Path) -> list[str]:
-    """What scontrol was asked for."""
+    """Return the calls of scontrol."""
     asked = folder / "asked"  # by nobody where the run was over before squeue had begun
     return (
         [line for line in asked.read_text().splitlines() if line.startswith("scontrol")]
@@ -294,7 +294,7 @@ def test_computing_times_of_ranks_are_reported(tmp_path: Path) -> None:
 
 
 def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[tuple[str, float]]:
-    """What is done, and how long the watchdog waits for it then; 0 where nobody watches."""
+    """Return each operation and the watchdog's limit for it; 0 where there is no watchdog."""
     from megatron.pipeline.executor import Executor
     from megatron.training.safety.watchdog import Watchdog
 
@@ -316,7 +316,7 @@ def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[tuple[s
 
 
 def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: Path) -> None:
-    """That may take nine tenths of --distributed-timeout-minutes."""
+    """A first step or evaluation may take nine tenths of --distributed-timeout-minutes."""
     limits = dict(
         hang_timeout=100.0,
         distributed_timeout_minutes=10.0,

@@ -55,7 +55,7 @@ RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 
 
 def rule(progress: Progress, window: int = 4) -> Any:
-    """What find_spike reads of a run."""
+    """Return the part of a run that find_spike reads."""
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
     folders = dict(save="unused", load="unused")
     config = Config.create(**options, **folders, loss_spike_factor=2.0, loss_spike_window=window)
