@@ -1,6 +1,4 @@
-"""Settings for every test process: few threads, no device that is not there, repeatable random
-examples.
-"""
+"""Settings for every test process: few threads, no missing device, repeatable random examples."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Before anything imports torch or DeepSpeed: the tests run many processes on few cores.
+# Set before torch or DeepSpeed is imported: the tests run many processes on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,31 +19,30 @@ _HAS_DRIVER = any(Path(path).exists() for path in ("/dev/kfd", "/dev/nvidiactl",
 if not _HAS_DRIVER:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# A shell starts what it runs in the background with SIGINT ignored, which every program under test
-# would inherit.
+# A shell starts background jobs with SIGINT ignored, and every program under test would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-# `make test` gives the same answer every time; `make prove ONLY=hypothesis` looks further, at
+# `make test` gives the same answer every time; `make prove ONLY=hypothesis` searches further, at
 # random.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("test", derandomize=True, database=None, max_examples=25, **_COMMON)  # type: ignore[arg-type]
 settings.register_profile("prove", print_blob=True, max_examples=1000, **_COMMON)  # type: ignore[arg-type]
 settings.load_profile("test")
 
-# What a launcher leaves in the environment must not reach the tests: they would wait for other
-# ranks.
+# Variables of a launcher must not reach the tests: they would wait for other ranks.
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "PALS_", "TORCHELASTIC_", "MPI_LOCAL")
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 for _name in [name for name in os.environ if name.startswith(_LAUNCHERS) or name in _RANKS]:
     del os.environ[_name]
 
 CAMPAIGN_LIMIT_S = 3600
-# A worker gets whole files (--dist loadfile). Those that take longest begin first, so that no
-# worker ends alone.
+# A worker gets whole files (--dist loadfile). Those that take longest start first, so that no
+# worker finishes alone.
 LONGEST = """
     planner/dryrun/test_rehearsal.py training/safety/test_faults_in_run.py engine/test_engine.py parity/test_grid.py
     training/run/test_run.py training/safety/test_not_finite.py
@@ -77,15 +74,13 @@ def _has_gpu() -> bool:
 def _partition(
     config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]
 ) -> None:
-    """Leave out the items that `keep` refuses."""
+    """Deselect the items that `keep` rejects."""
     config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
     items[:] = [item for item in items if keep(item)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the tests of one campaign, or those of none; leave out what needs a device that is not
-    here.
-    """
+    """Select the tests of one campaign, or those of none; deselect tests of missing devices."""
     wanted = config.getoption("campaign")
 
     def campaigns(item: pytest.Item) -> set[str]:
@@ -107,6 +102,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test leaves the variables of ranks as it found them."""
+    """Restore the variables of ranks after every test."""
     for name in _RANKS:
         monkeypatch.delenv(name, raising=False)

@@ -1,6 +1,4 @@
-"""The pure parts of `make bench`: the same work on every side, figures, ratios and the comparison
-of two runs.
-"""
+"""Pure parts of `make bench`: equal work on every side, figures, ratios, and comparing two runs."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import results` and its like find benchmarks/ and benchmarks/peers/."""
+    """Make `import results` and the like find benchmarks/ and benchmarks/peers/."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
@@ -34,8 +32,9 @@ def module(name: str) -> Any:
 
 
 def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_and_pair() -> None:
-    """The count that nanoGPT and PaLM (appendix B) give, from the sizes alone; biases, norms and
-    positions left out.
+    """FLOPs by size alone equal the count of nanoGPT and PaLM (appendix B).
+
+    Biases, norms and positions are left out.
     """
     case = module("workloads").cpu_cases()[0]
     matrices = 12 * 12 * 768**2 + 50304 * 768
@@ -46,7 +45,7 @@ def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_an
 
 
 def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
-    """Same model: a closed form on our side, the number of weights torch holds on the peer's."""
+    """Our closed form gives the number of weights that torch holds: the model is the same."""
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = workloads.quick(workloads.cpu_cases()[0])
     task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
@@ -54,8 +53,11 @@ def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
 
 
 def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
-    """Small initial weights make every token about as likely: ln V, off by the logits' variance
-    (their standard deviation is about 0.02 sqrt(64) = 0.16, half its square is 0.013)."""
+    """The initial loss is ln V, since small initial weights make every token about equally likely.
+
+    It is off by the variance of the logits: their standard deviation is about 0.02 sqrt(64) = 0.16,
+    and half its square is 0.013.
+    """
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = workloads.quick(workloads.cpu_cases()[0])
     task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
@@ -65,7 +67,7 @@ def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
 
 
 def test_attention_of_the_plain_loop_is_causal() -> None:
-    """The hidden state at a position does not change with later tokens."""
+    """The hidden state at a position does not depend on later tokens."""
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=2, sequence=8)
     layer = plain.Layer(
@@ -78,7 +80,7 @@ def test_attention_of_the_plain_loop_is_causal() -> None:
 
 
 def test_every_side_takes_the_case_s_tokens_a_step() -> None:
-    """Every flag of our spaces exists and the layouts divide: the parser checks both."""
+    """Every flag of our spaces exists and the layouts divide, as the parser checks."""
     workloads, sides = module("workloads"), module("sides")
     for case in workloads.cpu_cases():
         for side in case.sides:
@@ -155,7 +157,7 @@ def outcomes(*rounds: list[float]) -> list[Any]:
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    """A machine half as fast in the second round changes both sides and no ratio."""
+    """A machine half as fast in the second round changes both sides and therefore no ratio."""
     results, case = module("results"), module("workloads").cpu_cases()[0]
     ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)

@@ -1,6 +1,4 @@
-"""benchmarks/checkpoint.py runs to its end, on a model of almost nothing, and says all it
-promises.
-"""
+"""benchmarks/checkpoint.py runs to its end on a tiny model and prints all that it promises."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The artificial network of benchmarks/delayed_links.py: what completes after what, and not before
-when.
-"""
+"""Simulated network of benchmarks/delayed_links.py: the order and earliest time of completions."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ BYTES = 1_000_000  # 20 ms on such a link
 
 
 def delayed_links() -> Any:
-    """The module, which is a program's neighbour and not in a package."""
+    """Load the module, which lies beside a program and in no package."""
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "delayed_links.py"
     spec = importlib.util.spec_from_file_location("delayed_links", path)
     assert spec and spec.loader
@@ -39,9 +37,7 @@ def start() -> Any:
 
 
 def collectives(rank: int) -> list[tuple[str, float, float, bool]]:
-    """(kind, bytes, seconds from begun to the end of the call, right result) for each kind of
-    collective.
-    """
+    """Return (kind, bytes, seconds to the end of the call, right result) for each collective."""
     links = start()
     n, found = dist.get_world_size(), []
     ones, small = torch.ones(BYTES // 4), torch.ones(BYTES // 4 // n)
@@ -69,20 +65,18 @@ def collectives(rank: int) -> list[tuple[str, float, float, bool]]:
 
 def test_every_collective_takes_at_least_its_time_and_keeps_its_result() -> None:
     for found in run_processes(2, collectives):
-        # Two ranks in a ring: all of the tensor for an all-reduce, half of it for a reduce-scatter
-        # or an all-gather.
+        # In a ring of two ranks, an all-reduce sends the whole tensor, a reduce-scatter or an
+        # all-gather half of it.
         wire = [BYTES, BYTES, BYTES, BYTES / 2, BYTES / 2, 0]
         assert [size for _, size, _, _ in found] == wire
         for kind, size, seconds, right in found:
             assert right, kind
-            # A millionth of a second for the rounding of times.
+            # Allow a microsecond for the rounding of times.
             assert seconds >= LATENCY_S + size / (GIGABYTES_PER_S * 1e9) - 1e-6, kind
 
 
 def one_late(rank: int) -> tuple[float, float, float]:
-    """(when this rank posted a collective, when the message began, when this rank had it); rank 1
-    posts late.
-    """
+    """Post a collective late on rank 1; return (own post, begin of the message, its arrival)."""
     links = start()
     time.sleep(0.1 * rank)
     dist.all_reduce(torch.ones(1))
@@ -91,7 +85,7 @@ def one_late(rank: int) -> tuple[float, float, float]:
 
 
 def test_a_message_begins_when_its_last_rank_has_posted_it() -> None:
-    # on a busy machine it may be rank 0 that posts late
+    # On a busy machine rank 0 may be the one that posts late.
     early, late = sorted(run_processes(2, one_late))
     assert early[1] == late[1] == late[0]
     assert early[0] < late[0]
@@ -99,8 +93,10 @@ def test_a_message_begins_when_its_last_rank_has_posted_it() -> None:
 
 
 def queue_of_three(rank: int) -> tuple[list[bool], list[tuple[float, float, float]]]:
-    """Three messages from rank 0 to rank 1 and one back, waited for last first: whether each said
-    that it was complete before it arrived, and (begun, departs, arrives)."""
+    """Send three messages from rank 0 to rank 1 and one back, and wait for the last one first.
+
+    Return whether each claimed to be complete before it arrived, and (begun, departs, arrives).
+    """
     links = start()
     tensors = [torch.full((BYTES // 4,), float(i)) for i in range(3)]
     back = torch.ones(1)
@@ -119,7 +115,7 @@ def queue_of_three(rank: int) -> tuple[list[bool], list[tuple[float, float, floa
     )
     assert [float(tensor[0]) for tensor in tensors] == [0.0, 1.0, 2.0]
     assert ended >= links.messages[2].arrives
-    # On a busy machine one may be asked for when it has long arrived.
+    # On a busy machine a message may have arrived long before it is asked for.
     arrivals = [message.arrives for message in links.messages]
     early = [
         complete and when < arrival
@@ -135,18 +131,18 @@ def test_messages_of_a_link_follow_each_other_and_directions_do_not() -> None:
     for early, messages in (first, second):
         assert early == [False] * 4, "a message that had just been posted was complete"
         begun, departs, arrives = zip(*messages, strict=True)
-        # Clocks are those of the whole machine and the times are exchanged, so both ends compute
+        # The clock is that of the whole machine and the times are exchanged, so both ends compute
         # the same.
         assert departs == pytest.approx([message[1] for message in first[1]], abs=near)
         for i in range(2):
-            # The next one waits for the link and not for the arrival: latency holds up nobody.
+            # The next message waits for the link, not for the arrival: latency blocks no message.
             assert departs[i + 1] == pytest.approx(
                 max(begun[i + 1], departs[i] + carrying), abs=near
             )
         assert arrives == pytest.approx(
             [d + carrying + LATENCY_S for d in departs[:3]] + [arrives[3]], abs=near
         )
-        # The way back is free: the message there waits for none of the three.
+        # The other direction is free: its message waits for none of the three.
         assert departs[3] == pytest.approx(begun[3], abs=near)
 
 

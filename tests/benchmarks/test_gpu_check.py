@@ -1,4 +1,4 @@
-"""`make gpu-check`: what is begun, cut and repeated within a budget, and what the report says."""
+"""`make gpu-check`: the steps started, cut and repeated within a budget, and the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAKES = {"fast": 10.0, "slow": 100.0, "other": 20.0}
 
 @pytest.fixture(autouse=True)
 def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import gpu_check` and its like find benchmarks/."""
+    """Make `import gpu_check` and the like find benchmarks/."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
@@ -31,8 +31,9 @@ def module(name: str) -> Any:
 
 
 class Machine:
-    """Steps that take virtual time. codes: exit codes; says: what goes to the log; played: (name,
-    limit) of each.
+    """Machine whose steps take virtual time.
+
+    `codes`: exit codes; `says`: text for the log; `played`: (name, limit) of each step run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,8 +66,9 @@ class Machine:
         fresh: bool = False,
         **more: Any,
     ) -> tuple[bool, dict[str, str]]:
-        """A call: whether nothing failed, and the verdicts in the report; `played` is of this call
-        alone.
+        """Call the check once: whether nothing failed, and the verdicts in the report.
+
+        `played` covers this call alone.
         """
         gpu_check, self.played = module("gpu_check"), []
         steps = [
@@ -101,7 +103,7 @@ def here(tmp_path: Path) -> Machine:
 def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
     """A budget of 60 s skips the step that takes 100 s; the next call runs only that step."""
     assert here.check(60) == (True, {"fast": "passed", "slow": "not done", "other": "passed"})
-    # four times what is foreseen, and no more than is left
+    # Four times the expected time, but no more than the time left.
     assert here.played == [("fast", 40), ("other", 50)]
     assert here.check(120) == (True, dict.fromkeys(TAKES, "passed"))
     assert here.played == [("slow", 120)]
@@ -119,7 +121,7 @@ def test_what_was_cut_comes_last_and_gets_all_that_is_left(here: Machine) -> Non
     )
     assert here.played == [("slow", 80), ("other", 25)]
     here.check(60, foreseen=foreseen)
-    assert here.played == [("fast", 60)]  # 80 s were not enough: with 50 it is not begun
+    assert here.played == [("fast", 60)]  # 80 s were not enough: with 50 s it is not started
     assert here.report()["slow"]["verdict"] == "cut"
     assert here.check(150, foreseen=foreseen) == (True, dict.fromkeys(foreseen, "passed"))
     assert here.played == [("slow", 150)]
@@ -200,7 +202,9 @@ def test_what_only_skips_proves_nothing(here: Machine, said: str, verdict: str) 
 
 
 def test_the_share_of_the_peak_is_in_the_figures() -> None:
-    """A step that does in a second what an H100 SXM could do in half of one by its data sheet,
+    """The share of the peak is in the figures.
+
+    The step does in one second the work that an H100 SXM does in half a second by its data sheet,
     989.4 TFLOP/s.
     """
     bench, workloads, sides = module("bench"), module("workloads"), module("sides")
@@ -216,8 +220,9 @@ def test_the_share_of_the_peak_is_in_the_figures() -> None:
 
 
 def test_shares_of_the_copy_are_medians() -> None:
-    """400 MB where a copy takes 1 ms for 1 GB: 0.8 and 0.5 of its rate in 0.5 and 0.8 ms, over two
-    operators.
+    """Shares of the copy rate are medians over operators.
+
+    400 MB, where a copy takes 1 ms for 1 GB, are 0.8 and 0.5 of its rate in 0.5 and 0.8 ms.
     """
     tables = module("kernel_tables")
     rows = [
@@ -301,7 +306,7 @@ def test_correctness_host_waits_and_g1_come_within_six_minutes() -> None:
 
 
 def test_parity_is_of_what_the_machine_has() -> None:
-    """A pipeline's messages need two devices."""
+    """Parity covers what the machine has: a pipeline's messages need two devices."""
 
     def names(device: str, count: int) -> set[str]:
         return {case.name.split(",")[0] for case in parity.cases(device, count)}
@@ -339,7 +344,7 @@ if os.fork() == 0:
     open(sys.argv[1], "w").write(str(os.getpid()))
 signal.pause()
 """
-# The limit is over when the process in its own session has told its number.
+# The time limit expires once the process in its own session has reported its number.
 ENDS = """
 import subprocess, sys; sys.path.insert(0, "benchmarks")
 from pathlib import Path
@@ -370,7 +375,7 @@ def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.campaign("benchmarks")
 def test_without_a_gpu_it_is_rehearsed(tmp_path: Path) -> None:
-    """Whatever this machine has: nothing fails, and a second call repeats nothing that passed."""
+    """The rehearsal fails on no machine, and a second call repeats nothing that passed."""
     command = [
         sys.executable,
         "benchmarks/gpu_check.py",

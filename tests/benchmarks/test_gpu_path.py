@@ -1,6 +1,4 @@
-"""What is measured of the GPU path, where there is no GPU: host waits by line, idle gaps, points
-before and after.
-"""
+"""GPU path measured on a machine without one: host waits by line, idle gaps, and points."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.helpers.launching import ROOT
 
 @pytest.fixture(autouse=True)
 def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `import points` and its like find benchmarks/."""
+    """Make `import points` and the like find benchmarks/."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
@@ -32,7 +30,7 @@ def module(name: str) -> Any:
 
 
 def lines(waits: Any) -> dict[int, int]:
-    """Waits by line of this file."""
+    """Return the waits by line of this file."""
     here = str(Path(__file__).relative_to(ROOT))
     return {int(line.removeprefix(f"{here}:")): n for (line, _), n in waits.counts.items()}
 
@@ -62,8 +60,9 @@ def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_
 
 
 def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its warning, as torch gives it from C++, and calls it does not warn of; other warnings
-    stay.
+    """Count each wait that torch reports.
+
+    It warns of them from C++, but not of all calls; other warnings remain.
     """
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -98,7 +97,7 @@ def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
 
 
 def event(category: str, name: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
-    """A complete event of a trace, microseconds."""
+    """Return a complete trace event, in microseconds."""
     return {
         "ph": "X",
         "cat": category,
@@ -111,8 +110,10 @@ def event(category: str, name: str, start: float, length: float, stream: int = 7
 
 
 def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> None:
-    """Kernels at 0 to 100, beside it 10 to 20 and 50 to 120, 300 to 400, 405 to 500: idle from 120
-    to 300 and for 5.
+    """Gaps are those of the busiest stream and name the host's activity.
+
+    Kernels run at 0 to 100, beside it 10 to 20 and 50 to 120, then 300 to 400 and 405 to 500: idle
+    from 120 to 300, and for 5.
     """
     trace = [
         event("kernel", "a", 0, 100),
@@ -210,7 +211,10 @@ def test_a_wrong_sum_is_a_failed_row(
 def test_both_sides_of_every_training_are_taken_and_differ(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each twice, of 1 s and 2 s a step; on two devices of ROCm, on which all of them run."""
+    """Both sides of every training run twice, at 1 s and 2 s a step.
+
+    Two devices of ROCm can run all of them.
+    """
     points, sides = module("points"), module("sides")
     started: list[tuple[dict[str, str], Any]] = []
 

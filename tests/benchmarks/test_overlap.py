@@ -1,5 +1,6 @@
-"""Predictions of benchmarks/overlap.py from recorded messages, against closed forms; no processes,
-no times.
+"""Predictions of benchmarks/overlap.py from recorded messages, against closed forms.
+
+There are no processes and no times.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ def overlap_replay(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def window(overlap: bool) -> dict[str, Any]:
-    """Two messages of 1e6 bytes in a step of 4 s that began at 100; the second rank waits as the
-    first.
+    """Record two messages of 1e6 bytes in a step of 4 s that began at 100.
 
-    Without overlap computing (3 s) comes first, then both messages, each waited for in 0.5 s. With
+    The second rank waits like the first.
+
+    Without overlap, computing (3 s) comes first, then both messages, each waited for in 0.5 s. With
     overlap they are posted after 1 and 2 s of computing, and waited for when all 4 s of it are
     done.
     """
@@ -45,8 +47,11 @@ def window(overlap: bool) -> dict[str, Any]:
 def test_step_time_follows_the_link(
     overlap_replay: Any, gigabytes_per_s: float | None, carrying: float
 ) -> None:
-    """Without overlap computing and messages add up: 3 + 2 (carrying + latency). With it the step
-    is 4 s of computing or the time of the last message: posted after 1 and 2 s, on one link."""
+    """Without overlap, computing and messages add up: 3 + 2 (transfer + latency).
+
+    With overlap the step is 4 s of computing or the time of the last message. They are posted after
+    1 and 2 s, on one link.
+    """
     latency = 0.25
     for overlap in (False, True):
         actions = overlap_replay.actions_of_window(window(overlap), latency, gigabytes_per_s)
@@ -58,9 +63,7 @@ def test_step_time_follows_the_link(
 
 
 def test_ends_of_a_message_find_each_other(overlap_replay: Any) -> None:
-    """The n-th message of a link is one message on both ranks, whatever other links carry in
-    between.
-    """
+    """The n-th message of a link is the same one on both ranks, despite other links' messages."""
     one, two = window(True), window(True)
     two["messages"].insert(1, ["allreduce", "group 1", 4.0, 101.5, 101.5, 101.5, 101.5, None])
     alone = {**two, "messages": [two["messages"][1]]}
@@ -71,7 +74,7 @@ def test_ends_of_a_message_find_each_other(overlap_replay: Any) -> None:
 def test_trace_has_a_lane_for_computing_waiting_and_each_link(
     overlap_replay: Any, tmp_path: Path
 ) -> None:
-    """Computing is what is not waiting: 3 s before the first message, nothing after it."""
+    """Time without waiting is computing: 3 s before the first message, and none after it."""
     overlap_replay.write_trace(window(False), 3, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {e["tid"] for e in events if e["name"] == "thread_name"} == {0, 1, 2}

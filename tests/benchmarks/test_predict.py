@@ -1,4 +1,4 @@
-"""benchmarks/predict.py: its layouts are valid and unseen, and its figures are computed rightly."""
+"""benchmarks/predict.py: its layouts are valid and unseen, and its figures are correct."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Published results: what they say by arithmetic, and that nothing of them went into the machines'
-figures.
-"""
+"""Published results: their implications, and their absence from the machines' figures."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ def test_flags_are_the_published_layouts() -> None:
 
 
 def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
-    """Against the executor's own order on a clock: stages of one unit forward and three
-    backward.
+    """Efficiency by the bubble equals that of the executor's own order on a clock.
+
+    Stages take one unit forward and three backward.
     """
 
     def turns(micro_batches: int) -> float:
@@ -64,8 +63,9 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
 
 
 def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
-    """Counted here from the pieces: six layers, forward, again and twice that backward, and the
-    output layer.
+    """Count the work of the last stage from its pieces.
+
+    They are six layers, forward, again and twice that backward, and the output layer.
     """
     model = published_by_name("22b")
     assert model is not None
@@ -86,7 +86,7 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
 
 
 def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
-    """Neither the sources nor any number of the files are the published results."""
+    """No source and no number in the machine files is a published result."""
     papers = re.compile(
         r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE
     )
@@ -116,8 +116,9 @@ def machine() -> Cluster:
 
 
 def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
-    """A value whose every dependence is written down here: 2 s and 100 / 10 s, and 50 GB over two
-    links.
+    """Bounds of a value whose every dependence is written down here.
+
+    They are 2 s and 100 / 10 s, and 50 GB over two links.
     """
 
     def seconds(cluster: Cluster) -> float:
@@ -145,7 +146,7 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
 
 
 def test_runs_are_laid_out_as_published() -> None:
-    """Replicas, micro-batches and parameters that their sources state or that follow from them."""
+    """Replicas, micro-batches and parameters are as the sources state or imply."""
     stated = {
         ("GPT-3 175B", 128): (4, 64, 175),
         ("GPT-3 175B", 1024): (32, 64, 175),
@@ -176,7 +177,7 @@ def test_runs_are_laid_out_as_published() -> None:
 
 
 def rows_of(page: str, name: str) -> list[list[str]]:
-    """Cells of the table behind a mark, without its head."""
+    """Return the cells of the table behind a mark, without its head."""
     lines = page.split(f"<!-- published: {name} -->\n\n", 1)[1].split("\n\n", 1)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -193,8 +194,9 @@ def rows_of(page: str, name: str) -> list[list[str]]:
 def test_the_page_has_these_predictions(
     machine_name: str, mark: str, comparisons: list[table.Comparison]
 ) -> None:
-    """docs/measured/published.md against the time model of today;
-    `python benchmarks/published.py --update docs/measured/published.md`.
+    """docs/measured/published.md matches the present time model.
+
+    Update it by `python benchmarks/published.py --update docs/measured/published.md`.
     """
     cluster = load_cluster(machine_name)
     written = rows_of((ROOT / "docs/measured/published.md").read_text(), mark)
@@ -211,9 +213,7 @@ def test_the_page_has_these_predictions(
 
 
 def test_the_margins_that_are_told_are_those_of_the_table() -> None:
-    """README and guides say between which factors predictions for MI250X lie, by the year of the
-    runs.
-    """
+    """README and guides state the range of factors of MI250X predictions, by the runs' year."""
 
     def told(*rows: list[str]) -> str:
         factors = [row[-1] for row in rows]

@@ -1,6 +1,4 @@
-"""The simulated checkpoint of benchmarks/scale.py is a whole one, and a rank reads of it what its
-own stage has.
-"""
+"""The simulated checkpoint of benchmarks/scale.py is whole; a rank reads its own stage's part."""
 
 from __future__ import annotations
 

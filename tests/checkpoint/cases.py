@@ -1,4 +1,4 @@
-"""What the processes of the checkpoint tests do."""
+"""Cases that the processes of the checkpoint tests run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.groups import join
 
 
 def train_and_save(directory: str, topology: Topology) -> dict[str, Any]:
-    """Two steps, then a checkpoint: the state in it."""
+    """Take two steps, write a checkpoint, and return the state in it."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     for s in range(2):
@@ -31,14 +31,14 @@ def train_and_save(directory: str, topology: Topology) -> dict[str, Any]:
 
 
 def _spoil(engine: Engine) -> None:
-    """Other weights, moments and padding than any checkpoint has."""
+    """Fill weights, moments and padding with values that no checkpoint has."""
     for f in engine.fragments():
         for flat in (f.master, *f.moments.values()):
             flat.fill_(77.0)
 
 
 def load_here(directory: str, topology: Topology) -> dict[str, Any]:
-    """Load into an engine full of other values."""
+    """Load into an engine that holds other values."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     _spoil(engine)
@@ -56,9 +56,7 @@ def load_here(directory: str, topology: Topology) -> dict[str, Any]:
 
 
 def on_four(rank: int, root: str) -> dict[str, Any]:
-    """Write on tensor 2 x data 2 with ZeRO-1, with the boxes in one list and in pieces; load
-    both.
-    """
+    """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load both."""
     topology = join(2, 1)
     return {
         "saved": train_and_save(f"{root}/whole", topology),
@@ -102,12 +100,12 @@ def on_two(rank: int, root: str) -> dict[str, Any]:
 
 
 def on_one(rank: int, root: str) -> dict[str, Any]:
-    """A process without any process group: the engine makes its own."""
+    """Run without a process group: the engine makes its own."""
     return {"pieces, one process": load_here(f"{root}/pieces", Topology.create())}
 
 
 def _padding(engine: Engine) -> float:
-    """The largest weight, master or working, in padding."""
+    """Return the largest weight, master or working, in padding."""
     largest = 0.0
     for p in engine.chunks.parameters():
         real = torch.zeros(p.shape, dtype=torch.bool)
@@ -139,7 +137,7 @@ def weights_only(directory: str, topology: Topology, dtype: str) -> dict[str, An
 
 
 def errors(directory: str, topology: Topology) -> dict[str, Any]:
-    """Ways to fail, one after the other, on 2 ranks; messages by name of the case."""
+    """Fail in several ways, one after another, on 2 ranks; return the messages by case."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     root = Path(directory)
@@ -151,7 +149,7 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     out["nothing saved"] = (root / "a" / "iter_0000001").exists()
 
     save(root / "a", 1, engine, topology, config, {})
-    # the same iteration replaces itself
+    # The same iteration replaces itself.
     save(root / "a", 1, engine, topology, config, {"again": True})
     out["replaced"] = load(root / "a", engine, topology, config).state
     bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))

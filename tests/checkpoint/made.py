@@ -1,6 +1,4 @@
-"""Checkpoints without a training run: given tensors, cut into rows over files as ranks would have
-written them.
-"""
+"""Checkpoints without a training run: given tensors, cut into rows over several files."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PROVENANCE = {
 
 
 def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
-    """Weights and moments of a tiny model, fp32."""
+    """Return the weights and moments of a tiny model, fp32."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "embedding.weight": (10, 3),
@@ -44,7 +42,7 @@ def make(
     config: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ROOT/iter_NNNNNNN, over so many data files, and the tracker; the folder."""
+    """Write ROOT/iter_NNNNNNN, over `files` data files, and the tracker; return the folder."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     parts = []

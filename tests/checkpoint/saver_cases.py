@@ -1,4 +1,4 @@
-"""What the processes of the tests of saving do."""
+"""Cases that the processes of the tests of saving run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(
     config: Any,
     state: dict[str, Any],
 ) -> Path:
-    """Save while training waits; the checkpoint's folder."""
+    """Save while training waits, and return the checkpoint's folder."""
     saver = Saver(directory, topology, config)
     saved = saver.start(iteration, engine, state)
     saver.finish()
@@ -44,7 +44,7 @@ def save(
 
 
 class Gate:
-    """Writers wait at it, in their threads, until it is opened."""
+    """Gate that holds writers, in their threads, until it is opened."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -94,7 +94,7 @@ def message(action: Callable[[], Any]) -> str:
 
 
 def listed(root: Path) -> list[str]:
-    """The names in a folder, looked at by all ranks at a time when none changes them."""
+    """List the names in a folder, on all ranks at a time when none changes them."""
     dist.barrier()
     found = sorted(p.name for p in root.iterdir())
     dist.barrier()
@@ -106,7 +106,7 @@ def tracker(root: Path) -> str:
 
 
 class Training:
-    """A toy engine that takes steps."""
+    """Toy engine that takes steps."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology, self.config, self.steps = topology, toy.config(), 0
@@ -124,7 +124,7 @@ class Training:
         return Saver(root, self.topology, config, alive)
 
     def loaded(self, root: Path) -> dict[str, Any]:
-        """The state that another engine loads."""
+        """Return the state that another engine loads."""
         engine = Engine(self.config, self.topology, toy.build(self.topology))
         found = load(root, engine, self.topology, self.config)
         return {
@@ -135,7 +135,7 @@ class Training:
 
 
 def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
-    """The cases of these names, one after another, on two data-parallel ranks."""
+    """Run the cases of these names, one after another, on two data-parallel ranks."""
     training = Training(join())
     training.step()
     return {name: globals()[name](Path(root) / name, training) for name in names}
@@ -150,8 +150,9 @@ def synchronous(root: Path, training: Training) -> None:
 
 
 def consistent(root: Path, training: Training) -> dict[str, Any]:
-    """Training goes on while the copy waits to be written; a synchronous save of the same moment
-    says what it is.
+    """Continue training while the copy waits to be written.
+
+    A synchronous save of the same moment gives the expected state.
     """
     before = {"state": toy.state_pieces(training.engine), "scalars": training.engine.scalars()}
     save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
@@ -186,11 +187,9 @@ def consistent(root: Path, training: Training) -> dict[str, Any]:
 
 
 def waits(root: Path, training: Training) -> dict[str, Any]:
-    """A second save, started while the first is being written, and the end of the run with one
-    pending.
-    """
+    """Start a second save while the first is being written, and end the run with one pending."""
     gate = Gate()
-    # who waits for a thread looks for its signs of life: nobody does before
+    # A rank that waits for a thread checks that it is alive; none does before.
     saver = training.saver(root, gate.open)
     with gate:
         saver.start(1, training.engine, {}, {}, background=True)
@@ -203,14 +202,14 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
     assert last is not None
     out: dict[str, Any] = {"after second": after_second, "last": last.iteration, "states": states}
     out |= {"there": listed(root), "loaded": training.loaded(root)}
-    # Without background while one is pending: that one first.
+    # A save in the foreground waits for the pending one.
     saver.start(3, training.engine, {}, {}, background=True)
     saver.start(4, training.engine, {}, {})
     return out | {"in the end": listed(root), "tracker": tracker(root)}
 
 
 def two_runs(root: Path, training: Training) -> dict[str, Any]:
-    """A second run saves the same iteration between the first one's start and its commit."""
+    """Save the same iteration from a second run between the first one's start and its commit."""
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
     while not first.written:
@@ -229,9 +228,7 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
 
 
 def keeps(root: Path, training: Training) -> dict[str, Any]:
-    """--keep-last and --keep-every, with a checkpoint of --load-tag, and left-overs of a killed
-    save.
-    """
+    """Keep by --keep-last and --keep-every beside one of --load-tag and a killed save's files."""
     saver = training.saver(
         root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010"
     )
@@ -248,7 +245,7 @@ def keeps(root: Path, training: Training) -> dict[str, Any]:
 
 
 def goes_back(root: Path, training: Training) -> dict[str, Any]:
-    """--keep-last when the run went back from 20 to 10 and came by 15 to 30."""
+    """Keep by --keep-last after the run went back from 20 to 10 and reached 15 to 30."""
     saver = training.saver(root, keep_last=2)
     for iteration in (10, 20, 15, 30):
         saver.start(iteration, training.engine, {}, {})
@@ -257,7 +254,7 @@ def goes_back(root: Path, training: Training) -> dict[str, Any]:
 
 
 def found_without_tracker(root: Path, training: Training) -> str:
-    """The checkpoint that is loaded when the tracker is lost."""
+    """Find the checkpoint to load when the tracker is lost."""
     dist.barrier()
     if training.topology.rank == 0:
         (root / "latest_checkpointed_iteration.txt").unlink()
@@ -266,8 +263,10 @@ def found_without_tracker(root: Path, training: Training) -> str:
 
 
 def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
-    """--keep-last 3 when the clock was a day fast at the first two saves, as their files have it
-    too; then the last one breaks, and the tracker is lost."""
+    """Keep checkpoints by --keep-last 3 after the clock was a day fast at the first two saves.
+
+    Their files have the wrong time too. Then the last one breaks, and the tracker is lost.
+    """
     usual, saver = time.time, training.saver(root, keep_last=3)
     for iteration in range(2, 18, 2):
         fast_s = 86400.0 if iteration <= 4 else 0.0
@@ -287,9 +286,7 @@ def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
 
 
 def another_branch(root: Path, training: Training) -> dict[str, Any]:
-    """A run to 8; another job goes on from its 4 to 5, and then to 9; a third one saves
-    elsewhere.
-    """
+    """Run to 8; resume another job from 4 to 5, and then to 9; a third job saves elsewhere."""
     saver = training.saver(root)
     for iteration in (2, 4, 6, 8):
         saver.start(iteration, training.engine, {}, {})
@@ -305,7 +302,7 @@ def another_branch(root: Path, training: Training) -> dict[str, Any]:
 
 
 def fails(root: Path, training: Training) -> dict[str, Any]:
-    """Errors of one rank at each stage of a save, each with a good checkpoint of before."""
+    """Fail one rank at each stage of a save, each time with a good earlier checkpoint."""
     rank, saver = training.topology.rank, training.saver(root, keep_last=1)
     saver.start(1, training.engine, {"good": 1}, {})
     out: dict[str, Any] = {}
@@ -364,7 +361,7 @@ def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
 
 
 def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
-    """Bytes by which the resident memory of a process grows in a save, and those of its state."""
+    """Return the bytes by which a save grows a process's resident memory, and its state's."""
     from megatron.checkpoint.tensors import Shards
 
     topology = Topology.create()
@@ -379,7 +376,7 @@ def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tu
 
     saver = Saver(root, topology, toy.config())
     saver.start(1, Scalars(), {}, {})  # type: ignore[arg-type]  # what is imported late is not counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     saver.start(2, Scalars(), {}, {}, background=background)  # type: ignore[arg-type]
     saver.finish()

@@ -1,6 +1,4 @@
-"""Saving in the background: the copy is of one moment, one save is under way at a time, and errors
-reach all ranks.
-"""
+"""Background saves copy one moment's state, run one at a time, and report errors on all ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +87,10 @@ def test_a_thread_that_fails(two: Any) -> None:
 
 
 def test_two_runs_in_one_folder(two: Any) -> None:
-    """A job and its requeued self: one of them fails, and what appears is all of the other's."""
+    """A job and its requeued copy save in one folder.
+
+    One of them fails, and only the other's files appear.
+    """
     found = [r["two_runs"] for r in two]
     for f in found:
         assert "iter_0000003." in f["error"] and ".tmp" in f["error"]

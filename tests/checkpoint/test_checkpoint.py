@@ -1,5 +1,5 @@
-"""What a checkpoint consists of: boxes of tensors in files, listed in one piece or in many; torch
-reads them too.
+"""Contents of a checkpoint: shards of tensors in files, listed whole or in pieces. torch reads them
+too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def others(root: Path, four: list[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 @pytest.fixture(scope="module")
 def saved(four: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The fp32 state, whole, when the checkpoint was written."""
+    """Return the whole fp32 state at the time the checkpoint was written."""
     return assembled([r["saved"] for r in four], "state")
 
 
@@ -90,7 +90,7 @@ def test_loads_exactly_on_any_layout(
 
 
 def test_the_padding_of_buckets_is_free_to_change(four: Any) -> None:
-    """Ranks then own other parts of them, and a checkpoint from before loads exactly."""
+    """A checkpoint with other padding loads exactly. Ranks then own other parts of the buckets."""
     parts = [
         [r[name]["held"] for r in four] for name in ("pieces, padded less", "pieces, same layout")
     ]
@@ -120,8 +120,9 @@ def test_padding_and_copies_are_not_stored(root: Path, four: Any) -> None:
 
 
 def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
-    """The same boxes in the same places of the files, in both lists, and in those of two runs that
-    do the same.
+    """Both lists, in one piece and in many, name the same shards in the same places of the files.
+
+    So do the lists of two runs that do the same.
     """
     whole, pieces = root / "whole" / "iter_0000002", root / "pieces" / "iter_0000002"
     assert not (pieces / ".metadata").exists()
@@ -151,8 +152,10 @@ def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
 def test_only_the_pieces_of_the_wanted_tensors_are_read(
     root: Path, four: Any, tmp_path: Path
 ) -> None:
-    """A tensor that is not cut is on the first tensor rank alone, so in one piece; the other one
-    may be gone.
+    """Only the pieces of the wanted tensors are read.
+
+    A tensor that is not cut is on the first tensor rank alone, and so in one piece; the other piece
+    may be missing.
     """
     folder = shutil.copytree(root / "pieces" / "iter_0000002", tmp_path / "copy")
     (folder / "boxes_00001.json").unlink()

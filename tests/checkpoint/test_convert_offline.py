@@ -1,4 +1,4 @@
-"""A checkpoint written by one process, tensor by tensor, is like one that a run wrote."""
+"""A checkpoint written by one process, tensor by tensor, equals one written by a run."""
 
 from __future__ import annotations
 

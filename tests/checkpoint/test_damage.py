@@ -1,6 +1,4 @@
-"""Checkpoints that were damaged in every way and place: nothing of them is used, and the one before
-is loaded.
-"""
+"""Checkpoints damaged in every way and place are not used; the one before is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def flip(at: float) -> Callable[[Path], None]:
-    """Changes one bit, `at` that share of the file."""
+    """Flip one bit at the fraction `at` of the file."""
 
     def damage(path: Path) -> None:
         data = bytearray(path.read_bytes())
@@ -46,7 +44,7 @@ def empty(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """The file of the checkpoint before: sound in itself, but of another state."""
+    """Replace the file by that of the checkpoint before: valid in itself, but of another state."""
     shutil.copyfile(path.parent.parent / "iter_0000001" / path.name, path)
 
 
@@ -60,9 +58,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
-    """Two checkpoints; then each file of the newer one is damaged in each way, loaded, and mended
-    again.
-    """
+    """Write two checkpoints; damage each file of the newer one in each way, load, and mend it."""
     topology, root = join(1, 2), Path(directory)
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
@@ -117,7 +113,7 @@ def same_pieces(found: Any, expected: Any) -> bool:
 
 
 def hopeless(root: Path, topology: Topology, config: Any, engine: Engine) -> dict[str, Any]:
-    """A damaged checkpoint that is asked for by name; a run's weights only; nothing sound left."""
+    """Load a damaged checkpoint by name, weights only, and from a run without a valid one."""
 
     out: dict[str, Any] = {}
     fewer = toy.build(topology)
@@ -167,8 +163,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None
     assert ranks[0]["found"] == ranks[1]["found"], "the ranks tell different stories"
     for (name, how), (iteration, state, same, rejected) in ranks[0]["found"].items():
         if how == "swapped" and not rejected:
-            # The same tensors in the same places and the same settings: these files are equal in
-            # both.
+            # Tensors, places and settings are the same, so these files are equal in both.
             assert name in ("config.json", "boxes.json", "passport.json") and (iteration, same) == (
                 2,
                 True,
@@ -177,21 +172,22 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None
         assert (iteration, state, same) == (1, {"at": 1}, True), (name, how)
         ((folder, reason),) = rejected
         assert folder == "iter_0000002"
-        # A manifest from elsewhere is sound in itself: it blames the first file that is not of its
+        # A manifest from elsewhere is valid in itself; it blames the first file that is not of its
         # checkpoint.
         assert name in reason or (name, how) == ("manifest.json", "swapped"), (reason, how)
 
 
 def test_what_is_sound_is_loaded(ranks: Any) -> None:
-    """Weights alone are not hurt by a damaged moment."""
+    """Weights alone load although a moment is damaged."""
     assert all(r["mended"] == (2, 0, True) for r in ranks)
     assert "exp_avg" in ranks[0]["tag"]
     assert all(r["weights"] == [(2, []), (1, ["iter_0000002"])] for r in ranks)
 
 
 def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
-    """Not those of the optimizer, which is not loaded; and not a reason to load an older
-    checkpoint.
+    """Tensors that the model lacks are an error, except those of an optimizer that is not loaded.
+
+    They are no reason to load an older checkpoint.
     """
     first, second = (r["superfluous"] for r in ranks)
     assert (

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint's contents, of its damage, and of two that differ."""
+"""Inspection of a checkpoint's contents and damage, and of differences between two."""
 
 from __future__ import annotations
 
@@ -88,8 +88,10 @@ def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
 
 
 def test_every_bit_is_looked_at(tmp_path: Path) -> None:
-    """A bit in every third byte of the manifest, which vouches for the rest, and now and then in
-    each other file.
+    """Verification covers every bit.
+
+    The test flips one in every third byte of the manifest, which covers the rest, and in some bytes
+    of each other file.
     """
     folder = make(tmp_path, 1, {"master.w": VALUES["master.layers.0.norm.weight"]}, files=1)
     tried = 0
@@ -133,7 +135,10 @@ def test_what_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
 
 
 def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
-    """A manifest and digests can be sound around lists that a faulty writer made."""
+    """Shards that do not form a tensor are reported.
+
+    Manifest and digests may be valid around lists by a faulty writer.
+    """
     folder = make(tmp_path, 1, VALUES)
     path = folder / "boxes_00000.json"
     listed = json.loads(path.read_text())
@@ -176,7 +181,10 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("how", FORGED)
 def test_lists_that_were_forged_are_damage(tmp_path: Path, how: str) -> None:
-    """Sound by their digests: who verifies or reads is told, and allocates nothing for them."""
+    """Forged lists with valid digests count as damage.
+
+    Verifying or reading reports them and allocates nothing for them.
+    """
     folder, other = make(tmp_path / "a", 1, VALUES), make(tmp_path / "b", 1, VALUES)
     listed = json.loads((folder / "boxes_00000.json").read_text())
     FORGED[how](listed["master.layers.0.norm.weight"])

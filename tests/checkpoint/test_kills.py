@@ -1,5 +1,6 @@
-"""A save that is killed at any moment: a whole checkpoint is found, the tracker is true, the next
-save cleans up.
+"""A save killed at any moment leaves a whole checkpoint and a true tracker.
+
+The next save cleans up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KEPT = {"keep_last": 2}
 
 
 class Numbers:
-    """An engine whose state is one number."""
+    """Engine whose state is one number."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -46,9 +47,7 @@ def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
 
 
 def loaded(root: Path) -> tuple[int, float]:
-    """Iteration and number of the checkpoint that would be loaded, every byte of which is
-    verified.
-    """
+    """Return iteration and number of the checkpoint to be loaded, after verifying every byte."""
     folder = find_folder(root)
     assert verify(folder) == []
     value = float(read_whole(contents(folder), "master.w")[0])
@@ -74,7 +73,10 @@ def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> None:
-    """Two checkpoints stay, so that a third one removes the first, too."""
+    """A killed save leaves a valid checkpoint.
+
+    Two checkpoints are kept, so that a third save also removes the first one.
+    """
     before = tmp_path / "before"
     for iteration in (1, 2):
         save(before, iteration, float(iteration))
@@ -112,7 +114,7 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
 
 
 def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
-    """Each file is synced before its folder gets its name, the names before the tracker tells of
+    """Files are synced before their folder is named, and the names before the tracker tells of
     them.
     """
     events: list[tuple[str, str]] = []
@@ -130,7 +132,7 @@ def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
     named, told = events.index(("rename", final)), events.index(("rename", tracker))
     synced = [Path(path) for event, path in events[:named] if event == "synced"]
     temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
-    # torch itself writes and syncs that one
+    # torch itself writes and syncs that one.
     files = {path.name for path in Path(final).iterdir()} - {".metadata"}
     assert {path.name for path in synced if path.parent == temporary} == files
     assert temporary in synced and Path(f"{tracker}.1.tmp") in synced

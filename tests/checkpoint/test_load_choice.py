@@ -1,4 +1,4 @@
-"""Which of the checkpoints in a folder is loaded, whatever the tracker file says or has become."""
+"""Choice of the checkpoint to load, whatever the tracker file contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATE = {"format": 3, "iteration": 1, "optimizer": True, "state": {}, "engine": 
 
 
 def checkpoint(root: Path, iteration: int, generation: int = 0, **files: str) -> Path:
-    """The small files of a checkpoint; which tensors it has is of no matter here."""
+    """Write the small files of a checkpoint; its tensors do not matter here."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     whole = {
@@ -85,7 +85,7 @@ def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
     assert "100" in found.notes[0] and "iter_0000200" in found.notes[0]
-    # of another save that died even before
+    # of another save, killed even earlier
     (tmp_path / f"{TRACKER}.2.tmp").rename(tmp_path / f"{TRACKER}.3.tmp")
     assert find(tmp_path).folder == tmp_path / "iter_0000100"
 
@@ -102,7 +102,10 @@ def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
 
 
 def test_a_tracker_leaves_newer_ones_aside(tmp_path: Path) -> None:
-    """Somebody went back by writing the tracker, or another run began in the folder."""
+    """Newer checkpoints are ignored if the tracker names an older one.
+
+    The tracker was edited, or another run started in the folder.
+    """
     expected = checkpoint(tmp_path, 100, generation=1)
     for iteration in (200, 300):
         checkpoint(tmp_path, iteration, generation=iteration // 100)
@@ -152,7 +155,7 @@ def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
     "names", [(), ("iter_0000100.tmp",), ("iter_0000100x.old", "iter_100", "iter_0000100.removed")]
 )
 def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """Only what a killed first save left: the run starts from the beginning."""
+    """Only what a killed first save left: the run starts from the beginning, without an error."""
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text("{}")
@@ -163,7 +166,10 @@ def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -
 
 
 def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
-    """Something was here, be it a tracker: a run is not started anew in silence."""
+    """A folder with nothing but broken checkpoints, or just a tracker, is an error.
+
+    A run must not restart silently.
+    """
     for text in ("", "rubbish"):
         track(tmp_path, text)
         with pytest.raises(CheckpointError, match=TRACKER):
@@ -217,7 +223,7 @@ DEEP = "[" * 3000 + "]" * 3000
 
 
 def manifest(**changed: Any) -> str:
-    """A manifest that is sound in itself."""
+    """Write a manifest that is valid in itself."""
     content = {"format": 3, "generation": 1, "files": {"state.json": [2, digest(b"{}")]}, **changed}
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
@@ -258,8 +264,9 @@ FORGED = {
     ("name", "how"), [(name, how) for name, texts in FORGED.items() for how in texts]
 )
 def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> None:
-    """Sound by its digests, but no checkpoint: the one before it is found, and the file is
-    named.
+    """A forged checkpoint is skipped although its digests are valid.
+
+    The one before it is found, and the forged file is named.
     """
     expected, text = checkpoint(tmp_path, 1), FORGED[name][how]
     newest = checkpoint(tmp_path, 2, generation=1)
@@ -284,7 +291,10 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str, how: str
 
 
 def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: Path) -> None:
-    """2, 4, 6; then from 2 again, 3 and 6 anew: 4 is of before."""
+    """Checkpoints of an abandoned branch do not replace a broken one.
+
+    The run saved 2, 4, 6, went back to 2, and saved 3 and 6 again: 4 is from before.
+    """
     saves = {2: 1, 3: 4, 4: 2, 6: 5}
     made = {i: checkpoint(tmp_path, i, generation) for i, generation in saves.items()}
     track(tmp_path, "6\n")
@@ -295,12 +305,15 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: 
     assert any("iter_0000004" in note and "--load-tag" in note for note in found.notes)
     assert find(tmp_path, before=6).folder == made[3]
     assert find(tmp_path, tag=4).folder == made[4]
-    track(tmp_path, "4\n")  # who writes the tracker by hand wants that one
+    track(tmp_path, "4\n")  # a tracker written by hand asks for that one
     assert find(tmp_path).folder == made[4]
 
 
 def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> None:
-    """None of them was left, unless one that is counted is of an earlier iteration."""
+    """Checkpoints from before saves were counted are the oldest.
+
+    The exception is a counted one of an earlier iteration.
+    """
     made = {
         i: checkpoint(tmp_path, i, generation) for i, generation in {2: 0, 4: 0, 6: 0, 8: 1}.items()
     }

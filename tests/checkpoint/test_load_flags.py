@@ -1,8 +1,7 @@
-"""The flags of loading, and their combinations, through pretrain_gpt.py: what a run has after its
-first step.
+"""Loading flags and their combinations through pretrain_gpt.py: the state after the first step.
 
-The step has a learning rate that is lost in rounding, so that the weights that were loaded are
-found in the next checkpoint; the optimizer's own count of steps says whether its state was loaded.
+The learning rate of the step is lost in rounding, so that the loaded weights are found in the next
+checkpoint. The optimizer's step count shows whether its state was loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STEP = ["--lr", "1e-30", "--min-lr", "0"]
 OPTIMIZER, ITERATION = ["--no-load-optim"], ["--reset-iteration"]
 
 RUNS: dict[str, tuple[list[str], list[str]]] = {
-    # name: (how long, flags)
+    # name: (run length, flags)
     "plain": (["5"], []),
     "no rng": (["5"], ["--no-load-rng"]),
     "tag": (["3"], ["--load-tag", "2"]),
@@ -65,7 +64,7 @@ class Ended(NamedTuple):
 
 
 def started(root: Path, name: str, flags: list[str]) -> Ended:
-    """A run in this process, its output kept."""
+    """Run in this process and keep its output."""
     from megatron import program
 
     log = root / f"{name.replace(' ', '_')}.log"
@@ -143,8 +142,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
     assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
-# What a run has done when its one step is over: iterations; steps of the optimizer; and which
-# iteration it had loaded.
+# State of a run after its single step: iterations, optimizer steps, and the iteration it loaded.
 LOADED = {
     "plain": (5, 5, 4),
     "no rng": (5, 5, 4),
@@ -167,13 +165,13 @@ def test_what_is_loaded(root: Path, ended: Any) -> None:
         assert state["state"]["consumed_samples"] == 4 * iteration, name
         assert state["engine"]["optimizer_step"] == steps, name
         assert_same(weights(folder), weights(root / "base" / f"iter_{loaded:07d}"))
-    # The settings of the checkpoint are in the next one.
+    # The checkpoint's settings are kept in the next one.
     stored = json.loads((find_folder(root / "args") / "config.json").read_text())["model"]
     assert (stored["hidden_size"], stored["num_layers"]) == (16, 2)
 
 
 def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
-    """Dropout and order are functions of the position: --no-load-rng changes nothing."""
+    """Dropout and order are functions of the position, so --no-load-rng changes nothing."""
     losses = [
         [
             line.split("lm loss: ")[1].split()[0]

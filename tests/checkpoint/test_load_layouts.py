@@ -1,8 +1,8 @@
-"""A GPT with everything that cuts tensors, written on one layout and loaded on others: every number
+"""A GPT with every kind of split tensor, written on one layout and loaded on others: every number
 comes back.
 
-Grouped queries, SwiGLU, an untied head, rotary positions; a vocabulary of 50 that is padded to 56
-without tensor parallelism, to 64 with it; layers that the stages share evenly or not.
+Grouped queries, SwiGLU, an untied head, and rotary positions. A vocabulary of 50 is padded to 56
+without tensor parallelism and to 64 with it. Stages share the layers evenly or not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TP2, SP2 = (
 )
 PP2 = dict(pipeline_model_parallel_size=2)
 
-# Written: (model, fields); all on 4 ranks.
+# Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2sp-pp2": (MODEL, {**SP2, **PP2}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
@@ -59,7 +59,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Case(NamedTuple):
-    """A layout on which a checkpoint is loaded."""
+    """Layout on which a checkpoint is loaded."""
 
     written: str
     fields: dict[str, Any]
@@ -98,12 +98,15 @@ State = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
 
 @functools.cache
 def topology_of(tensor: int, pipeline: int) -> Topology:
-    """One for all jobs of a layout: a process is not made for dozens of groups."""
+    """Return the topology of a layout, which all its jobs share.
+
+    A process cannot create dozens of groups.
+    """
     return Topology.create(tensor, pipeline)
 
 
 class Job:
-    """A model and its engine on a layout of the ranks there are."""
+    """Model and engine on a layout of the available ranks."""
 
     def __init__(
         self, model: Mapping[str, Any], fields: Mapping[str, Any], world_size: int
@@ -119,13 +122,13 @@ class Job:
         self.executor = build_executor(self.config, self.topology, self.chunks, self.engine)
 
     def spoil(self) -> None:
-        """Other values than any checkpoint has, also in padding."""
+        """Fill everything, padding included, with values that no checkpoint has."""
         for f in self.engine.fragments():
             for flat in (f.master, *f.moments.values()):
                 flat.fill_(77.0)
 
     def step(self, number: int) -> float:
-        """One step; the mean loss over all ranks."""
+        """Take one step and return the mean loss over all ranks."""
         micro_batches = batches(self.config, number, self.topology.data.rank)
         losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
@@ -136,12 +139,12 @@ class Job:
                 / self.topology.tensor.size
             )
         if self.topology.world.size > 1:
-            dist.all_reduce(total)  # only last stages have losses, all their tensor ranks the same
+            dist.all_reduce(total)  # only last stages have losses, equal on all tensor ranks
         self.engine.step(self.config.optimizer.lr)
         return float(total)
 
     def state(self) -> State:
-        """Masters and moments: {name: [(global shape, offset, values)]}."""
+        """Return masters and moments: {name: [(global shape, offset, values)]}."""
         found: State = {}
         for f in self.engine.fragments():
             for kind, flat in {"master": f.master, **f.moments}.items():
@@ -160,7 +163,7 @@ class Job:
         return found
 
     def padding(self) -> float:
-        """The largest absolute value in padding."""
+        """Return the largest absolute value in padding."""
         largest = 0.0
         for p in self.chunks.parameters():
             rest = p.detach().clone()
@@ -205,7 +208,7 @@ def on_one(rank: int, root: str, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def assembled(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
-    """Whole tensors; every element must be there, and be the same wherever it is held twice."""
+    """Assemble whole tensors; every element must be present and equal in all copies."""
     whole: dict[str, np.ndarray] = {}
     for rank in ranks:
         for name, pieces in rank[what].items():
@@ -244,9 +247,7 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(
 
 
 def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Compare what the ranks have loaded, and their next step, with what was written and the step
-    that followed.
-    """
+    """Compare the loaded state of all ranks and their next step with those of the writing run."""
     ours, theirs = assembled(ranks, "state"), assembled(before, "state")
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
@@ -266,9 +267,9 @@ def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]])
         )
         np.testing.assert_array_equal(values, master, err_msg=f"{case.name}: {name}")
     expected, half = before[0]["loss"], fp16 or bf16 or WRITTEN[case.written][1].get("fp16")
-    # fp32: rounding of another order of additions, some 100 times 2**-24. bf16 keeps 8 bits: the
-    # loss of a token is off by up to 2**-8 of logits of about 1, and errors of 128 tokens partly
-    # cancel; fp16 stays below that. The same layout has the same bits.
+    # fp32: rounding in another order of additions, some 100 times 2**-24. bf16 keeps 8 bits: a
+    # token's loss is off by up to 2**-8 of logits of about 1, and errors of 128 tokens partly
+    # cancel; fp16 stays below that. The same layout gives the same bits.
     tolerance = 0.0 if same else 2.0**-8 if half else 1e-5
     for rank in ranks:
         assert rank["padding"] == 0.0, case.name

@@ -1,6 +1,4 @@
-"""Digests and the manifest: whatever byte of a file changes, is lost or is added, the file is
-named.
-"""
+"""Digests and the manifest: a file with any byte changed, lost or added is named."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def nested(levels: int) -> Any:
 
 
 def test_what_could_not_be_read_is_not_written() -> None:
-    """A checkpoint that nobody can load would be none."""
+    """A file that cannot be read is not put in a manifest: the checkpoint could never be loaded."""
     assert json.loads(to_json({"a": nested(90)}, "it")) == {"a": nested(90)}
     for value in ({1, 2}, 10**30, "\ud800", nested(110)):
         with pytest.raises(CheckpointError, match="^it "):

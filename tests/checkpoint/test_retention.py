@@ -1,4 +1,4 @@
-"""Which checkpoints go, and that nothing else does."""
+"""Choice of the checkpoints to remove; nothing else is removed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to
     [
         ([100, 200, 300, 400], 400, 1, 200, {}, [100, 300]),
         ([300, 100, 200], 300, 1, None, {"keep": (100,)}, [200]),
-        # The run went back to 100 and came to 150: 200 and 300 are of before, and none of its
-        # business.
+        # The run went back to 100 and reached 150: 200 and 300 are from before and are left alone.
         ([100, 150, 200, 300], 150, 1, None, {}, [100]),
-        # 40 is of before the run went back to 20: 30 is the one to fall back to.
+        # 40 is from before the run went back to 20: 30 is the one to fall back to.
         ([20, 30, 40, 60], 60, 2, None, {"left_behind": [40]}, [20, 40]),
     ],
 )
@@ -62,7 +61,7 @@ def test_what_must_stay_stays(
     older = sorted(i for i in there if i <= newest)
     assert set(older[-last:]) <= stays
     assert every is None or {i for i in there if i % every == 0} <= stays
-    # And nothing more than that.
+    # Nothing more is removed.
     reasons = set(older[-last:]) | keep | {i for i in there if i > newest}
     assert stays <= reasons | {i for i in there if every and i % every == 0}
 
@@ -76,7 +75,7 @@ def checkpoint(root: Path, iteration: int) -> Path:
 
 
 def good_iterations(root: Path) -> list[int]:
-    """Those that count, as a save asks for them."""
+    """Return the iterations that count, as a save determines them."""
     return sorted(map(number_of, generations(folders(root))))
 
 
@@ -93,7 +92,7 @@ def test_only_good_checkpoints_are_counted(tmp_path: Path) -> None:
 def test_removal_is_a_renaming_first(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         checkpoint(tmp_path, iteration)
-    (tmp_path / "iter_0000010.removed").mkdir()  # of a removal that was killed
+    (tmp_path / "iter_0000010.removed").mkdir()  # of a killed removal
     renamed = retire(tmp_path, [10, 20, 99])
     assert [p.name for p in renamed] == ["iter_0000010.removed", "iter_0000020.removed"]
     assert good_iterations(tmp_path) == [30]
@@ -121,10 +120,10 @@ def test_left_overs(tmp_path: Path) -> None:
     for name in (*mine, *others):
         (tmp_path / name).mkdir()
     found = left_over(tmp_path, current=tmp_path / "iter_0000040.tmp")
-    # Another run may be writing in them: without their names no half of a checkpoint comes of it.
+    # Another run may be writing in them: without names they do not become half a checkpoint.
     assert sorted(p.name for p in found) == sorted(
         name.replace(".tmp", ".removed") for name in mine
     )
     assert all(p.is_dir() for p in found) and not (tmp_path / mine[2]).exists()
-    # Killed between the two renames of a replacement: the old one is the only one.
+    # Killed between the two renames of a replacement: only the old one exists.
     assert good_iterations(tmp_path) == [10, 20]

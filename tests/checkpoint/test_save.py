@@ -1,6 +1,4 @@
-"""Saving while training waits: what is in a folder, what fails without a trace, and how much memory
-it takes.
-"""
+"""Synchronous saves: contents of the folder, failures without a trace, and memory."""
 
 from __future__ import annotations
 
@@ -64,8 +62,9 @@ def test_contents(folder: Path, two: Any) -> None:
 
 @pytest.mark.slow
 def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
-    """Recomputed from the files by xxhash itself: boxes lie end to end from the first byte to the
-    last.
+    """Every byte of the data files has a digest, recomputed here by xxhash itself.
+
+    Shards fill each file from its first to its last byte.
     """
     ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
     listed = json.loads((folder / "boxes_00000.json").read_text())
@@ -105,7 +104,7 @@ def test_retention(two: Any) -> None:
     kept = [
         [int(name[5:]) for name in names if name.startswith("iter")] for names in first["found"]
     ]
-    # 10 is what --load-tag names; two are kept, and the multiples of 40.
+    # 10 is named by --load-tag; two are kept, and the multiples of 40.
     assert kept == [[10], [10, 20], [10, 20, 30], [10, 30, 40], [10, 40, 50]]
     assert first["in the end"] == [
         "iter_0000010",
@@ -145,8 +144,9 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
 def test_a_commit_that_fails_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, exists: bool
 ) -> None:
-    """An error of the file system at each of its steps, with and without an older checkpoint of
-    that iteration.
+    """A commit is undone after a file-system error at any of its steps.
+
+    An older checkpoint of that iteration may exist or not.
     """
     final, temporary = tmp_path / "iter_0000005", tmp_path / "iter_0000005.tmp"
     temporary.mkdir()
@@ -248,8 +248,9 @@ def test_no_file_without_boxes_and_several_syncs(
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
 def test_memory(tmp_path: Path, background: bool, share: float) -> None:
-    """A save takes no copy of the state; one in the background takes one. A tenth for buffers,
-    lists and the rest.
+    """A synchronous save takes no copy of the state, a background save takes one.
+
+    Buffers, lists and the rest may take a tenth.
     """
     ((grown, state),) = run_processes(1, saver_cases.peak_of_a_save, str(tmp_path), 100, background)
     assert abs(grown / state - share) < 0.1

@@ -1,4 +1,4 @@
-"""Memory for a copy of the state: of exactly its size, registered with the driver, given back."""
+"""Memory for a copy of the state: exact size, registered with the driver, and released."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.checkpoint.tensors import Shards, Snapshot, snapshot_bytes
 
 
 class Driver:
-    """cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() has them."""
+    """Stand-in for cudaHostRegister and cudaHostUnregister in torch.cuda.cudart()."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code

@@ -1,4 +1,4 @@
-"""How an error of a rank reads on all ranks."""
+"""Message of a rank's error on all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from megatron.parallel.topology import Group, Topology
     "error", [PermissionError(13, "Permission denied", "run"), OSError(5, "Input/output error")]
 )
 def test_any_error_of_the_first_rank_is_told_to_all(error: Exception) -> None:
-    """The others wait for its answer: what it meets, such as a file system that fails, must not end
-    it alone.
+    """Any error of the first rank, such as a failing file system, reaches all ranks.
+
+    It must not end alone, because the others wait for its answer.
     """
     topology = SimpleNamespace(world=Group([0], 0))
 

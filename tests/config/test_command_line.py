@@ -1,6 +1,4 @@
-"""The command line: what it accepts, what it says, and that it carries every configuration
-unchanged.
-"""
+"""Command line: what it accepts and reports; every configuration passes through unchanged."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ def test_all_problems_are_numbered_together():
 
 
 def test_two_flags_that_contradict_each_other():
-    """Flags, and words that name the values."""
+    """Two contradictory flags are refused; words name the values."""
     for arguments, more in (
         ("--recompute-activations --recompute-granularity full", ""),
         ("--zero-stage 0 --use-distributed-optimizer", ""),

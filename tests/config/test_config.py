@@ -1,4 +1,4 @@
-"""Config as an object: derived values, origins, copies, dictionaries, presets."""
+"""Config objects: derived values, origins, copies, dictionaries, presets."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_dictionary_with_an_unknown_name():
         Config.from_dict({**Config.create(**SIZES).to_dict(), "seed_value": 3})
 
 
-# Published parameter counts, which the sizes must give: 12*L*h^2 for the layers of a GPT, and the
+# Published parameter counts, which follow from the sizes: 12*L*h^2 for a GPT's layers, and the
 # embeddings.
 BILLIONS = {
     "gpt-1.4b": (1.4, 0.1),
@@ -125,7 +125,7 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
         billions, tolerance = BILLIONS[model]
         parameters = 12 * m.num_layers * m.hidden_size**2 + (50257 + m.seq_length) * m.hidden_size
         assert parameters / 1e9 == pytest.approx(billions, rel=tolerance)
-    elif model == "llama-8b":  # 8,030,261,248 parameters, as the published weights have
+    elif model == "llama-8b":  # 8,030,261,248 parameters, as in the published weights
         head = m.hidden_size // m.num_attention_heads
         attention = m.hidden_size * head * (2 * m.num_attention_heads + 2 * m.num_key_value_heads)
         layers = m.num_layers * (
@@ -144,7 +144,7 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
     with pytest.raises(SystemExit):
         parse_args(["--print-config", f"--preset={name}"])
     assert f"(preset {name})" in capsys.readouterr().out
-    # Flags win over a preset on either side.
+    # Flags override a preset, before or after it.
     change = [
         "--num-layers",
         "16",

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: taken over, "auto", contradictions, unknown entries, broken files."""
+"""DeepSpeed JSON: values taken over, "auto", contradictions, unknown entries, broken files."""
 
 from __future__ import annotations
 
@@ -168,8 +168,9 @@ def test_contradictions_name_both_values_and_places(merge):
 
 
 def test_a_loss_scale_beside_a_dynamic_one_says_nothing(merge):
-    """DeepSpeed reads its own file, so that the run was dynamic; in fp32 and bf16 nothing is said
-    at all.
+    """A loss scale beside a dynamic one is ignored.
+
+    DeepSpeed reads its own file, so the run was dynamic; in fp32 and bf16 nothing is reported.
     """
     content = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
     config, notices = merge(content, "--loss-scale", "12")
@@ -202,7 +203,7 @@ def test_an_optimizer_that_is_handed_over_keeps_its_weight_decay(merge):
 
 def test_all_contradictions_together(merge):
     text = refused(merge, FULL, "--clip-grad", "1", "--bf16")
-    # micro-batch, lr, clipping, precision, and accumulation, which follows
+    # micro-batch, lr, clipping, precision, and the resulting accumulation
     assert "5 problems:" in text
 
 
@@ -224,7 +225,7 @@ def test_loss_scale_entries_of_a_switched_off_fp16_say_nothing(merge):
     ],
 )
 def test_batch_sizes_follow_from_each_other(merge, content, base, micro, total):
-    """total = micro-batch x steps x 2 replicas."""
+    """Batch sizes follow from each other: total = micro-batch x steps x 2 replicas."""
     config, _ = merge(content, base=base)
     assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (micro, total)
 
@@ -314,7 +315,7 @@ def test_broken_files(merge):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
-    os.mkfifo(tmp_path / "fifo")  # on which a reader would wait
+    os.mkfifo(tmp_path / "fifo")  # a reader would block
     for path in (
         tmp_path / "none.json",
         tmp_path,
@@ -343,7 +344,7 @@ LINED = """{
 
 
 def test_a_contradiction_says_which_line_to_change(tmp_path):
-    """And what to write there, or which flag to give instead."""
+    """A contradiction names the line to change, and the value to write or the flag to give."""
     file = tmp_path / "ds.json"
     file.write_text(LINED)
     for arguments, line, words in (
@@ -393,9 +394,7 @@ trees = st.recursive(
 
 
 def reference(tree: object, path: str, line: int, found: dict[str, int], within_list: bool) -> int:
-    """Lines of keys as json.dumps(indent=1) lays them out, one item to a line; returns the last
-    line of `tree`.
-    """
+    """Write `tree` as json.dumps(indent=1) does, one item to a line; return its last line."""
     items: list[tuple[str | None, object]] = []
     if isinstance(tree, dict):
         items = list(tree.items())

@@ -1,4 +1,4 @@
-"""Slurm's durations."""
+"""Durations in Slurm's format."""
 
 from __future__ import annotations
 

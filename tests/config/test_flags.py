@@ -1,5 +1,6 @@
-"""Every flag that existing GPT launch scripts use is a setting, accepted with a notice, or refused
-with a reason.
+"""Flags of existing GPT launch scripts.
+
+Each is a setting, accepted with a notice, or refused with a reason.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ BASE = {
 }
 WORLD_SIZE = 4
 
-# A flag, its words and what it sets: the setting of the same name to the same value, unless
-# `=> name value` says more.
+# A flag, its words, and the setting of the same name with the same value, unless `=> name value`
+# says otherwise.
 SETTINGS = """
 --num-layers 4
 --hidden-size 128
@@ -371,7 +372,7 @@ ACCEPTED = """
 --use_turbo_attention true
 --spec none
 """
-# Refused, and the word that the message must offer.
+# Refused flags, and the word that the message must contain.
 REFUSED = """
 --num-experts 8 => 1
 --num-experts 1 8 => 1
@@ -481,7 +482,7 @@ REFUSED = """
 --optimizer muon => adam
 --optimizer sophiag => adam
 """
-# The tables of the upstream frameworks: 215 flags. Each must be in one of the lists above.
+# Flags of the upstream frameworks, 215 in all. Each must be in one of the lists above.
 DOCUMENTED = """
 num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels num-key-value-heads seq-length
 max-position-embeddings make-vocab-size-divisible-by layernorm-epsilon normalization apply-layernorm-1p swiglu
@@ -525,7 +526,7 @@ no-barrier-with-level-1-timing wandb-project wandb-exp-name wandb-save-dir profi
 data-efficiency-curriculum-learning random-ltd mos kd load-teacher num-layers-teacher hidden-size-teacher
 num-attention-heads-teacher kd-beta-ce inference ds-inference use-tutel batch-size
 """
-# Names of Megatron-LM, of ports, and very old ones.
+# Names from Megatron-LM, from ports, and very old ones.
 OTHER_NAMES = """
 local-rank num-query-groups group-query-attention context-parallel-size expert-model-parallel-size
 position-embedding-type rotary-base attention-backend use-mcore-models ckpt-format use-dist-ckpt overlap-grad-reduce
@@ -539,7 +540,8 @@ lr_constant_plus_cooldown_frac profile-ranks trace-dir use-mics activations-chec
 model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens
 """
 
-# What a flag needs beside it to make sense; a flag that maps to None is taken out of the base.
+# Flags that a flag needs beside it to make sense; a flag that maps to None is removed from the
+# base.
 BESIDE: dict[str, dict[str, str | None]] = {
     "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
     "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
@@ -566,7 +568,7 @@ BESIDE: dict[str, dict[str, str | None]] = {
 
 
 def rows(text: str) -> list[tuple[str, list[str], str]]:
-    """(flag, its words, what follows '=>') of each line."""
+    """Return (flag, its words, the text after '=>') of each line."""
     out = []
     for line in text.strip().splitlines():
         given, _, rest = line.partition("=>")

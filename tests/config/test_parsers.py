@@ -1,6 +1,4 @@
-"""Every flag of the argument parsers of other GPT training programs is a setting, means some, or
-has a reason.
-"""
+"""Flags of other GPT programs' parsers: each is a setting, maps to some, or has a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ FAMILIES = {flag.family for flag in FOREIGN.values()}
 
 
 def test_every_flag_of_every_parser_is_known():
-    """None is without a meaning, and none that is a setting is also in the list of what is none."""
+    """Every flag of every parser is known, and no setting is also listed as unsupported."""
     flags = {f"--{name}" for names in PARSERS.values() for name in names.split()}
     assert len(flags) > 1500 and {name.split(",")[0] for name in PARSERS} >= {
         "Megatron-LM",
@@ -77,8 +75,9 @@ def test_flags_without_effect_are_accepted_and_change_nothing():
 
 
 def test_refused_flags_are_accepted_where_their_value_leaves_the_feature_off():
-    """Its framework's own default, mostly: of every family that has such values, each value of each
-    flag.
+    """Refused flags are accepted at values that leave the feature off.
+
+    The values are mostly the framework's own default; every value of every flag is tested.
     """
     settings = dict(zip(RUN[::2], RUN[1::2], strict=False))
     counted = 0

@@ -1,5 +1,6 @@
-"""Command lines of public GPT launch scripts resolve as they are, or are refused for the reasons
-listed beside them.
+"""Command lines of public GPT launch scripts.
+
+They resolve unchanged, or are refused for the listed reasons.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def problems_of(script: dict[str, Any]) -> list[str]:
 
 
 def test_public_lines_resolve():
-    """Sizes by hand, and every value that the line has a flag for is the configuration's."""
+    """Lines resolve to sizes counted by hand, and to every value that the line has a flag for."""
     assert (
         len(SCRIPTS) >= 25
         and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS)
@@ -86,8 +87,9 @@ def check_values(script: dict[str, Any], config: Config) -> None:
 
 
 def test_scripts_of_every_family():
-    """Four in five of those that need nothing that is not here resolve; what is refused says what
-    to do instead.
+    """Four in five scripts that need only features present here resolve.
+
+    Refusals say what to do instead.
     """
     assert len(BY_FAMILY) >= 60 and len({s["family"] for s in BY_FAMILY}) >= 20
     assert not {s["follows"] for s in BY_FAMILY} & {s["follows"] for s in SCRIPTS}

@@ -1,6 +1,4 @@
-"""The recipes for Frontier: they resolve on as many nodes as their scripts ask for, and their ranks
-fit together.
-"""
+"""Recipes for Frontier resolve on their scripts' number of nodes, and their ranks fit together."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ BY_HAND = {
     "1T paper": (512, 320),
     "1T frontier": (256, 160),
 }
-# Sequences of a step in the paper's experiments, by model: weak scaling per replica of its layout,
-# strong in all.
+# Sequences per step in the paper's experiments, by model: weak scaling per replica of its layout,
+# strong scaling in total.
 WEAK, STRONG = {"175B": 640, "1T": 1600}, {"175B": 8000, "1T": 8016}
 
 
@@ -76,8 +74,10 @@ def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
 )
 @pytest.mark.parametrize("kind", ["", "-frontier"])
 def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
-    """Weak: so many per 64 (512) GCDs. Strong: one total where it divides into the replicas, and an
-    error where not.
+    """Batches of the scaling experiments are legal.
+
+    Weak scaling has a fixed number per 64 (512) GCDs. Strong scaling has one total where it divides
+    into the replicas, and an error elsewhere.
     """
     preset = f"gpt-{model.lower()}{kind}"
     for n in nodes:
@@ -144,7 +144,7 @@ def test_every_rank_of_a_recipe(recipe):
 
 
 def printed(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
-    """The tables that the tool prints."""
+    """Return the tables that the tool prints."""
     assert show_recipe.main(command.split()) == 0
     return capsys.readouterr().out.strip().split("\n\n")
 

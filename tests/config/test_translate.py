@@ -1,4 +1,4 @@
-"""Flags of other frameworks that mean settings here, with the values they mean, by hand."""
+"""Flags of other frameworks that map to settings here, with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def problem(line: str | list[str], *more: str, world_size: int = 1) -> str:
 # ---- stages: layers, pipeline ranks, flags, and the layers of each stage
 
 STAGES = [
-    # BLOOM: 70 layers, an embedding and its tied copy are 72, 6 for each of 12 stages.
+    # BLOOM: 70 layers, an embedding and its tied copy make 72, 6 for each of 12 stages.
     (70, 12, "--pp-partition-method type:transformer|embedding", "5,6,6,6,6,6,6,6,6,6,6,5"),
-    # 42 over 8 stages: 5 each, and the two that are left over go just before the last.
+    # 42 over 8 stages: 5 each, and the remaining two come just before the last.
     (40, 8, "--pp-partition-method type:embedding|transformer", "4,5,5,5,5,6,6,4"),
-    # An output layer of its own is no embedding: 71 + 1 = 72.
+    # An untied output layer is no embedding: 71 + 1 = 72.
     (
         71,
         12,
@@ -94,7 +94,7 @@ STAGES = [
     (14, 4, "--pipeline-model-parallel-layout E,t*3|(t*4|)*2,t*3,L", "3,4,4,3"),
     (14, 4, "--pipeline-model-parallel-layout Ettt|(tttt|)*2tttL", "3,4,4,3"),
     (6, 2, "--pipeline-model-parallel-layout Et|tt|tt|tL", "1,2,2,1"),
-    # The layout may be said a second time, in our words.
+    # The layout may be repeated in our words.
     (30, 4, "--decoder-first-pipeline-num-layers 6 --pipeline-layout 6,8,8,8", "6,8,8,8"),
 ]
 
@@ -209,7 +209,9 @@ def test_stages_that_cannot_be_had():
 
 
 def test_a_layout_takes_the_place_of_a_presets():
-    """gpt-22b-frontier: 48 layers on 4 ranks in chunks of 3."""
+    """A layout flag replaces the layout of a preset. gpt-22b-frontier has 48 layers on 4 ranks in
+    chunks of 3.
+    """
     for flags, layout, per_chunk, chunks in (
         ("", None, 3, 4),
         # 50 over 4 stages: 12, 13, 13, 12 without the two embeddings.
@@ -295,7 +297,7 @@ def test_files_that_list_data(tmp_path):
         )
 
 
-# ---- all other
+# ---- others
 
 
 def test_single_values():
@@ -320,7 +322,7 @@ def test_single_values():
     for flags, (name, value) in run.items():
         config, notices = resolve(f"--num-layers 4 --mock-data {flags}")
         assert config.get(name) == value, flags
-        # What reads differently here is told.
+        # Values that are read differently here get a notice.
         assert any(flags.split()[0] in notice for notice in notices) == (
             "checkpoint" not in flags
         ), notices
@@ -390,7 +392,10 @@ def test_the_tokenizer_of_llama_3():
 
 
 def test_values_that_have_to_be_those_of_a_setting():
-    """A second learning rate and a second deviation, where they are none."""
+    """Flags without a setting of their own must repeat another setting's value.
+
+    Examples are a second learning rate and a second deviation.
+    """
     for same, other in (
         ("--decoupled-lr 1e-3", "--decoupled-lr 1e-4"),
         ("--decoupled-min-lr 0", "--decoupled-min-lr 1e-5"),

@@ -1,6 +1,4 @@
-"""Each impossible configuration is refused, with the values and a way out that is itself
-accepted.
-"""
+"""Each impossible configuration is refused, with its values and a fix that is itself accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
 
 
 def problem(**values) -> str:
-    """The text of the only problem."""
+    """Return the text of the only problem."""
     with pytest.raises(ConfigError) as raised:
         Config.create(**{**SIZES, **values})
     text = str(raised.value)
@@ -29,7 +27,7 @@ def problem(**values) -> str:
     return text.split("1 problem: ", 1)[1]
 
 
-# (settings, words of the message, settings that mend it)
+# (settings, words of the message, settings that fix it)
 CASES = [
     (
         dict(tensor_model_parallel_size=3, ffn_hidden_size=66),
@@ -363,7 +361,7 @@ def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
                 assert len(str(error)) < 200
                 continue
             (number,) = found if option.many else (found,)
-            # Within 64 bits, and neither infinite in fp32 nor, where it is divided by, zero.
+            # Within 64 bits, not infinite in fp32, and not zero in fp32 where it is a divisor.
             assert abs(number) <= 10**16 or option.name.endswith("loss_scale"), (option.name, value)
             assert option.name not in ("adam_eps", "layernorm_epsilon") or np.float32(number) > 0
             with contextlib.suppress(ConfigError):
@@ -477,7 +475,10 @@ def test_pipeline(values, chunks, schedule):
 def test_what_is_accepted_is_exactly_what_can_run(
     layers, tensor, pipeline, world, micro, total, per_chunk
 ):
-    """The rules, written down a second time as one condition."""
+    """The accepted configurations are exactly those that can run.
+
+    The rules are written here again, as one condition.
+    """
     replicas, rest = divmod(world, tensor * pipeline)
     can_run = (
         rest == 0

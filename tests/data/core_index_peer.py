@@ -1,5 +1,6 @@
-"""megatron-core's document, sample, shuffle and blend indices, in a process of its own: its package
-has our name.
+"""megatron-core's document, sample, shuffle and blend indices, in a process of its own.
+
+Its package has the same name as ours.
 
     python core_index_peer.py FOLDER CASES OUT.npz
 
@@ -57,7 +58,7 @@ def main() -> None:
     import_core(folder)
     from megatron.core.datasets import gpt_dataset, helpers
 
-    logging.disable(logging.WARNING)  # "Unable to save" of every case
+    logging.disable(logging.WARNING)  # "Unable to save" in every case
     with open(cases) as file:
         wanted = json.load(file)
     arrays = {}

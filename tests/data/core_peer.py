@@ -1,10 +1,10 @@
-"""megatron-core's IndexedDataset, in a process of its own: its package has the name of ours.
+"""megatron-core's IndexedDataset, in a process of its own: its package has the same name as ours.
 
     python core_peer.py FOLDER < jobs.json > results.json
 
 FOLDER is where megatron-core was installed with `pip install --no-deps --target FOLDER`. A job is
 one of {"write": prefix, "dtype", "documents", "modes"}, {"merge": prefix, "dtype", "inputs",
-"multimodal"} and {"read": prefix, "mmap", "multimodal"}; a result is null, or what was read.
+"multimodal"} and {"read": prefix, "mmap", "multimodal"}; a result is null, or the data read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 
 def import_core(folder: str) -> Any:
-    """The module, without the packages' own imports: they take seconds and have no part in the
-    format.
+    """Import the module without the packages' own imports.
+
+    They take seconds and do not affect the format.
     """
     for name in ("megatron", "megatron.core"):
         package = types.ModuleType(name)
@@ -27,14 +28,14 @@ def import_core(folder: str) -> Any:
     import megatron.core.parallel_state  # first: utils and parallel_state import each other  # noqa: F401
     from megatron.core.datasets import indexed_dataset
 
-    # Its collections before and after each step are for indices of gigabytes; here they were most
-    # of the time.
+    # Its collections before and after each step suit indices of gigabytes; here they took most of
+    # the time.
     indexed_dataset.gc.collect = lambda: 0
     return indexed_dataset
 
 
 def write(core: Any, job: dict[str, Any]) -> None:
-    """Documents by turns as one tensor with lengths, and sequence by sequence."""
+    """Write documents alternately as one tensor with lengths and sequence by sequence."""
     import numpy
     import torch
 

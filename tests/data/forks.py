@@ -1,4 +1,4 @@
-"""Forked processes: several at once, and one that is killed at every moment that matters."""
+"""Forked processes: several at once, and one killed at every relevant moment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.helpers.fault_points import record
 from tests.helpers.killing import forked, signal_at, wait_for
 
 context = multiprocessing.get_context("fork")  # for semaphores and barriers of processes
-Run = Callable[[Path], object]  # is given a new folder, and works there
-# Before each renaming and removal; in the campaign before each operation on a file.
+Run = Callable[[Path], object]  # writes into the new folder that it is given
+# Kills before each renaming and removal; in the campaign, before each operation on a file.
 MOMENTS = pytest.mark.parametrize(
     "every",
     [
@@ -31,7 +31,7 @@ MOMENTS = pytest.mark.parametrize(
 def killed_at_each(
     folder: Path, run: Run, every: bool, prepare: Run = lambda _: None
 ) -> Iterator[Path]:
-    """The folders that `run` leaves where it is killed, of each moment one."""
+    """Yield the folders that `run` leaves when killed, one for each moment."""
     whole, log = folder / "whole", folder / "moments"
     whole.mkdir()
     prepare(whole)

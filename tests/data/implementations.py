@@ -1,4 +1,4 @@
-"""The two implementations of the index loops, C++ and numpy, for tests of what both must give."""
+"""C++ and numpy implementations of the index loops, for tests that both must pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMPLEMENTATIONS = [
 
 
 def call(module: ModuleType, function: str, *arguments: Any, int32_max: int = 2**31 - 1) -> Any:
-    """A function of indexed_dataset with one of them, for short arrays too."""
+    """Return a function of indexed_dataset with one of them, for short arrays too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "compiled", module)
         patch.setattr(indexed_dataset, "_FEW", 0)
@@ -37,7 +37,7 @@ def request_for(
     seed: int = 1,
     bounds: tuple[int, int] | None = None,
 ) -> IndexRequest:
-    """The request for training samples of these sequences, or of all."""
+    """Return the request for training samples of these sequences, or of all."""
     start, stop = bounds or (0, len(indexed))
     tokens, sizes = indexed.tokens_between(start, stop), indexed.sizes
     return IndexRequest(

@@ -1,6 +1,4 @@
-"""What csrc/*.cpp does, in numpy and Python: the same calls as megatron.data._index_helpers, for
-comparison.
-"""
+"""Reference for csrc/*.cpp in numpy and Python: the calls of megatron.data._index_helpers."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import numpy.typing as npt
 
 from megatron.data.indexed_dataset import DTYPE_CODES
 
-_BLOCK = 1 << 20  # so many entries are taken at once, which keeps memory flat
+_BLOCK = 1 << 20  # entries taken at once, which bounds memory
 
 
 def shuffle(
@@ -32,7 +30,7 @@ def _sample_index(
     dtype: npt.DTypeLike,
 ) -> npt.NDArray[Any]:
     """Look up token i * seq_length in the running sum of the sizes (closed form)."""
-    # row 0 is (0, 0) even when the first document is empty
+    # Row 0 is (0, 0) even when the first document is empty.
     rows = np.zeros((num_samples + 1, 2), dtype)
     sample, before = 1, 0  # the next row; tokens of the documents before the block
     for position in range(0, len(document_index), _BLOCK):
@@ -68,7 +66,7 @@ def build_sample_index_int64(
 def _blend_index(
     weights: npt.NDArray[np.float64], size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """One numpy step per sample."""
+    """Blend data sets with one numpy step per sample."""
     taken = np.zeros(len(weights))
     which = np.empty(size, np.int64)
     sample = np.empty(size, np.int64)
@@ -100,7 +98,7 @@ def gather_tokens(
     lengths: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> int:
-    """Number of the first run outside of `data`; -1 when all were copied."""
+    """Return the number of the first run outside `data`; -1 when all were copied."""
     dtype = DTYPE_CODES[dtype_code]
     if dtype.kind not in "iu":
         raise ValueError("not the code of an integer type")
@@ -122,7 +120,7 @@ def gather_tokens(
 def best_fit_pack_int64(
     lengths: npt.NDArray[np.int32], capacity: int
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """One step of Python per piece."""
+    """Pack best-fit with one step of Python per piece."""
     if capacity < 1 or (len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity):
         raise ValueError("a length is not within 1..capacity")
     order = np.argsort(-lengths, kind="stable")

@@ -1,6 +1,4 @@
-"""The .bin/.idx format by struct alone, as the tests' own word on it: bytes from documents and
-documents from bytes.
-"""
+"""The .bin/.idx format by struct alone, independent of our code: bytes from documents and back."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u
 
 
 def packed(documents: Documents, dtype: str, modes: list[int] | None = None) -> tuple[bytes, bytes]:
-    """(.bin, .idx)."""
+    """Return the contents of (.bin, .idx)."""
     code = CODES[dtype]
     letter = "<" + LETTERS[code]
     sequences = [sequence for document in documents for sequence in document]
@@ -35,7 +33,7 @@ def packed(documents: Documents, dtype: str, modes: list[int] | None = None) -> 
 
 
 def unpacked(prefix: Path | str) -> tuple[str, Documents, list[int]]:
-    """(dtype, documents, modes) of a pair of files."""
+    """Return (dtype, documents, modes) of a pair of files."""
     data, index = Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
     magic, version, code, count, boundaries = struct.unpack_from("<9sQBQQ", index)
     assert (magic, version) == (b"MMIDIDX\x00\x00", 1)

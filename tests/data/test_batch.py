@@ -18,7 +18,7 @@ EOD = 3
 
 
 def check_documents(batch: MicroBatch, bounds: list[int] | None) -> None:
-    """cu_seqlens are these, and what is known on the host follows from them."""
+    """Check cu_seqlens and the values on the host that follow from it."""
     if bounds is None:
         assert batch.cu_seqlens is None and batch.document_lengths is None
         return
@@ -75,7 +75,7 @@ def test_against_loop(
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
-    """s and, for each sample, the lengths of pieces that fill at most s + 1 tokens."""
+    """Draw s and, for each sample, the lengths of pieces that fill at most s + 1 tokens."""
     length = draw(st.integers(1, 12))
     samples = []
     for _ in range(draw(st.integers(1, 3))):
@@ -95,8 +95,8 @@ def test_pieces_against_loop(
     batch = make_micro_batch(tokens, segments=segments, eod=EOD, eod_mask_loss=eod_mask_loss)
     bounds = []
     for b, lengths in enumerate(samples):
-        # Which piece each of the s + 1 tokens is in and its place there; padding is in none and
-        # counts from its start.
+        # Piece of each of the s + 1 tokens and its position there; padding is in none and counts
+        # from its own start.
         owner = [(piece, k) for piece, n in enumerate(lengths) for k in range(n)]
         owner += [(-1, k) for k in range(length + 1 - len(owner))]
         for j in range(length):

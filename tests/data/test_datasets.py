@@ -1,4 +1,4 @@
-"""build_datasets: which files, which split, how many samples."""
+"""build_datasets: its files, splits and numbers of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQ_LENGTH = 8
 
 
 def config(**data: Any) -> Any:
-    """The settings that build_datasets reads."""
+    """Return the settings that build_datasets reads."""
     return SimpleNamespace(
         data=DataConfig(**{"split": "8,1,1", **data}),
         model=SimpleNamespace(seq_length=SEQ_LENGTH, vocab_size=50),
@@ -30,7 +30,7 @@ def config(**data: Any) -> Any:
 
 
 def write(folder: Path, name: str, documents: int, first_token: int = 0) -> str:
-    """Documents of 20 equal tokens: document i holds first_token + i."""
+    """Write documents of 20 equal tokens: document i holds first_token + i."""
     prefix = str(folder / name)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for i in range(documents):
@@ -82,7 +82,7 @@ def test_blend(tmp_path: Path) -> None:
 
 
 def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
-    """Its share goes to the others, who have samples for it."""
+    """The share of a part that is too small for a split goes to parts that have samples for it."""
     a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
     built = build_datasets(config(data_path=("1", b, "1", a)), 10, 10, 0)
     assert (
@@ -97,7 +97,7 @@ def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
 
 def test_paths_of_their_own(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
-    # An index of the split of `a` with the same counts must not be mistaken for the index of all of
+    # An index of the split of `a` with the same counts must not be taken for the index of all of
     # `a`.
     build_datasets(config(data_path=(a,), split="1,1"), 4, 4, 0)
     built = build_datasets(
@@ -142,8 +142,10 @@ def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
-    """The copy differs, so that it shows which was read; the index is that of the data's own name
-    and place.
+    """A staged copy is read instead of the data.
+
+    The copy differs, so that the test can tell which one is read; the index belongs to the data's
+    own name and place.
     """
     (tmp_path / "node").mkdir()
     prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
@@ -153,8 +155,8 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
 
 
 def test_exact_epochs(tmp_path: Path) -> None:
-    """80 tokens a training epoch: three make 239 // 8 = 29 samples, whatever the run takes of
-    them.
+    """Training epochs have 80 tokens: three make 239 // 8 = 29 samples, however many the run
+    takes.
     """
     prefix = write(tmp_path, "a", 10)
 
@@ -172,9 +174,9 @@ def test_exact_epochs(tmp_path: Path) -> None:
     assert short is not None and full is not None and len(short) == len(full) == 29
     assert [short[i].tolist() for i in range(29)] == [full[i].tolist() for i in range(29)]
     taken = np.concatenate([full[i][:-1] for i in range(29)])
-    # 8 tokens fewer than 60 of each
+    # 8 tokens fewer than 60 of each part
     assert len(taken) == 232 and (np.bincount(taken, minlength=4) >= 52).all()
-    # The same order as that of a run which needs just these samples: its cache is used.
+    # The order equals that of a run that needs exactly these samples: its cache is used.
     plain = build(29, None).train
     assert plain is not None and plain.description == full.description
     assert len(build(30, 3, dataloader_type="cyclic").train or ()) == 29
@@ -185,8 +187,9 @@ def test_exact_epochs(tmp_path: Path) -> None:
 
 
 def test_packing(tmp_path: Path) -> None:
-    """Documents of 20 equal tokens in samples of 9: pieces of 9, 9 and 4, of which two and a
-    padding fill a sample.
+    """Pack documents of 20 equal tokens into samples of 9.
+
+    Pieces have 9, 9 and 4 tokens; two pieces and padding fill a sample.
     """
     prefix = write(tmp_path, "a", 10, first_token=1)
     built = build_datasets(

@@ -1,6 +1,4 @@
-"""Who has a lock, that it ends with its holder, and what is so where the file system has no
-flock.
-"""
+"""Lock ownership, its end with the holder, and its behaviour on file systems without flock."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def without_flock(*_: object) -> None:
 
 @pytest.fixture(params=["flock", "soft"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file system with flock, and one without as Lustre mounted with neither `flock` nor
+    """Provide a file system with flock, and one without, as Lustre mounted with neither `flock` nor
     `localflock`.
     """
     if request.param == "soft":
@@ -40,7 +38,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def held_by_another(path: Path, then: Callable[[], object]) -> int:
-    """A process that takes the lock and then does that; it has the lock when this returns."""
+    """Start a process that takes the lock and then acts; it has the lock when this returns."""
     reader, writer = os.pipe()
 
     def hold() -> None:
@@ -63,7 +61,7 @@ def test_one_has_it_at_a_time(tmp_path: Path, kind: str) -> None:
     assert not second.acquire()
     first.release()
     assert names(tmp_path) == [] and second.acquire()
-    first.release()  # for the second time
+    first.release()  # a second time
     assert not first.acquire()
     second.release()
 
@@ -82,7 +80,7 @@ def test_a_process_that_is_killed_loses_it_at_once(tmp_path: Path, kind: str) ->
 
 @pytest.mark.slow
 def test_of_many_processes_one_has_it(tmp_path: Path, kind: str) -> None:
-    """Each adds one to a number, which takes a look and a write."""
+    """Only one of many processes has the lock. Each adds one to a number by a read and a write."""
     count = tmp_path / "count"
     count.write_text("0")
 
@@ -124,7 +122,7 @@ def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path) ->
 
 def test_what_a_lock_file_holds_is_never_trusted(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    # the last as earlier versions
+    # the last like earlier versions
     for content in (b"", b"\xff" * 5000, b"host pid", b'{"host": "n", "pid": 3}'):
         path.write_bytes(content)
         lock = FileLock(path)

@@ -1,4 +1,4 @@
-"""Two programs on one folder: the second is refused, and a dead first one is no obstacle."""
+"""Two programs on one folder: the second is refused; a dead first one is no obstacle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path: Path) ->
 
 
 def test_a_run_of_another_host_is_waited_for(tmp_path: Path) -> None:
-    """Its node may have died, and the file system not know yet."""
+    """A run of another host is waited for.
+
+    Its node may have died without the file system's knowledge.
+    """
     first, said = FolderClaim(tmp_path, "--save x"), list[str]()
     first.take(said.append)
     (tmp_path / LOCK_NAME).write_text("17\nanother-node\n")

@@ -30,7 +30,7 @@ from tests.helpers.examples import examples
 
 
 def write(prefix: Path, sizes: list[int], first_token: int = 0) -> list[list[int]]:
-    """Documents of these sizes whose tokens count up, so that a token says where it stood."""
+    """Write documents of these sizes with ascending tokens, so that a token tells its position."""
     documents, token = [], first_token
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for size in sizes:
@@ -50,9 +50,11 @@ def epochs_by_trial(tokens: int, num_samples: int, seq_length: int) -> int:
 def expected_samples(
     documents: list[list[int]], num_samples: int, seq_length: int, seed: int
 ) -> list[list[int]]:
-    """The draw order in words: one generator; documents of all epochs shuffled together, or the
-    last epoch apart when it gives under 80% of an epoch's samples; then the samples, in the same
-    two groups."""
+    """Return the samples in draw order, from one generator.
+
+    Documents of all epochs are shuffled together, or the last epoch apart when it gives under 80%
+    of an epoch's samples; then the samples, in the same two groups.
+    """
     tokens = sum(map(len, documents))
     epochs = epochs_by_trial(tokens, num_samples, seq_length)
     before_last = ((epochs - 1) * tokens - 1) // seq_length
@@ -150,7 +152,10 @@ def test_cache_names(tmp_path: Path) -> None:
 def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
     tmp_path: Path, size: int, packed_samples: bool
 ) -> None:
-    """All of them are read then; a number in the middle is seen by no check of the ends."""
+    """Impossible sizes are found before an index is built.
+
+    All sizes are read then, because checks of the ends miss a number in the middle.
+    """
     data, index = packed([[[1] * 8], [[2] * 8], [[3] * 8], [[4] * 8]], "<u2")
     at = 34 + 4  # of the second size
     (tmp_path / "a.bin").write_bytes(data)
@@ -163,8 +168,9 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
-    """Documents of several sequences; the byte that `where` names holds the token, and the document
-    holds the byte.
+    """The byte that `where` names holds the token, and the document holds the byte.
+
+    Documents have several sequences.
     """
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for first in range(0, 90, 10):

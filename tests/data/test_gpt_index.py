@@ -24,7 +24,7 @@ def build(
     module: ModuleType, sizes: list[int], request: IndexRequest, uint32_limit: int = 2**32 - 2
 ) -> dict[str, Any]:
     raw = np.zeros(4 * len(sizes) + 2, np.uint8)
-    unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as an .idx file has them
+    unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as in an .idx file
     unaligned[:] = sizes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "compiled", module)
@@ -35,8 +35,8 @@ def build(
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
-    """Numbers that need 64 bits from a limit on, which is 2^32 - 2 in Megatron, and the same
-    order.
+    """Numbers need 64 bits from a limit on, which is 2^32 - 2 as in Megatron; the order is the
+    same.
     """
     request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3, np.empty(0, np.int32))
     narrow = build(module, [4000, 5000, 1], request, uint32_limit=9001)
@@ -44,4 +44,4 @@ def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
     assert len(narrow["shuffle_idx"]) == 9000
     assert narrow["shuffle_idx"].dtype == np.uint32 and wide["shuffle_idx"].dtype == np.int64
     assert narrow["shuffle_idx"].tolist() == wide["shuffle_idx"].tolist()
-    assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT  # as Megatron's source has it
+    assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT  # as in Megatron's source

@@ -1,5 +1,6 @@
-"""One process builds, the others wait; whoever dies or is suspended, nobody waits for ever and
-nobody reads wrong.
+"""One process builds and the others wait.
+
+If one dies or is suspended, none waits for ever or reads wrong data.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OLD = {part: array + 1 for part, array in VALUE.items()}
 
 
 def load(directory: Path, build: Callable[[], Arrays], **options: Any) -> Arrays:
-    """The entry from one folder."""
+    """Load the entry from one folder."""
     return load_or_build(ENTRY, ["a", "b"], [directory], build, **options)
 
 
@@ -51,15 +52,16 @@ def same(arrays: Arrays, wanted: Arrays) -> bool:
 
 
 def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
-    """Inside of it, `call` is called whenever this process says that it waits for another."""
+    """Run `call` whenever this process reports that it waits for another, inside the block."""
     return heard(lambda message: call() if message.startswith("waiting") else None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: bool) -> None:
-    """The first builds until all others wait for it; where it fails, each of them fails by
-    itself.
+    """One of four builds, and all get its result.
+
+    It builds until all others wait for it; if it fails, each of them fails on its own.
     """
     waits = context.Semaphore(0)
 
@@ -86,7 +88,9 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: b
 
 @pytest.mark.slow
 def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
-    """Its lock ended with it; its unfinished files, and a lock file of an earlier version, are
+    """Leftovers of a killed builder are no obstacle.
+
+    Its lock ended with it; its unfinished files, and a lock file of an earlier version, are
     removed.
     """
 
@@ -128,7 +132,7 @@ def test_directories_in_order(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_built_again(tmp_path: Path) -> None:
     load(tmp_path, lambda: OLD)
     assert same(load(tmp_path, lambda: VALUE, fits=lambda found: found["a"][0] == 0), VALUE)
-    # what was just written is not what is there
+    # The file on disk differs from what was just written.
     with pytest.raises(DataError, match=str(tmp_path)):
         load(tmp_path, lambda: OLD, fits=lambda found: found["a"][0] == 2)
     assert names(tmp_path) == FILES
@@ -163,8 +167,10 @@ def test_damaged_caches_are_built_again(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
-    """A permutation of what was stored fits as well as that; one process of a job reads all of it
-    and tells.
+    """A modified cache is found by its digest.
+
+    A permutation of the stored values would pass all other checks. One process of a job reads all
+    of it and reports.
     """
     load(tmp_path, lambda: VALUE)
     assert same(load(tmp_path, never, verify=True), VALUE)
@@ -181,7 +187,9 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (4, 2)])
 def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """So that caches which Megatron-DeepSpeed wrote are found, and it finds ours."""
+    """Files equal numpy.save's, so that Megatron-DeepSpeed's caches are found here, and ours
+    there.
+    """
     array = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
     assert same(
         load_or_build(ENTRY, ["a"], [tmp_path / "ours"], lambda: {"a": array}), {"a": array}
@@ -195,7 +203,7 @@ def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -
 
 @pytest.fixture
 def open_path() -> Iterator[Path]:
-    """A folder that other users reach."""
+    """Provide a folder that other users can reach."""
     if os.getuid() != 0:
         pytest.skip("root is needed to become another user")
     with tempfile.TemporaryDirectory() as directory:
@@ -229,7 +237,7 @@ def test_folders_that_cannot_be_written(open_path: Path) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
-    """The next process reads right, and builds again only if it must."""
+    """The next process reads correct data, and builds again only if it must."""
     for folder in killed_at_each(tmp_path, lambda here: load(here, lambda: VALUE), every):
         complete, builds = set(FILES[1:]) <= set(names(folder)), list[int]()
         arrays = load(folder, lambda: builds.append(1) or VALUE)  # type: ignore[func-returns-value]  # noqa: B023
@@ -240,21 +248,21 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_while_it_replaces_what_did_not_fit(tmp_path: Path, every: bool) -> None:
-    """Old and new parts together are of the right shape and wrong: they must never be read."""
+    """Old and new parts together have the right shape and wrong contents: they must never be
+    read.
+    """
 
     def replace(folder: Path) -> None:
         load(folder, lambda: VALUE, fits=lambda found: found["a"][0] == 0)
 
     for folder in killed_at_each(tmp_path, replace, every, lambda here: load(here, lambda: OLD)):
-        # Whoever checks nothing finds all old or all new, or nothing and builds.
+        # A reader without checks finds all old or all new files, or none and builds.
         arrays = load(folder, lambda: VALUE)
         assert same(arrays, VALUE) or same(arrays, OLD), folder
 
 
 def build_or_die(rank: int, directory: str, deaths: dict[int, int]) -> bool:
-    """One of several processes; `deaths` says at which of their file operations some of them are
-    killed.
-    """
+    """Build in one of several processes; `deaths` says at which file operations some are killed."""
     cache = Path(directory, "cache")
 
     def build() -> Arrays:

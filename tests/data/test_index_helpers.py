@@ -1,4 +1,4 @@
-"""The index loops: C++, numpy and a literal reading of each definition must agree."""
+"""Index loops: C++, numpy and a literal reading of each definition must agree."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warmed_up(seed: int, draws: int) -> np.random.RandomState:
-    """A generator in the middle of its words, with half of a pair of normal numbers kept for the
-    next call.
+    """Return a generator in the middle of its words.
+
+    It keeps half of a pair of normal numbers for the next call.
     """
     random = np.random.RandomState(seed)
     random.randint(2**32, size=draws, dtype=np.uint32)
@@ -169,7 +170,7 @@ def test_blend_index(module: ModuleType, weights: list[float], size: int) -> Non
 @NEEDS_COMPILED
 @pytest.mark.parametrize("count", [1, 7, 8, 15, 16, 17, 24, 25, 31, 255, 256, 400])
 def test_blend_of_many(count: int) -> None:
-    """Equal weights and random ones: all the ways in which the compiled loop is cut into
+    """Equal and random weights cover all the ways in which the compiled loop is cut into
     vectors.
     """
     for weights in (
@@ -242,9 +243,9 @@ def test_gather_stays_within_the_bytes(
 
 
 def pack_by_the_rule(lengths: list[int], capacity: int) -> list[int]:
-    """Best fit, decreasing, as it is said: look at every bin for every piece."""
+    """Pack by the plain rule, best fit decreasing: look at every bin for every piece."""
     room: list[int] = []
-    since: list[int] = []  # when the bin came to have the room it has
+    since: list[int] = []  # the time when the bin got the room it has
     bins = [0] * len(lengths)
     for time, piece in enumerate(sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))):
         fitting = [b for b in range(len(room)) if room[b] >= lengths[piece]]
@@ -287,7 +288,7 @@ def test_best_fit(module: ModuleType, data: st.DataObject, capacity: int, wide: 
 @NEEDS_COMPILED
 @pytest.mark.parametrize("capacity", [100, 200, 1000, 5000, 300_000])
 def test_best_fit_of_many(capacity: int) -> None:
-    """Rooms over many words of the bitmap, which come and go, against the numpy path."""
+    """Many rooms over many words of the bitmap come and go, compared with the numpy path."""
     random = np.random.RandomState(capacity)
     for lengths in (
         random.randint(1, capacity + 1, 3000),

@@ -104,7 +104,7 @@ def test_bin_truncated_while_open(tmp_path: Path) -> None:
 
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-    """Sequences, and pieces of them as (sequence, offset, length)."""
+    """Draw sequences, and pieces of them as (sequence, offset, length)."""
     sequences = draw(st.lists(st.lists(st.integers(0, 255), max_size=9), min_size=1, max_size=8))
     chosen = []
     for sequence in draw(st.lists(st.integers(0, len(sequences) - 1), max_size=12)):
@@ -119,7 +119,7 @@ def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]
     mmap=st.booleans(),
 )
 def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool) -> None:
-    """Against slices of lists, for any order of pieces, overlapping ones included."""
+    """Gather equals slices of lists, for any order of pieces, overlapping ones included."""
     sequences, chosen = case
     prefix = tmp_path_factory.mktemp("gather") / "x"
     write(prefix, [sequences], dtype)
@@ -216,9 +216,10 @@ def test_damage_is_seen_or_harmless(
     cut: bool,
     mmap: bool,
 ) -> None:
-    """Any byte of the index changed or everything after it cut off: DataError, or the tokens as
-    they were. The type has no second record in the files, and neither has where documents start;
-    the type is left alone here."""
+    """Any changed byte of the index, or a cut anywhere, gives DataError or the original tokens.
+
+    The type is left alone here: the files have no second record of it, nor of document starts.
+    """
     data, index = packed(documents, "<u2")
     at = int(place * len(index))
     if at == 17 and not cut:
@@ -244,7 +245,7 @@ def test_damage_is_seen_or_harmless(
 @pytest.mark.campaign("large")
 @pytest.mark.parametrize("mmap", [True, False])
 def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
-    """A .bin of 6 GB that is a hole but for a few tokens, with pointers above 2^31 and 2^32."""
+    """Pointers above 2^31 and 2^32 are read. The .bin of 6 GB is a hole except for a few tokens."""
     sizes = [2**30 + 5, 2**29, 3, 2**31 - 2**29 - 100, 2]
     starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) * 2)]).tolist()
     assert starts[1] > 2**31 and starts[4] > 2**32
@@ -274,8 +275,9 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
 )
 @pytest.mark.parametrize("mmap", [True, False])
 def test_opening_reads_no_more_of_a_large_index(tmp_path: Path, mmap: bool, count: int) -> None:
-    """Empty documents, 20 bytes of a hole for each with its ends written: few of its pages are
-    touched.
+    """Opening a large index touches few of its pages.
+
+    It has empty documents: a hole of 20 bytes each, with its ends written.
     """
     with open(tmp_path / "a.idx", "wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, count + 1))

@@ -1,4 +1,4 @@
-"""Writing .bin/.idx: against bytes packed with struct; continued, killed and out of space."""
+"""Writing .bin/.idx, against bytes packed with struct; continued, killed and out of space."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def contents(prefix: Path) -> tuple[bytes, bytes]:
 def test_batches(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents, cuts: list[int], dtype: str
 ) -> None:
-    """Any way of cutting documents into batches gives the bytes of struct, and so does one sequence
-    at a time.
-    """
+    """Any way of cutting documents into batches, or single sequences, gives the bytes of struct."""
     folder = tmp_path_factory.mktemp("batches")
     expected = packed(documents, dtype)
     places = [0, *sorted(cuts), len(documents)]
@@ -139,7 +137,9 @@ def old_or_new_or_none(prefix: Path) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
-    """A whole data set or none, never a mixture; and the parts of the killed do not pile up."""
+    """A killed writer leaves a whole data set or none, never a mixture; its parts do not
+    accumulate.
+    """
 
     def write(folder: Path, documents: Documents = NEW) -> None:
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:
@@ -154,7 +154,7 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_publish_may_be_killed(tmp_path: Path, every: bool) -> None:
-    """The old data set is not mixed with the new one, and a second publish ends it."""
+    """A killed publish never mixes old and new data; a second publish completes it."""
 
     def prepare(folder: Path) -> None:
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:
@@ -192,7 +192,7 @@ def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"{tmp_path}/a: process {os.getpid()}\b"):
         IndexedDatasetWriter(tmp_path / "a", "<u2")
     add(writer, NEW)
-    writer.leave()  # as one that was killed: the parts stay, the lock goes
+    writer.leave()  # as if killed: the parts stay, the lock goes
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
         add(writer, OLD)
     assert files(tmp_path) == ["a.bin", "a.idx"] and unpacked(tmp_path / "a")[1] == OLD
@@ -231,8 +231,9 @@ def test_ids_that_do_not_fit(tmp_path: Path, dtype: str, tokens: list[float]) ->
 
 @pytest.mark.slow
 def test_disk_full(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: the error says what could not be
-    written, parts go.
+    """The error on a full disk names the file that could not be written, and the parts are removed.
+
+    A limit on the size of files stands for a full disk.
     """
 
     def child() -> None:

@@ -1,4 +1,4 @@
-"""The ledger against counting by hand which source every sample came from."""
+"""The ledger against a count by hand of every sample's source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEQ_LENGTH = 8
 
 
 def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -> GPTDataset:
-    """Documents of 10 tokens, all with the same id."""
+    """Return documents of 10 tokens, all with the same id."""
     prefix = folder / name
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(tokens // 10):
@@ -33,7 +33,7 @@ def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendedDataset:
-    """60 samples: a third of 'a' with 100 tokens, two thirds of 'b' with 300."""
+    """Return a blend of 60 samples: a third of 'a' with 100 tokens, two thirds of 'b' with 300."""
     folder = tmp_path_factory.mktemp("ledger")
     return BlendedDataset(
         [source(folder, "a", 100, 1, 21), source(folder, "b", 300, 2, 41)], [1, 2], 60
@@ -77,8 +77,8 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
         token = int(blend[index][0])
         before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
         size = {1: 100, 2: 300}[token]
-        # Token number n, from 0, is in epoch n // size + 1: that of the last token before, and of
-        # the last one now.
+        # Token number n, from 0, is in epoch n // size + 1. Compare the last token before with the
+        # last one now.
         epoch_before, epoch = (before - 1) // size + 1, (tokens[token] - 1) // size + 1
         if epoch > max(epoch_before, 1):
             expected["ab"[token - 1], epoch] = consumed
@@ -90,14 +90,15 @@ def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.Monke
     monkeypatch.setattr(sampler, "_BLOCK", 7)
     assert Ledger(blend, SampleOrder(60, cyclic=True), 100).record() == whole.record()
     assert whole.record() != Ledger(blend, SampleOrder(60, cyclic=True), 93).record()
-    # A checkpoint without a record, of a run that had more data than this one: what is there is
-    # counted.
+    # A checkpoint without a record, of a run with more data than this one: only present data
+    # counts.
     assert sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values()) == 60
 
 
 def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> None:
-    """'a' stays, 'b' goes, 'c' comes with more tokens to an epoch: nothing is lost or counted
-    twice.
+    """The blend changes, and nothing is lost or counted twice.
+
+    'a' stays, 'b' goes, and 'c' comes with more tokens to an epoch.
     """
     before = Ledger(blend, SampleOrder(60), 30).record()
     a, b = (part.name for part in blend.datasets)
@@ -120,8 +121,9 @@ def test_a_source_that_is_listed_twice_is_one(tmp_path: Path) -> None:
 
 
 def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
-    """Each token but the first of a piece is predicted once; padding never. An epoch is every
-    sample once.
+    """Every token but the first of a piece is predicted once, and padding never.
+
+    An epoch contains every sample once.
     """
     random = np.random.RandomState(5)
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:

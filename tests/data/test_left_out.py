@@ -1,4 +1,4 @@
-"""Orders that go around some samples, against counting by hand."""
+"""Orders that leave out some samples, against a count by hand."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def test_positions_are_counted_around_them(
 
 
 def by_hand(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -> list[int]:
-    """The first samples of the order, one by one. After a single pass of `total`, what would be
-    first comes again.
+    """Return the first samples of the order, one by one.
+
+    After a single pass of `total`, the first ones come again.
     """
     kept = list(islice((n for n in count() if n not in left(ranges)), 2 * total))
 
@@ -77,8 +78,9 @@ def by_hand(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -
 def test_every_layout_goes_around_the_same_samples(
     kind: str, total: int, ranges: list[tuple[int, int]], dp: int, mbs: int
 ) -> None:
-    """Also at the end of a single pass, which is as long as before: the first samples stand in for
-    those left out.
+    """All layouts leave out the same samples, also at the end of a single pass.
+
+    The pass keeps its length: the first samples replace those left out.
     """
     if len(left(ranges)) >= total:
         return
@@ -100,7 +102,7 @@ def test_every_layout_goes_around_the_same_samples(
 
 
 class Numbered(MockDataset):
-    """Sample i begins with token i."""
+    """Data set whose sample i begins with token i."""
 
     def __init__(self, total: int) -> None:
         super().__init__("train", total, 2, 1000, seed=1)

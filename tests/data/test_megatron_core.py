@@ -1,10 +1,9 @@
-"""Files, sample orders and blends against megatron-core's, byte for byte.
+"""Files, sample orders and blends, byte for byte those of megatron-core.
 
-`make test` compares with digests of what megatron-core made (core_golden.json); the campaign
-`peers` with megatron-core itself, in both directions, and with the digests. It is looked for in the
-folder that
-MEGATRON_CORE_FOLDER names, then in build/peers/, where it is installed from PyPI if it is not there. To make the
-digests anew: MEGATRON_CORE_GOLDEN=write, with the campaign.
+`make test` compares with digests of megatron-core's results (core_golden.json). The campaign
+`peers` compares with megatron-core itself, in both directions, and with the digests. It looks for
+megatron-core in the folder MEGATRON_CORE_FOLDER, then in build/peers/, where it is installed from
+PyPI if it is missing. To make the digests again: MEGATRON_CORE_GOLDEN=write, with the campaign.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Documents = list[list[list[float]]]
 
 
 def documents_of(dtype: str) -> Documents:
-    """Documents of several sequences, empty sequences and documents without any, and the limits of
-    the type.
+    """Return documents of several sequences, empty sequences, documents without any, and the limits
+    of the type.
     """
     if np.dtype(dtype).kind == "f":
         low, high = -1.5, float(np.finfo(np.float32).max)
@@ -67,7 +66,7 @@ def digest_of(prefix: Path) -> str:
 
 
 def orders(count: int) -> list[dict[str, Any]]:
-    """Splits of some documents, some of them empty or of one token, and up to 6 epochs of
+    """Return splits of some documents, some empty or of one token, and up to 6 epochs of
     samples.
     """
     random, found = np.random.RandomState(7), []
@@ -95,7 +94,7 @@ def orders(count: int) -> list[dict[str, Any]]:
 
 
 def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
-    """Digest of the three arrays, and which of the ways to use the last epoch this is."""
+    """Return the digest of the three arrays, and the way in which the last epoch is used."""
     sizes = np.array(case["sizes"], np.int32)
     split = case["start"], case["stop"], int(sizes[case["start"] : case["stop"]].sum())
     request = IndexRequest(
@@ -149,7 +148,7 @@ def test_orders_and_blends_are_megatron_cores(
 
 @pytest.fixture(scope="module")
 def core() -> Path:
-    """The folder with megatron-core; skips where there is none and PyPI is out of reach."""
+    """Return the folder with megatron-core; skip where there is none and PyPI is out of reach."""
     named = os.environ.get("MEGATRON_CORE_FOLDER")
     folder = Path(named) if named else ROOT / "build" / "peers" / f"megatron-core-{VERSION}"
     if (folder / "megatron" / "core").is_dir():
@@ -157,7 +156,8 @@ def core() -> Path:
     if named:
         pytest.skip(f"MEGATRON_CORE_FOLDER={named} has no megatron/core in it")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Installed under another name first: a killed installation is not taken for a whole one.
+    # Installed under another name first, so that a killed installation does not pass for a whole
+    # one.
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         pip = [
             sys.executable,

@@ -1,4 +1,4 @@
-"""Packed samples: nothing lost, nothing twice, little padding."""
+"""Packed samples: no token lost or repeated, and little padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAD = 10**6
 
 
 def write(prefix: Path, sizes: list[int]) -> None:
-    """Documents whose tokens count up, so that a token says where it stood."""
+    """Write documents with ascending tokens, so that a token tells its position."""
     token = 0
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for size in sizes:
@@ -49,7 +49,9 @@ def dataset(
 
 
 def predictions_of(data: PackedDataset, sample: int) -> list[tuple[int, int]]:
-    """(token before, token predicted) of sample `sample` that count: inside of a piece."""
+    """Return the counted pairs (token before, token predicted) of `sample`: those inside a
+    piece.
+    """
     tokens, found, at = data[sample].tolist(), [], 0
     for length in data.segments(sample).tolist():
         found += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))
@@ -95,8 +97,8 @@ def test_every_prediction_once_per_epoch(
         samples = range(epoch * len(once), (epoch + 1) * len(once))
         assert sorted(p for sample in samples for p in predictions_of(data, sample)) == expected
         assert data.tokens_in(np.array(samples)) == data.tokens_per_epoch == len(expected)
-    # Each token is in one piece, the first of a later piece of its document also at the end of the
-    # one before.
+    # Each token is in one piece; the first of a later piece also ends the piece before it in its
+    # document.
     counts = Counter(t for sample in range(len(once)) for t in data[sample].tolist() if t != PAD)
     for start, size in zip(starts.tolist(), sizes, strict=False):
         for offset in range(size):
@@ -107,9 +109,7 @@ def test_every_prediction_once_per_epoch(
 
 
 def test_order(tmp_path: Path) -> None:
-    """More epochs only add to the end, each in another order, and a seed changes the order
-    alone.
-    """
+    """More epochs only add to the end, each in another order; a seed changes only the order."""
     write(tmp_path / "x", [5] * 20)
     short, long = dataset(tmp_path / "x", 20, 4), dataset(tmp_path / "x", 75, 4)
     assert (len(short), len(long)) == (20, 80)
@@ -159,7 +159,7 @@ def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.N
 def test_padding_is_under_one_percent(kind: str) -> None:
     arrays, waste = pack(sizes_of(kind, 40_000), 2048)
     assert 0 <= waste < 0.01
-    # The bins themselves, counted again: no bin is too full, and the padding is what they leave.
+    # Count the bins again: none is too full, and the padding is the room that they leave.
     sizes = sizes_of(kind, 40_000).astype(np.int64)
     lengths = np.minimum(sizes[arrays["pieces"][:, 0]] - arrays["pieces"][:, 1], 2049)
     filled = np.add.reduceat(lengths, arrays["bin_starts"][:-1])
@@ -246,8 +246,9 @@ def test_data_that_changed_under_its_cache(
 
 
 def test_damaged_cache(tmp_path: Path) -> None:
-    """Shapes are right and the spot checks fell elsewhere: what is read wrong is said, not
-    given.
+    """A damaged cache is reported where it is read, without wrong data.
+
+    Shapes are right and the spot checks fell elsewhere.
     """
     write(tmp_path / "x", [9] * 200)
     dataset(tmp_path / "x", 1, 8)

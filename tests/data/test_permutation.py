@@ -1,4 +1,4 @@
-"""permute against what a permutation is, and against chance."""
+"""permute: a permutation that is statistically random."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_place_has_the_same_number_however_it_is_asked_for(
 
 
 def test_squares_and_their_neighbours() -> None:
-    """Table sizes where rounding of the square root matters."""
+    """Include table sizes where rounding of the square root matters."""
     for root in (2, 3, 255, 256, 257):
         for size in (root * root - 1, root * root, root * root + 1):
             assert np.array_equal(np.sort(permute(np.arange(size), size, 9)), np.arange(size))
@@ -39,8 +39,10 @@ def test_squares_and_their_neighbours() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_a_few_are_alike(size: int) -> None:
-    """Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is
-    no chance.
+    """All orders of a few keys are equally frequent.
+
+    Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is no
+    chance.
     """
     orders = list(itertools.permutations(range(size)))
     seen = Counter(
@@ -52,9 +54,7 @@ def test_all_orders_of_a_few_are_alike(size: int) -> None:
 
 
 def test_neighbours_are_strangers() -> None:
-    """The steps between neighbours of a large order are spread evenly, and two keys know nothing of
-    each other.
-    """
+    """Steps between neighbours of a large order are uniform, and different keys are independent."""
     size = 10**5
     one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)
     steps = np.histogram(np.diff(one) % size, 100)[0]

@@ -16,7 +16,7 @@ from tests.helpers.examples import examples
 
 
 class Counting:
-    """Sample i is [i, i + 1, i + 2]."""
+    """Data set whose sample i is [i, i + 1, i + 2]."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -37,7 +37,7 @@ class Counting:
 
 
 class Packed(Counting):
-    """Sample i has two pieces, of 1 and 2 tokens."""
+    """Data set whose sample i has two pieces, of 1 and 2 tokens."""
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
         return np.array([1, 2], np.int64)
@@ -48,7 +48,7 @@ def samples(batches: list[MicroBatch]) -> list[int]:
 
 
 def in_order(taken: list[list[MicroBatch]]) -> list[int]:
-    """The samples that all ranks took, in the order of consumption."""
+    """Return the samples that all ranks took, in the order of consumption."""
     batches = sorted(
         (batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample
     )
@@ -56,7 +56,7 @@ def in_order(taken: list[list[MicroBatch]]) -> list[int]:
 
 
 def expected_order(kind: str, total: int, number: int) -> list[int]:
-    """The first samples of the global order, epoch by epoch."""
+    """Return the first samples of the global order, epoch by epoch."""
     if kind == "single":
         return list(range(number))
     epochs = -(-number // total)
@@ -78,8 +78,9 @@ def expected_order(kind: str, total: int, number: int) -> list[int]:
 def test_resizes_drop_and_repeat_nothing(
     kind: str, total: int, phases: list[tuple[int, int, int, int]]
 ) -> None:
-    """A job that changes data-parallel size, micro-batch size and workers, after any number of
-    steps.
+    """Resizes drop and repeat no sample.
+
+    The job changes data-parallel size, micro-batch size and workers, after any number of steps.
     """
     consumed, read = 0, []
     for dp, mbs, workers, steps in phases:
@@ -192,7 +193,7 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
     for thread in busy:
         thread.join(60)
         assert not thread.is_alive()
-    assert len(busy) <= 2  # what was not begun yet was never read
+    assert len(busy) <= 2  # what had not been started was never read
 
 
 def test_orders() -> None:

@@ -21,10 +21,10 @@ from megatron.errors import ConfigError, DataError
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
         ("98/2", 50, ((0, 49), (49, 50), (50, 50))),
         ("1", 7, ((0, 7), (7, 7), (7, 7))),
-        # shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short: both cuts move up
-        # by one
+        # Shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short, so both cuts move
+        # up by one.
         ("1,1", 5, ((0, 3), (3, 5), (5, 5))),
-        # thirds of 5: cuts 2, 4, 6, one too many: all cuts move down by one
+        # Thirds of 5: cuts 2, 4, 6, one too many, so all cuts move down by one.
         ("1,1,1", 5, ((0, 1), (1, 3), (3, 5))),
     ],
 )

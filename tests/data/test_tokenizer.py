@@ -51,7 +51,7 @@ def write_byte_level(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """The arguments of build_tokenizer for one tokenizer of each library."""
+    """Return build_tokenizer's arguments for one tokenizer of each library."""
     folder = tmp_path_factory.mktemp("families")
     train_model(
         folder / "spm.model",
@@ -79,7 +79,7 @@ def test_any_number_of_threads_gives_the_same_ids(
     families: dict[str, dict], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
-        monkeypatch.setenv(name, "2")  # what a test sets is put back after it
+        monkeypatch.setenv(name, "2")  # restored after the test
     texts = [f"a b {'ab' * i} a" for i in range(50)]
     one = build_tokenizer(kind, **families[kind], num_threads=1)
     expected = [one.encode(text) for text in texts]

@@ -1,4 +1,4 @@
-"""What the processes of the engine tests do."""
+"""Cases that the processes of the engine tests run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weight_decay(step: int) -> float:
 
 
 def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]:
-    """Masters before the first step, the result of each step, everything after the last."""
+    """Return masters before the first step, each step's result, and everything after the last."""
     engine = Engine(toy.config(precision, zero_stage), topology, toy.build(topology))
     out: dict[str, Any] = {"start": toy.state_pieces(engine), "results": []}
     for s in range(STEPS):
@@ -47,9 +47,7 @@ def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]
 def bad_gradient(
     topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any
 ) -> dict[str, Any]:
-    """One rank, the last that holds `name`, gets an infinite gradient in the second of three
-    steps.
-    """
+    """Give the last rank that holds `name` an infinite gradient in the second of three steps."""
     engine = Engine(toy.config(precision, zero_stage, **fields), topology, toy.build(topology))
     results: list[StepResult] = []
     before: Any = None
@@ -76,7 +74,7 @@ def bad_gradient(
 
 
 def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
-    """The same under an optimizer that cannot leave a step out by itself, as a user's own."""
+    """Run the same under an optimizer that cannot skip a step by itself, as a user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             engine_module,
@@ -87,7 +85,7 @@ def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
 
 
 def scale_grows(topology: Topology) -> dict[str, Any]:
-    """fp16 with plain SGD; the loss scale doubles after every step."""
+    """Run fp16 with plain SGD; the loss scale doubles after every step."""
     config = toy.config(
         "fp16",
         optimizer="sgd",
@@ -106,8 +104,9 @@ def scale_grows(topology: Topology) -> dict[str, Any]:
 
 
 def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
-    """The state after two steps, without clipping, of the whole model; and of one whose last stage
-    has no parameter without weight decay.
+    """Return the whole model's state after two steps without clipping.
+
+    Do the same for a model whose last stage has only parameters with weight decay.
     """
     states = []
     for lacks in (False, True):
@@ -123,7 +122,7 @@ def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
 
 
 def no_parameters(topology: Topology) -> str:
-    """The last stage has none to train."""
+    """Train with a last stage that has no parameters."""
     chunks = toy.build(topology)
     if topology.pipeline.is_last:
         chunks.requires_grad_(False)
@@ -154,11 +153,11 @@ def contribute(
 def overlapped(
     topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = ""
 ) -> dict[str, Any]:
-    """Four steps and their results, the buckets on their way before each, and the last state.
+    """Return the results of four steps, the buckets in flight before each, and the last state.
 
     trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one
-                                 rank's `up.bias` is; 'broken': it ends in the middle, on each rank
-                                 elsewhere, and is done again
+                                 rank's `up.bias` is; 'broken': the step stops in the middle, at a
+                                 different point on each rank, and is repeated
     """
     fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     engine = Engine(toy.config(precision, stage, **fields), topology, toy.build(topology))
@@ -190,7 +189,7 @@ def overlapped(
 
 
 def refused(topology: Topology) -> list[str]:
-    """A gradient after the last one, and a second begin; nothing hangs afterwards."""
+    """Refuse a gradient after the last one, and a second begin; nothing hangs afterwards."""
     engine = Engine(toy.config(), topology, toy.build(topology))
     messages = []
 
@@ -250,8 +249,9 @@ def updated(
     bad: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Results and everything after the last step; with `bad`, the last rank gets an infinite
-    gradient in the second.
+    """Return results and everything after the last step.
+
+    With `bad`, the last rank gets an infinite gradient in the second step.
     """
     engine, results = fused_engine(topology, precision, zero_stage, fused, **fields), []
     for s in range(STEPS):
@@ -268,7 +268,7 @@ def updated(
 
 
 def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
-    """An engine that trains on, and a fused one that takes over its state through fragments and
+    """Continue training on one engine, and on a fused one that loads its state by fragments and
     scalars.
     """
     first, second = (

@@ -1,4 +1,4 @@
-"""FusedAdamW against torch's AdamW, alone; under the engine: test_engine.py."""
+"""FusedAdamW alone against torch's AdamW; under the engine: test_engine.py."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def train(
 
 
 def test_equals_torch_in_float64() -> None:
-    """Ten steps; each rounds weights of at most `largest` once, by U. Steps are 1e-2 times
-    quotients below 4, which are off by some 30 U of themselves: less than 2 U in all."""
+    """Ten steps equal torch's in float64.
+
+    Each rounds weights of at most `largest` once, by U. Steps are 1e-2 times quotients below 4,
+    which are off by some 30 U of themselves: less than 2 U in all.
+    """
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4}
     mine, exact = weights(), weights(torch.float64)
     ours = FusedAdamW(groups(mine), **settings)
@@ -62,7 +65,7 @@ def test_equals_torch_in_float64() -> None:
 
 
 def test_copies_and_gradient_scale() -> None:
-    """Copies for some parameters of a group only, and gradients of two types in one group."""
+    """Update copies of only some parameters of a group, and gradients of two types in one group."""
     mine, plain = weights(), weights()
     ours = FusedAdamW(groups(mine), **USUAL)
     ours.gradient_scale = torch.tensor(0.5)

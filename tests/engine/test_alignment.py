@@ -1,4 +1,4 @@
-"""Where the parts of buckets begin that data-parallel ranks own."""
+"""Alignment of the parts of buckets that data-parallel ranks own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Copies of weights: a layer of a user's own keeps them together, and what parts them is found and
-named.
-"""
+"""Copies of weights: a user's own layer keeps them equal, and a difference is found and named."""
 
 from __future__ import annotations
 
@@ -43,8 +41,9 @@ def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
 
 
 def behind_a_checkpoint(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
-    """The layer's own arithmetic, where no graph leads from the output to the parameters of a
-    head.
+    """Run the layer's own arithmetic.
+
+    No graph leads from the output to the parameters of a head.
     """
     heads = self.up(self.norm(x)).unflatten(-1, (-1, self.head_dim))
     heads = checkpoint(
@@ -120,8 +119,9 @@ def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
 
 
 def check_after_flip(topology: Topology, precision: str, name: str, victim: int) -> str:
-    """A step over weights that are still on their way, and the check of them; then a bit of one
-    copy changes.
+    """Check copies after a step whose weights are still in flight.
+
+    Then one bit of one copy changes.
     """
     engine = Engine(toy.config(precision, overlap_param_gather=True), topology, toy.build(topology))
     toy.backward(engine, topology, 0)
@@ -137,7 +137,7 @@ def check_after_flip(topology: Topology, precision: str, name: str, victim: int)
 
 
 FLIPS: dict[str, tuple[tuple[int, int], str, str, int, tuple[str, ...]]] = {
-    # (tensor, pipeline), precision, parameter, rank; what is named
+    # (tensor, pipeline), precision, parameter, rank; the names in the error
     "data": ((1, 1), "bf16", "mixed", 2, ("mixed", "ranks 0-1, 3 ", "rank 2 ")),
     "data beside tensor": ((2, 1), "fp32", "up", 3, ("up ", "rank 1 ", "rank 3 ")),
     "tensor": ((2, 2), "bf16", "norm", 1, ("norm", "rank 0 ", "rank 1 ")),
@@ -165,8 +165,8 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
 
 
 def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """One bit; signs, which a plain sum of words would not see in pairs; words, or chunks, in each
-    other's place.
+    """Change one bit; pairs of signs, which a plain sum of words would miss; swap words or
+    chunks.
     """
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
     word = 8 // x.element_size()
@@ -194,7 +194,7 @@ def test_the_digest_of_a_device_sees_every_change(
 ) -> None:
     monkeypatch.setattr(copies, "_WORDS", 16)
     line = torch.randn(1 + 203, generator=torch.Generator().manual_seed(1)).to(dtype)
-    x = line[1:]  # not on the bounds of words, nor of their length
+    x = line[1:]  # not on word bounds, nor of a word's length
     found = [int(copies.digest(x))]
     assert found[0] == int(copies.digest(x.clone()))
     for change in changes(x):

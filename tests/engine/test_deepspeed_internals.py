@@ -1,5 +1,5 @@
-"""Start-up: nothing compiled, nothing printed, nothing changed for others; what is handed to
-DeepSpeed; its names.
+"""DeepSpeed's start-up and internals: no compilation, output or side effects; arguments and
+names.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_one_process_without_launcher(tmp_path: Path) -> None:
-    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start
-    0.4 s and more.
+    """Start-up does not import torch's compiler or its distributed tensors.
+
+    Each costs a start 0.4 s and more (with sympy, for checkpoints).
     """
     set_by_others = (
         "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT DS_ACCELERATOR TORCH_EXTENSIONS_DIR"
@@ -91,8 +92,9 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_mpirun_says_beside_another_launcher() -> None:
-    """DeepSpeed asserts that both say the same of the local rank; here the launcher that counts was
-    chosen before.
+    """DeepSpeed asserts that mpirun's local rank equals that of the launcher.
+
+    Here the launcher that counts was chosen before.
     """
     (outcome,) = launch(
         1, [*TINY, "--train-iters", "1"], env={"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -135,8 +137,9 @@ def raised(action: Any) -> str:
 
 
 def without_names(rank: int) -> dict[str, str]:
-    """Errors of a DeepSpeed without each name of its modules, and of one whose optimizer lacks a
-    method.
+    """Return the errors of a DeepSpeed without each name of its modules.
+
+    Include one whose optimizer lacks a method.
     """
     found = {"version": import_deepspeed().__version__}
     for module, names in OF_MODULES.items():

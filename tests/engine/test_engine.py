@@ -1,6 +1,9 @@
 """The engine against torch's AdamW on whole tensors in float64, on several layouts and in all
-precisions: plain, with reduction behind backward passes and gathering behind forward passes, and
-with FusedAdamW."""
+precisions.
+
+Variants: plain, with reduction behind backward passes and gathering behind forward passes, and with
+FusedAdamW.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,9 @@ def parse(name: str) -> tuple[tuple[int, int, int], str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
-    """Clipping is active in every step; the gradients of the reference are rounded as the working
-    precision does.
+    """The engine equals AdamW in float64, with clipping active in every step.
+
+    The reference rounds gradients like the working precision.
 
     The weights are of order 1: fp32 keeps them to 6e-8 of that per operation, and Adam's quotient,
     with eps = 1e-4, passes on relative errors of the gradient (1e-7 per sum) times lr <= 0.03. 2e-6
@@ -132,7 +136,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
     before, after = whole(ranks, "before"), whole(ranks, "after")
     for key in before:
         np.testing.assert_array_equal(after[key], before[key], err_msg=key)
-    # The run goes on as if that step had not been.
+    # The run continues as if that step had not happened.
     reference = toy.Reference()
     sizes = tuple(map(int, layout.split("x")))
     for s, scale in ((0, 1024.0), (2, 512.0)):
@@ -158,8 +162,9 @@ def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(
 
 
 def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
-    """Plain SGD in closed form: w - lr * g; a gradient divided by the new scale would move half as
-    far.
+    """The step at which the loss scale grows is a whole step: w - lr * g by plain SGD.
+
+    A gradient divided by the new scale would move half as far.
     """
     (run,) = runs["scale grows"]
     assert run["scales"] == [64.0, 128.0]
@@ -181,7 +186,7 @@ def test_a_stage_without_parameters_is_refused_on_all_ranks(runs: Any) -> None:
 
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_stages_may_have_other_kinds_of_parameters(runs: Any, precision: str) -> None:
-    """Parameters train as they do beside one that the last stage lacks here."""
+    """Parameters train the same beside one that the last stage lacks here."""
     whole, lacking = (
         toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
     )
@@ -232,8 +237,10 @@ def test_overlapped_is_the_same(runs: dict[str, list[Any]], name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAPPED)
 def test_overlapped_equals_adamw_in_float64(runs: dict[str, list[Any]], name: str) -> None:
-    """Bounds and their reasons are those of test_engine; there is a step more, and the first has
-    another rate.
+    """The overlapped engine equals AdamW in float64.
+
+    Bounds and reasons are those of test_engine; there is one more step, and the first has another
+    rate.
     """
     sizes, precision, _ = name.split()
     factor = 1024.0 if precision == "fp16" else 1.0
@@ -281,8 +288,8 @@ def test_gradients_after_the_last_are_refused(runs: dict[str, list[Any]]) -> Non
 
 
 def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
-    """Weight gradients that wait, of a tied embedding, of autograd: all arrive through hooks and
-    sinks.
+    """Deferred weight gradients, those of a tied embedding, and autograd's all arrive through hooks
+    and sinks.
     """
     for a, b in zip(runs["gpt True"], runs["gpt False"], strict=True):
         assert a["history"] == b["history"]

@@ -1,4 +1,4 @@
-"""Boxes of flat stretches, against numbering every element."""
+"""Shards of flat stretches, against numbering every element."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_boxes_are_the_stretch_in_order(shape: tuple[int, ...], data: st.DataObj
 def test_real_boxes_put_every_element_in_its_place(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
-    """Cut a tensor over ranks with padding, each rank's part over stretches; together they are the
+    """Shards cut over ranks with padding, and over stretches of each rank, together form the
     tensor.
     """
     dim = data.draw(st.integers(0, len(shape) - 1))

@@ -1,4 +1,4 @@
-"""The loss scale, step by step."""
+"""Loss scale, step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> Los
 
 
 def run(scale: LossScale, steps: str) -> list[float]:
-    """The scale after each step; "x" overflows."""
+    """Return the scale after each step; "x" overflows."""
     out = []
     for step in steps:
         scale.update(step == "x")

@@ -1,6 +1,4 @@
-"""What an engine holds: every byte of its tensors is one that training needs, and none exists
-twice.
-"""
+"""Memory of an engine: every byte is needed for training, and none exists twice."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from tests.helpers.processes import run_processes
 
 SHAPES = {"up": (96, 64), "down": (64, 96), "norm": (512,)}
 ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-LEAST = 1024  # bytes: what is smaller is a number or two
-# Of each element: weight, fp32 master weight where the weight is not that, fp32 gradient sum, two
-# fp32 moments.
+LEAST = 1024  # bytes: smaller tensors are a number or two
+# Per element: weight, fp32 master weight unless the weight is fp32, fp32 gradient sum, two fp32
+# moments.
 BYTES = {"fp32": 4 + 0 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
-# of which ZeRO gives each of the data-parallel ranks a part
+# of which ZeRO gives each data-parallel rank a part
 DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}
 
 
 def storages() -> dict[int, int]:
-    """Bytes by address of the memory of all tensors that are alive."""
+    """Return bytes by address for the memory of all live tensors."""
     gc.collect()
     found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
@@ -54,7 +52,7 @@ def held(rank: int, precision: str, stage: int) -> int:
     engine = Engine(toy.config(precision, stage, zero_reduce_bucket_size=10**6), topology, chunks)
     for p in chunks.parameters():
         engine.gradient(p).fill_(1.0)
-    engine.step(0.1)  # which is when others would make what they put off
+    engine.step(0.1)  # which is when deferred allocations would happen
     return sum(size for address, size in storages().items() if address not in before)
 
 
@@ -68,8 +66,10 @@ def held_in_each(rank: int, cases: list[tuple[str, int]]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
 def test_nothing_is_held_twice(ranks: int) -> None:
-    """DeepSpeed rounds the length of a group up to an even number for each rank: here it is one
-    already.
+    """No tensor is held twice.
+
+    DeepSpeed rounds the length of a group up to an even number for each rank: here it already is
+    one.
     """
     expected = []
     for precision, stage in CASES[ranks]:

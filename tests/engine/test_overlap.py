@@ -1,6 +1,4 @@
-"""Buckets of gradients, and weights that are waited for before they are used. Under the engine:
-test_engine.py.
-"""
+"""Gradient buckets, and weights that are awaited before use. Under the engine: test_engine.py."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.helpers.training import BASE
 
 
 class Late:
-    """Weights that are not there before they are waited for."""
+    """Gather whose weights are absent until it is waited for."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._values = bucket, bucket.weights.clone()
@@ -37,7 +35,7 @@ class Late:
 
 
 def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
-    """One for each parameter, which becomes a view of it."""
+    """Make one bucket for each parameter, which becomes a view of it."""
     found = []
     for p in parameters:
         flat = torch.cat([p.detach().view(-1), torch.zeros(p.numel() % 2)])
@@ -52,8 +50,8 @@ def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
 def test_gpt_waits_for_each_weight_before_it_is_used(
     fields: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every weight is NaN until it is waited for; loss and logits must be those of weights that are
-    there.
+    """Every weight is NaN until it is awaited; loss and logits must be those of the real
+    weights.
     """
     from megatron.config import Config
     from megatron.model.gpt import build_chunks
@@ -107,8 +105,9 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("sizes", [[1], [65536], [65537, 3, 0], [200_000, 70_000]])
 def test_squares_by_torch(sizes: list[int]) -> None:
-    """A block adds 65,536 squares in fp32 in many short sums: less than what 16 roundings (6e-8
-    each) come to.
+    """Squares agree with torch's.
+
+    A block adds 65,536 squares in fp32 in many short sums: less than 16 roundings (6e-8 each).
     """
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
     expected = sum(float(t.double().square().sum()) for t in tensors)
@@ -141,7 +140,7 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
 
 
 def test_what_a_rank_holds_of_a_bucket() -> None:
-    """Numbers instead of gradients; seven elements and one of padding over two ranks."""
+    """Split a bucket of seven numbers and one of padding over two ranks."""
     a, b, c = parameter("a", 3), parameter("b", 2), parameter("c", 2)
     line = torch.arange(8.0)
     for rank, held in (

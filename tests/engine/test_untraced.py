@@ -1,5 +1,5 @@
-"""The optimizers are torch's, to the bit. That they bring no compiler with them:
-test_deepspeed_internals.py.
+"""The optimizers are torch's, bit for bit. test_deepspeed_internals.py tests that they import no
+compiler.
 """
 
 from __future__ import annotations

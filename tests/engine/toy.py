@@ -1,5 +1,4 @@
-"""Parameters without a model: their gradients are given, so that any layout can be compared with
-whole tensors.
+"""Parameters without a model: given gradients let any layout be compared with whole tensors.
 
 A toy has every kind of parameter that the engine tells apart: cut along each dimension, replicated,
 with partial gradients, tied over stages, padded, with and without weight decay, of odd sizes.
@@ -52,7 +51,7 @@ MICRO_BATCHES = 3
 
 
 def full(name: str, *key: Any) -> torch.Tensor:
-    """The global tensor of a parameter that `key` draws, fp32; no key: its initial weights."""
+    """Draw the global tensor of a parameter by `key`, fp32; no key: its initial weights."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((name, *key)).encode()))
     return torch.randn(SHAPES[name], generator=generator)
 
@@ -143,8 +142,9 @@ class ToyConfig:
 
 
 def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
-    """A ToyConfig; `fields` replace those of whatever section has them. Precision bf16sums:
-    gradient sums too.
+    """Return a ToyConfig; `fields` replace those of the section that has them.
+
+    Precision bf16sums: gradient sums too.
     """
     fields |= {
         "zero_stage": zero_stage,
@@ -166,7 +166,7 @@ def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyCo
 
 
 def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part of a global tensor, padded with zeros to the local shape."""
+    """Return this rank's part of a global tensor, padded with zeros to the local shape."""
     s = sharding_of(p)
     out = torch.zeros(p.shape, dtype=whole.dtype)
     part = whole[tuple(slice(o, o + n) for o, n in zip(s.offset, s.extent, strict=True))]
@@ -175,7 +175,7 @@ def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
 
 
 def build(topology: Topology) -> torch.nn.ModuleDict:
-    """The chunk of this rank, with fp32 parameters."""
+    """Build the chunk of this rank, with fp32 parameters."""
     chunk = torch.nn.Module()
     for spec in SPECS:
         stages = (
@@ -207,8 +207,9 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
 
 
 def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> torch.Tensor:
-    """The whole gradient of one micro-batch, already divided by their number. Some elements are
-    always zero.
+    """Return the whole gradient of one micro-batch, already divided by their number.
+
+    Some elements are always zero.
     """
     zero = full(name, "zeros") < -0.5
     return (
@@ -219,9 +220,7 @@ def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> to
 def terms(
     spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int
 ) -> list[torch.Tensor]:
-    """The gradients of the tensor ranks, or of the first and last stage, whose sum is the whole
-    gradient.
-    """
+    """Split the whole gradient into terms of the tensor ranks, or of the first and last stage."""
     count = tensor_size if spec.partial_gradient else min(pipeline_size, 2) if spec.tied else 1
     if count == 1:
         return [whole]
@@ -247,7 +246,7 @@ def gradient(
 
 
 def backward(engine: Engine, topology: Topology, step: int) -> None:
-    """All micro-batches of one step, as the executor drives them."""
+    """Run all micro-batches of one step, as the executor does."""
     for m in range(MICRO_BATCHES):
         for p in engine.chunks.parameters():
             g = (gradient(p, topology, step, m) * engine.loss_scale).to(p.dtype)
@@ -265,11 +264,11 @@ def summed_gradients(
     rounded: Callable[[torch.Tensor], torch.Tensor] = same,
     added: Callable[[torch.Tensor], torch.Tensor] = same,
 ) -> dict[str, torch.Tensor]:
-    """The whole gradient that the ranks of (tensor, pipeline, data) together hold, float64.
+    """Return the whole gradient of all ranks of (tensor, pipeline, data), float64.
 
-    rounded  what the working precision does to the gradient of one micro-batch on one rank
-    added    what the format of the sums does to each: over micro-batches, over replicas, over the
-             ranks of a model
+    rounded  effect of the working precision on the gradient of one micro-batch on one rank
+    added    effect of the sums' format on each: over micro-batches, over replicas, over the ranks
+             of a model
     """
     tensor, pipeline, data = layout
 
@@ -312,7 +311,7 @@ class Reference:
     def step(
         self, gradients: dict[str, torch.Tensor], lr: float, weight_decay: float = DECAY
     ) -> float:
-        """Clip, update; the norm before clipping."""
+        """Clip and update; return the norm before clipping."""
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay
         for name, w in self.weights.items():
             w.grad = gradients[name].clone()
@@ -330,9 +329,7 @@ Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 
 
 def state_pieces(engine: Engine) -> Pieces:
-    """{"master.NAME": [(global offset, values)]} of what this rank's optimizer holds, moments
-    alike.
-    """
+    """Return {"master.NAME": [(global offset, values)]} of this rank's optimizer; moments alike."""
     out: Pieces = {}
     for f in engine.fragments():
         for kind, flat in {"master": f.master, **f.moments}.items():
@@ -342,7 +339,7 @@ def state_pieces(engine: Engine) -> Pieces:
 
 
 def weight_pieces(engine: Engine) -> Pieces:
-    """{NAME: [(global offset, values)]} of the working weights."""
+    """Return {NAME: [(global offset, values)]} of the working weights."""
     out: Pieces = {}
     for p in engine.chunks.parameters():
         s = sharding_of(p)
@@ -352,8 +349,9 @@ def weight_pieces(engine: Engine) -> Pieces:
 
 
 def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
-    """Whole tensors from all ranks' pieces. Every element must be there, and equal wherever it is
-    held twice.
+    """Assemble whole tensors from all ranks' pieces.
+
+    Every element must be present, and equal in all copies.
     """
     whole: dict[str, np.ndarray] = {}
     for pieces in ranks:

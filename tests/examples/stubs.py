@@ -1,6 +1,4 @@
-"""A job of examples/frontier without Slurm: its commands are stand-ins that write down how they
-were called.
-"""
+"""Jobs of examples/frontier without Slurm: stubs of its commands record their calls."""
 
 from __future__ import annotations
 
@@ -12,20 +10,19 @@ from pathlib import Path
 from tests.helpers.launching import ROOT
 
 FRONTIER = ROOT / "examples" / "frontier"
-# Writes down its name, arguments and some variables, in one write as several may run, then does
+# Records its name, arguments and some variables, in one write because several may run, then does
 # what STUB_<name> says.
 _STUB = """printf -v call '%s\\2' "$name" "$@"
     printf -v call '%sMASTER_ADDR=%s MASTER_PORT=%s' "$call" "${MASTER_ADDR-}" "${MASTER_PORT-}"
     printf '%s NCCL_NET=%s MEGATRON_JOB_TOKEN=%s\\1' "$call" "${NCCL_NET-}" "${MEGATRON_JOB_TOKEN-}" >>"$STUB_CALLS"
     action=STUB_$name; eval "${!action-}\""""
-# As a function, so that no other process is started; in a shell of its own, which what it does may
-# end.
+# A function, so that no other process is started; in a subshell, which its action may end.
 _FUNCTION = (
     f"() {{ local name=${{FUNCNAME[0]}} call action\nif ((BASH_SUBSHELL)); then {_STUB}; "
     f"else ( {_STUB} ); fi; }}"
 )
 _PROGRAM = f"#!/bin/bash\nname=${{0##*/}}\n{_STUB}\n"
-# What a job asks its Slurm for.
+# Questions that a job asks its Slurm.
 _ANSWERS = {
     "STUB_scontrol": 'case $1-$2 in show-hostnames) echo "$3" | tr , "\\n" ;; show-hostlist) echo '
     '"$3" ;; esac',
@@ -35,33 +32,33 @@ _ANSWERS = {
 
 @dataclass
 class Call:
-    """One command that a script gave."""
+    """Command that a script called."""
 
     words: list[str]
     environ: dict[str, str]
 
     def value(self, flag: str) -> str:
-        """The last value of a flag, as in `-N 2` or `--wait=600`."""
+        """Return the last value of a flag, as in `-N 2` or `--wait=600`."""
         found = [self.words[i + 1] for i, word in enumerate(self.words) if word == flag]
         found += [word.partition("=")[2] for word in self.words if word.startswith(flag + "=")]
         return found[-1]
 
     @property
     def program(self) -> str:
-        """Name of the Python script that srun starts; empty for other steps."""
+        """Return the name of the Python script that srun starts; empty for other steps."""
         return next((Path(word).name for word in self.words if word.endswith(".py")), "")
 
 
 @dataclass
 class Ended:
-    """A script that ended."""
+    """Script that has ended."""
 
     code: int
     log: str
     calls: list[Call] = field(default_factory=list)
 
     def named(self, name: str, program: str = "") -> list[Call]:
-        """The calls of one command; of those that start `program`, where that is given."""
+        """Return the calls of one command; of those that start `program`, if given."""
         return [
             call for call in self.calls if call.words[0] == name and program in ("", call.program)
         ]
@@ -70,8 +67,9 @@ class Ended:
 def run_script(
     folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str
 ) -> Ended:
-    """`script` as Slurm would start it on `nodes`, in `folder`; `variables` are set beside those of
-    a job on a CPU.
+    """Run `script` as Slurm would start it on `nodes`, in `folder`.
+
+    `variables` are set beside those of a job on a CPU.
     """
     python = folder / "venv" / "bin" / "python"
     if not python.exists():

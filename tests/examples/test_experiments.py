@@ -1,5 +1,5 @@
-"""weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: their points, costs, and how points
-are run.
+"""weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: points, costs, and running the
+points.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRONTIER = load_cluster("frontier")
 
 
 def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
-    """(GCDs, replicas, batch) of each point."""
+    """Return (GCDs, replicas, batch) of each point."""
     assert all(p.config is not None for p in points), [p.problem for p in points]
     return [
         (p.world, p.config.parallel.data_parallel_size, p.config.batch.global_batch_size)
@@ -56,7 +56,9 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
 
 
 def test_scaling_is_the_papers() -> None:
-    """And our recipe has the paper's devices and sequences, whatever a replica takes."""
+    """Scaling points have the paper's devices and sequences, whatever a replica takes in our
+    recipe.
+    """
     for model, each, weak, strong, replicas in (
         ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)),
         ("1t", 512, 1600, 8016, (1, 2, 3, 4, 6)),
@@ -159,8 +161,10 @@ def test_times_are_those_of_the_published_throughput() -> None:
 
 
 def test_points_that_outlast_a_small_job_are_named() -> None:
-    """Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and
-    for 1T on 64.
+    """Points that outlast a small job are named.
+
+    Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and for
+    1T on 64.
     """
     too_long = {}
     for kind in ("weak", "strong"):
@@ -176,7 +180,7 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
 
 
 def _costs_row(kind: str, model: str) -> str:
-    """A row of EXPERIMENTS.md's table of costs."""
+    """Return a row of EXPERIMENTS.md's table of costs."""
     points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
     steps = [p.iteration_s or 0.0 for p in points]
     totals = [(p.nodes, p.total_s or 0.0) for p in points]
@@ -206,8 +210,11 @@ def test_costs_in_the_documentation_are_those_of_a_dry_run() -> None:
 
 
 class Runs:
-    """Runs of points without processes: each takes its virtual seconds, then ends as `ends` says by
-    the point's name: exit codes (no code: as it should, with metrics) and a log; None: never."""
+    """Stand-in for runs of points, without processes.
+
+    Each takes its virtual seconds, then ends as `ends` says by the point's name: exit codes (no
+    code: success, with metrics) and a log; None: never.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, str] | None] | None = None
@@ -427,7 +434,10 @@ def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedPr
 def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
     name: str, kinds: list[str], tmp_path: Path
 ) -> None:
-    """The planner is a stub, which says what it was called with."""
+    """A dry run shows points and costs, and nothing is submitted by accident.
+
+    The planner is a stub that prints its arguments.
+    """
     planner = tmp_path / "planner"
     planner.write_text('#!/bin/bash\nshift\nprintf "%s|" "$@"; echo\n')
     planner.chmod(0o755)
@@ -444,8 +454,8 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
 
 @pytest.mark.slow
 def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
-    """sbatch is a stub that notes its arguments: one job of the largest size, or one for each
-    point.
+    """Submission asks for one job of the largest size, or one for each point. sbatch is a stub that
+    notes its arguments.
     """
     stub = tmp_path / "bin/sbatch"
     stub.parent.mkdir()
@@ -461,7 +471,7 @@ def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == f"-N 384 -t 12:00:00 {path}\n"
     (tmp_path / "calls").unlink()
     assert script("strong_scaling.sh", "--one-at-a-time", SUBMIT="each", **more).returncode == 0
-    # 1T on 64 nodes takes longer than the 2 h of so small a job.
+    # 1T on 64 nodes takes longer than the 2 h of such a small job.
     expected = {
         64: "24:00:00 -p extended",
         128: "06:00:00",

@@ -1,8 +1,7 @@
-"""Pieces of one's own: those of examples/extend train as in one process, and are dry-run and
-planned.
+"""User-defined pieces of examples/extend train as in one process, and are dry-run and planned.
 
 Tolerances are those of the parity grid (tests/parity/test_grid.py). Lion takes the sign of its
-update, which rounding turns where the update is as small as a rounding error: there a weight may be
+update, which rounding flips where the update is as small as a rounding error: there a weight may be
 off by two steps.
 """
 
@@ -31,7 +30,7 @@ from tests.helpers.training import STEPS, assemble, train_plainly
 from tests.parity.cases import layout, train
 
 FOLDER = "examples/extend"
-# Without biases: softmax does not see that of the keys, so that its gradient is nothing but
+# Without biases: softmax is invariant under that of the keys, whose gradient is therefore pure
 # rounding.
 LION = dict(lr=1e-3, adam_beta1=0.9, adam_beta2=0.99, add_bias_linear=False)
 RUNS: dict[str, dict[str, Any]] = {
@@ -160,7 +159,7 @@ def planned(flags: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 def test_each_is_planned(tmp_path: Path) -> None:
-    """The plan differs from that of the project's own pieces where these cost something else."""
+    """The plan differs from that of the project's own pieces where these have another cost."""
     plain = planned([], tmp_path)
     for name, file in FILES.items():
         assert (planned(["--pieces", file], tmp_path) == plain) == (name == "data"), name

@@ -13,7 +13,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
 @pytest.fixture(scope="session")
 def gpt2_files() -> dict[str, str]:
-    """The arguments of build_tokenizer for GPT-2's vocabulary."""
+    """Return build_tokenizer's arguments for GPT-2's vocabulary."""
     shared = Path(__file__).resolve().parents[4] / "shared" / "data"
     folder = Path(os.environ.get("MEGATRON_TEST_DATA") or shared)
     files = {"vocab_file": folder / "gpt2-vocab.json", "merge_file": folder / "gpt2-merges.txt"}
@@ -29,7 +29,7 @@ def gpt2(gpt2_files: dict[str, str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model of 600 pieces that loses nothing, with <s> 1 and </s> 2, without
+    """Return a lossless SentencePiece model of 600 pieces, with <s> 1 and </s> 2, without
     padding.
     """
     path = tmp_path_factory.mktemp("spm") / "spm.model"
@@ -47,8 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_model(path: Path, lines: Iterator[str], **settings: Any) -> None:
-    """Train a byte-pair model with these settings; else SentencePiece's: <unk> 0, <s> 1, </s> 2, no
-    padding.
+    """Train a byte-pair model with these settings.
+
+    The rest is SentencePiece's default: <unk> 0, <s> 1, </s> 2, no padding.
     """
     import sentencepiece
 

@@ -13,8 +13,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
 from megatron.errors import DataError
 
-# What the pattern of GPT-2 treats apart: spaces of several kinds, letters, numbers, marks,
-# contractions.
+# Text that GPT-2's pattern splits: spaces of several kinds, letters, numbers, marks, contractions.
 TEXTS = st.text(max_size=60) | st.text(
     " \t\n\r\u00a0\u3000aZ\u00e9\u4e2d19'stlvermd.,_\u0301", max_size=40
 )
@@ -38,7 +37,7 @@ def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> Non
 def test_gpt2_facts(gpt2: Tokenizer) -> None:
     assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)  # as published with GPT-2
     assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([50256]) == "<|endoftext|>"
-    assert 50256 not in gpt2.encode("a<|endoftext|>b")  # a text cannot end its document
+    assert 50256 not in gpt2.encode("a<|endoftext|>b")  # text cannot end its document
 
 
 def assert_same_for_code_points(gpt2: Tokenizer, reference, points: Iterable[int]) -> None:
@@ -71,8 +70,9 @@ def write_byte_level(folder: Path, merges: list[tuple[str, str]]) -> tuple[Path,
 
 
 def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
-    """Byte-pair encoding as it is defined: the earliest merge that applies, at its leftmost place,
-    until none does.
+    """Encode by the definition of byte-pair encoding.
+
+    Apply the earliest merge, at its leftmost place, until none applies.
     """
     parts = list(text)
     while True:

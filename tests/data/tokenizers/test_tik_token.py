@@ -18,7 +18,7 @@ from tests.helpers.examples import examples
 
 BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b" world"]
-# What the patterns treat apart; the long s is an s where case does not count.
+# Text that the patterns split; the long s equals an s where case is ignored.
 APART = [
     *"aZ\u01c5\u02b0\u4e2d\u0301'19\u00b2./ \t\n\r\u3000\U0001f600",
     "'s",
@@ -102,7 +102,7 @@ def test_patterns_cut_as_the_published_ones(published, ours: str, theirs: str, t
 
 
 def test_patterns_of_megatron_and_llama() -> None:
-    """Their strings, which are part of the format."""
+    """Patterns equal Megatron's and Llama's strings, which are part of the format."""
     assert PATTERNS["llama3"] == (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -129,12 +129,12 @@ def test_patterns_of_megatron_and_llama() -> None:
     ],
 )
 def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab_size: int) -> None:
-    """A file of the published length gets the ids that tiktoken gives its special tokens."""
+    """Special tokens of a file of the published length get tiktoken's ids."""
     special = published[name]["special_tokens"]
     assert published[name].get("explicit_n_vocab", max(special.values()) + 1) == vocab_size
     assert PUBLISHED[ranks].special == special
     if ranks > 60_000:
-        return  # the same way, and seconds
+        return  # the same code, and seconds
     ids = [i for i in range(ranks + 1) if i not in special.values()][:ranks]
     tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(ranks - 256))]
     tokenizer = build(write_ranks(tmp_path / "file", dict(zip(tokens, ids, strict=True))))
@@ -228,7 +228,9 @@ def test_special_tokens_of_a_rank_file(small: str) -> None:
 @examples(10)
 @given(text=TEXTS)
 def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text: str) -> None:
-    """Rank r has id N + r, below N are special tokens; tiktoken itself with these ids gives the
+    """JSON vocabularies are numbered like Megatron-LM's.
+
+    Rank r has id N + r, and below N are special tokens; tiktoken itself with these ids gives the
     reference.
     """
     import tiktoken
@@ -271,7 +273,7 @@ def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern.*gpt9"),
-        # none ends a document
+        # No token ends a document.
         ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "--tiktoken-special-tokens"),
         (
             {"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1},
@@ -344,7 +346,7 @@ def test_more_white_space_than_the_pattern_can_go_back_over(pattern: str) -> Non
     encoder = RankTokenizer(ids, {"</s>": 257}, 257, PATTERNS[pattern])
     spaces = 1_000_002
     found = encoder.encode(f"a{' ' * spaces}b")
-    # the last space goes with the letter, and the others, an odd number, in pairs
+    # The last space goes with the letter, and the others, an odd number, in pairs.
     assert (
         len(found) == 1 + spaces // 2 - 1 + 1 + 2 and encoder.decode(found) == f"a{' ' * spaces}b"
     )

@@ -1,4 +1,4 @@
-"""Learning-rate and weight-decay schedules against values worked out by hand."""
+"""Learning-rate and weight-decay schedules, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_warmup_stable_decay(style: str, part: float) -> None:
 
 @given(st.integers(0, 130))
 def test_units_agree(iteration: int) -> None:
-    """The same schedule given in iterations, samples (8 each) and tokens (16 per sample)."""
+    """One schedule is the same in iterations, samples (8 each) and tokens (16 per sample)."""
     by = [
         config(lr_decay_iters=100, lr_warmup_iters=10),
         config(lr_decay_samples=800, lr_warmup_samples=80),
