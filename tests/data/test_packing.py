@@ -228,8 +228,8 @@ def test_cache(tmp_path: Path) -> None:
         ([10, 50, 40, 7], [50, 10, 40, 7]),
         ([10, 50, 40, 7], [107]),
         ([10, 50, 40, 7], [50, 50, 20, 7]),
-        # Two of 200 documents, in bins that no spot check looks at: the checksum of the sizes sees
-        # them.
+        # Two of 200 documents differ, in bins that no spot check reads. The checksum of the sizes
+        # detects them.
         ([9] * 200, [9] * 102 + [8, 10] + [9] * 96),
     ],
 )

@@ -1,5 +1,5 @@
-"""examples/frontier: what a job calls, with stand-ins for Slurm; tests/slurm runs the same scripts
-under a real one.
+"""examples/frontier: calls of a job, with stubs of Slurm; tests/slurm runs the scripts under a real
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_headers():
                 r"^#SBATCH (--[a-z-]+|-\w)[= ]?(.*)$", SCRIPTS[name].read_text(), re.MULTILINE
             )
         )
-        hours = 2 if nodes <= 91 else 6 if nodes <= 183 else 12  # OLCF's longest for so many nodes
+        hours = 2 if nodes <= 91 else 6 if nodes <= 183 else 12  # OLCF's limit for that many nodes
         asked = [head[flag] for flag in ("-N", "-t", "-C", "--network", "--ntasks-per-node", "-c")]
         assert asked == [str(nodes), f"{hours:02}:00:00", "nvme", "disable_rdzv_get", "8", "7"]
         assert head["--signal"].startswith("USR1@") and {"--requeue", "--open-mode"} <= set(head)
@@ -58,7 +58,7 @@ def test_srun_as_olcf_recommends(tmp_path):
         "8",
     ]
     assert {"--gpus-per-task=1", "--gpu-bind=closest"} <= set(call.words)
-    # Ranks end by themselves and say who was lost; a rank that does not is ended after a while.
+    # Ranks end by themselves and name the lost one; a rank that does not is ended after a while.
     assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
     assert "-w" not in call.words
     assert "--distributed-backend" not in call.words
@@ -110,7 +110,7 @@ def test_recipe_and_flags(tmp_path):
     assert call.value("--preset") == "gpt-22b-frontier"
     assert call.value("--save") == call.value("--load") == f"{tmp_path}/runs/gpt/checkpoints"
     assert "--requeue" in program
-    # last, so that they win; unchanged
+    # Last, so that they win, and unchanged.
     assert program[-8:] == [*TINY, "--lr", "1e-4", "--title", "two words", "*"]
     assert "--train-tokens" not in program  # a length was given
 
@@ -181,7 +181,10 @@ def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
 
 @pytest.mark.parametrize(("signal", "told"), [("USR1", "trap 'exit 0' USR1"), ("TERM", "")])
 def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
-    """Also where the signal comes before the script waits for the tasks. USR1 it hands on."""
+    """A job that saved after a signal has ended well.
+
+    The signal may come before the script waits for the tasks. The script forwards USR1.
+    """
     then = "while :; do :; done" if told else "exit 0"
     tasks = f"{told or ':'}; kill -{signal} $$; {then}"
     ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {tasks}; }}")
@@ -192,10 +195,10 @@ def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
 @pytest.mark.parametrize(
     ("ends", "code", "requeued"),
     [
-        # a bug, or out of memory, on one rank
+        # A bug, or out of memory, on one rank.
         (("Exited with exit code 1", "Exited with exit code 75"), 1, False),
         (("Exited with exit code 75", "Exited with exit code 75"), 75, True),
-        # the error followed from the loss
+        # The error followed from the loss.
         (("Killed", "Exited with exit code 75", "Exited with exit code 1"), 75, True),
     ],
 )
@@ -226,10 +229,10 @@ def test_what_failing_tasks_wrote_is_shown(tmp_path):
         "task(s) 0-7 on a1",
         "rank 9 was killed",
     ]
-    # the culprit first
+    # The culprit comes first.
     assert [last.index(text) for text in told] == sorted(last.index(text) for text in told)
     logs = tmp_path / "runs" / "gpt" / "logs" / "77" / "0"
-    # what is empty goes
+    # Empty entries are removed.
     assert sorted(path.name for path in logs.glob("task_*")) == ["task_0.err", "task_9.err"]
 
 
@@ -278,8 +281,8 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
-    """Flags that do not resolve, modules that do not load, and no Python; the commands are shown
-    all the same.
+    """A dry run fails on whatever would end the job: flags that do not resolve, modules that do not
+    load, and no Python. The commands are shown all the same.
     """
     module = {"BASH_FUNC_module%%": "() { [[ $2 != gone ]]; }", "DEVICE": "gpu", "DRY_RUN": "1"}
     for broken in (
@@ -295,7 +298,7 @@ def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
     assert train(tmp_path, **{**module, "SITE_MODULES": "rocm"}).code == 0
 
 
-# Numbers of nodes that the heads of the scripts and the README name.
+# Numbers of nodes in the heads of the scripts and in the README.
 NODES = {
     "1.4b": (1, 2, 4, 8, 16),
     "22b": (2, 4, 8, 10, 16, 20, 32, 40, 64, 80, 128, 160),

@@ -1,5 +1,5 @@
-"""examples/frontier/job.sh: the environment on every node's drive, preflight, and training on the
-good nodes.
+"""examples/frontier/job.sh: environment on every node's drive, preflight, training on good
+nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
     assert ended.named("srun", MEASURE)[0].value("-N") == "3"
     call = trained(ended)
     assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["2", "16", "a2,a3"]
-    assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, where rank 0 is now
+    assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, which now has rank 0
     tokens = {
         step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])
     }
@@ -85,7 +85,7 @@ def test_one_of_several_nodes_needs_no_network_plugin(tmp_path):
         word for word in measure.words if "--network" in word
     ]
     assert trained(ended).environ["NCCL_NET"] == "Socket"
-    # what there is of it starts only so
+    # A step on one node gets its part of the network only with this.
     assert trained(ended).value("--network") == "single_node_vni"
     ended = run_script(tmp_path, TRAIN, *FLAGS, **one, NCCL_NET="mine", STUB_srun=measured("a1 a2"))
     assert trained(ended).environ["NCCL_NET"] == "mine"
@@ -103,8 +103,8 @@ def test_too_few_good_nodes(tmp_path):
     assert asked.index(["requeue", "77"]) < asked.index(["update", "JobId=77", "ExcNodeList=a1"])
 
 
-# Slurm sends SIGTERM to all processes of a job that it puts back into the queue: also to scontrol,
-# which asked for it.
+# Slurm sends SIGTERM to all processes of a job that it requeues, including the scontrol that asked
+# for it.
 REQUEUED = (
     "case $1 in requeue) kill -TERM $$ $BASHPID ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
 )
@@ -149,7 +149,7 @@ def test_without_requeue_only_the_line_is_printed(tmp_path):
 def test_a_preflight_without_a_verdict(tmp_path, code, answer):
     ended = run_script(tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=f"exit {code}")
     assert (ended.code, ended.named("srun", PROGRAM)) == (answer, [])
-    # nothing tells the bad nodes
+    # no source names the bad nodes
     assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
 
 
@@ -176,14 +176,14 @@ def test_variables_of_somebodys_shell_are_not_the_jobs(tmp_path):
     assert f"{ROOT}/{PROGRAM}" in call.words and "/p" not in call.words
 
 
-# A node's shell: srun runs the command here, sbcast copies.
+# Shell of a node: srun runs the command here, sbcast copies.
 _RUNS_HERE = """if [[ $* == *"bash -c"* ]]; then
     while [[ $1 == -* ]]; do case $1 in -N | -n | -c) shift 2 ;; *) shift ;; esac; done; "$@"; fi"""
 
 
 @pytest.fixture
 def packed(tmp_path: Path) -> dict[str, str]:
-    """A packed environment, and a drive to unpack it on."""
+    """Provide a packed environment and a drive to unpack it on."""
     home = tmp_path / "made" / "bin"
     home.mkdir(parents=True)
     (home / "python").write_text("#!/bin/bash\nexit 0\n")
@@ -225,7 +225,7 @@ def test_environment_and_code_go_to_the_nodes(tmp_path, packed):
     [
         {"STUB_sbcast": "echo 'sbcast: error: node is full' >&2; exit 1"},
         {"STUB_sbcast": 'cp "$2" "$3"; exit 1'},  # whole here, but not on every node
-        # a part of the file, as after a failure that nobody noticed
+        # Part of the file, as after an unnoticed failure.
         {"STUB_sbcast": 'head -c 100 "$2" >"$3"'},
         {"SITE_NVME": "/dev/null/nowhere"},
     ],

@@ -88,7 +88,7 @@ def test_lumi_is_the_same_body():
     assert done.returncode == 0, done.stderr
     exported, _, commands = done.stdout.partition("\1")
     environ = dict(entry.split("=", 1) for entry in exported.split("\0") if "=" in entry)
-    # Empty values take back what the header asks of Frontier.
+    # Empty values cancel Frontier's settings in the header.
     assert [environ[name] for name in ("SBATCH_CONSTRAINT", "SBATCH_NETWORK", "SITE_NVME")] == [
         "",
         "",
@@ -106,9 +106,7 @@ def test_lumi_is_the_same_body():
 
 
 def test_lumis_network_is_another_one(tmp_path):
-    """A variable that LUMI's site file has empty is not in the environment of the job, unless
-    somebody sets it.
-    """
+    """A variable that is empty in LUMI's site file is unset in the job, unless the user sets it."""
     (tmp_path / "hsn0").mkdir()
     text = (
         f"source {LUMI} && source {FRONTIER}/env.sh && source {LUMI} && source "

@@ -1,4 +1,4 @@
-"""examples/frontier/setup_env.sh: what it would run, what it refuses, where it goes on."""
+"""examples/frontier/setup_env.sh: its commands, its refusals, and where it resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.launching import ROOT
 pytestmark = pytest.mark.slow
 
 SCRIPT = FRONTIER / "setup_env.sh"
-# A stand-in for Python: makes an "environment" with itself in it, and fails where it is told to.
+# Stub of Python: makes an "environment" with itself in it, and fails where told to.
 _PYTHON = """#!/bin/bash
 echo "$*" >>"$CALLS"
 [[ "$1 $2" != "-m venv" ]] || { mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
@@ -25,7 +25,7 @@ echo "$*" >>"$CALLS"
 
 
 def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables: str):
-    """The script on a machine with or without a module command, which sets what a rocm module
+    """Run the script on a machine with or without a module command, which sets what a rocm module
     sets.
     """
     python = folder / "python3"
@@ -112,13 +112,14 @@ def test_a_step_that_fails_is_named_and_nothing_is_packed(tmp_path):
     assert "deepspeed==" not in (tmp_path / "calls").read_text()
     assert not (tmp_path / "env.tar.gz").exists()
     (tmp_path / "calls").unlink()
-    assert setup_env(tmp_path, modules=True).returncode == 0  # goes on
+    assert setup_env(tmp_path, modules=True).returncode == 0  # resumes
     assert "-m venv" not in (tmp_path / "calls").read_text()
 
 
 def test_deephyper_changes_no_version_that_is_installed(tmp_path):
-    """Also where one differs from those that were tested together, as what a wheel of torch brings
-    may.
+    """DeepHyper changes no installed version, even one that differs from those tested together.
+
+    A wheel of torch may bring such a version.
     """
     installed = "torch==2.10.0+rocm7.1 NumPy==1.26.4 typing-extensions==4.12.0 ruamel.yaml==0.18"
     assert setup_env(tmp_path, modules=True, INSTALLED=installed).returncode == 0

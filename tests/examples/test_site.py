@@ -1,4 +1,4 @@
-"""examples: scripts are clean, site.env asks for what is missing, env.sh sets what OLCF and HPE
+"""examples: clean scripts, complaints of site.env about missing values, and env.sh as OLCF and HPE
 recommend.
 """
 
@@ -23,7 +23,7 @@ SCRIPTS = sorted(
     for path in (ROOT / "examples").rglob("*")
     if path.suffix in (".sh", ".sbatch", ".env")
 )
-# The user guide's table ("PyTorch on Frontier", July 2026), for a job of several nodes.
+# Table of the user guide ("PyTorch on Frontier", July 2026), for a job of several nodes.
 RECOMMENDED = {
     "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
     "GLOO_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
@@ -42,7 +42,7 @@ RECOMMENDED = {
     "FI_CXI_RDZV_GET_MIN": "0",
     **{
         name: next(s.value(Config.create("gpt-175b-frontier")) for s in SETTINGS if s.name == name)
-        # not of the table: as the launch sets them
+        # Not from the table: set as the launch does.
         for name in ("GPU_MAX_HW_QUEUES", "TORCH_NCCL_HIGH_PRIORITY")
     },
     "MIOPEN_USER_DB_PATH": "/tmp/ada-miopen-77",
@@ -55,7 +55,7 @@ RECOMMENDED = {
 def sourced(
     script: Path, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
-    """A script sourced by a strict shell, and what it changed in the environment."""
+    """Source a script in a strict shell; return the changes that it made to the environment."""
     before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
     command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
     done = subprocess.run(
@@ -77,10 +77,10 @@ def sourced(
 @pytest.mark.parametrize(
     ("how", "place"),
     [
-        # Each file alone, from where it finds no other: what another one sets, or uses, cannot be
-        # told.
+        # Each file is checked alone, where it finds no other: variables that others set or use are
+        # unknown.
         ("--exclude=SC1091,SC2034,SC2153,SC2329", Path("/")),
-        # with all that they source, ten times as long
+        # With all that they source it takes ten times as long.
         pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),
     ],
 )
@@ -109,7 +109,7 @@ def test_env_on_frontier(tmp_path):
 
 def test_env_network_of_one_node_and_of_a_login_node(tmp_path):
     assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="1")["NCCL_NET"] == "Socket"
-    # sbatch hands a login shell's variables to the job, where the number of nodes is another one.
+    # sbatch passes a login shell's variables to the job, where the number of nodes differs.
     assert "NCCL_NET" not in on_frontier(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""tune.sbatch: what it calls in a job and on a login node, with stand-ins for Slurm and Python."""
+"""tune.sbatch: its calls in a job and on a login node, with stubs of Slurm and Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.preflight import checked
 pytestmark = pytest.mark.slow
 
 TUNE = FRONTIER / "tune.sbatch"
-# The stand-in for Python notes the hosts it was given, and ends as it is told.
+# The stub of Python notes its hosts and ends as told.
 HOSTS = (
     'while (($#)); do [[ $1 != --hosts-file ]] || cp "$2" "$STUB_CALLS.hosts"; shift; done; '
     "exit ${ENDS:-0}"
@@ -34,7 +34,7 @@ def tune(folder: Path, *arguments: str, **variables: str) -> Ended:
 
 
 def planner(ended: Ended) -> list[str]:
-    """The words of the one call of tools/tune.py."""
+    """Return the words of the only call of tools/tune.py."""
     (call,) = ended.named("python", "tune.py")
     return call.words
 
@@ -183,7 +183,7 @@ def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
     ):
         slurm = f"squeue() {{ echo '{answer}'; }}; scontrol() {{ tr ' ' '\n' <<<'{names}'; }}"
         assert guard(slurm, 2, "echo", "acts") == ["acts", "7"] * acts, answer
-    # Slurm refuses: the nodes would idle until the time is over.
+    # Slurm refuses: the nodes would idle to the time limit.
     refuses = (
         "squeue() { echo a2; }; scontrol() { [[ $1 == show ]] && echo a2; }; scancel() { "
         "echo ended $1; }"
@@ -193,8 +193,8 @@ def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
 
 
 def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
-    """squeue heeds SQUEUE_STATES and others: a job that it does not show has not come to its
-    end.
+    """Filters of a user's shell do not hide the job. squeue heeds SQUEUE_STATES and others: a job
+    that it does not show has not ended.
     """
     hides = "[[ -n ${SQUEUE_STATES-} ]] || echo COMPLETING None"
     ended = tune(tmp_path, ENDS="3", STUB_squeue=hides, SQUEUE_STATES="PENDING")
@@ -205,7 +205,10 @@ def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
 def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(
     tmp_path: Path, left: int, requeued: bool
 ) -> None:
-    """The preflight asks for all nodes of the job, so that it cannot even start."""
+    """A node that dies before the first trial sends the job back.
+
+    The preflight asks for all nodes of the job, so it cannot even start.
+    """
     squeue = f'case "$*" in *%D*) echo {left} ;; *) echo RUNNING None ;; esac'
     ended = tune(tmp_path, nodes="a1,a2,a3", PREFLIGHT="1", STUB_squeue=squeue, STUB_srun="exit 1")
     assert ended.code == 4 and not ended.named("python", "tune.py")
@@ -254,7 +257,10 @@ def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
     ("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")]
 )
 def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, planner: str) -> None:
-    """And says that the trainings, which the tool chooses, were not looked at."""
+    """The check before submitting accepts it.
+
+    It reports that the trainings, which the tool chooses, were not checked.
+    """
     job = checked([FRONTIER / script], tmp_path)
     assert job.findings == [] and any(planner in text for text in job.unchecked), job.findings
 

@@ -1,6 +1,4 @@
-"""A clock that stands still until it is told: for code that takes its time and its pauses as
-arguments.
-"""
+"""Virtual clock for code that takes its clock and its sleep function as arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Seconds that pass only while somebody sleeps by this clock.
+    """Clock whose seconds pass only while a caller sleeps by it.
 
         clock = VirtualClock()
         waiter = Waiter(clock=clock, sleep=clock.sleep)
         clock.at(5.0, lambda: file.touch())     # happens when the clock gets there
         waiter.wait(timeout_s=60)               # returns at once, at 5 virtual seconds
 
-    A wait that nothing can end raises instead of going on for ever.
+    A wait that nothing can end raises instead of continuing for ever.
     """
 
     def __init__(self, start: float = 1000.0, limit_s: float = 1e6) -> None:
@@ -28,11 +26,11 @@ class VirtualClock:
         return self.now
 
     def at(self, seconds_from_now: float, what: Callable[[], object]) -> None:
-        """Call `what` when so many seconds have passed."""
+        """Call `what` after `seconds` virtual seconds."""
         self._events.append((self.now + seconds_from_now, what))
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass, with what is due in them."""
+        """Let `seconds` pass, with all calls that are due in them."""
         self.slept.append(seconds)
         self.advance(max(seconds, 1e-3))
 

@@ -1,4 +1,4 @@
-"""How many random examples a property test looks at."""
+"""Number of random examples of a property test."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _PLAIN = 25
 
 
 def examples(count: int) -> settings:
-    """`count` of them in `make test`, 40 times as many in `make prove ONLY=hypothesis`.
+    """Run `count` examples in `make test`, 40 times as many in `make prove ONLY=hypothesis`.
 
-    Only for tests whose examples are dearer or cheaper than others': plain tests look at 25 and
+    Use this only for tests whose examples cost more or less than others': plain tests run 25 and
     1,000.
     """
     return settings(max_examples=max(1, count * settings.default.max_examples // _PLAIN))  # type: ignore[union-attr]

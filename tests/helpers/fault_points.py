@@ -1,18 +1,17 @@
-"""Named fault points: what a process does when it comes to a certain point of the code, chosen by
-the test.
+"""Named fault points: a test chooses what a process does at a certain point of the code.
 
 The points are audit events (PEP 578). Python raises its own ("open", "os.rename", ...), and the
-library raises "megatron.<room>.<point>" by sys.audit at the seams that have no such event: after a
-sync, between two phases of a meeting, after a step. Nobody listens unless a test does, so that they
-cost nothing and need no switch.
+library raises "megatron.<subpackage>.<point>" by sys.audit where there is no such event: after a
+sync, between two phases of a rendezvous, after a step. Only tests listen to them, so that they cost
+nothing and need no switch.
 
-    launch(2, arguments, arm={1: (strike, "megatron.run.step", 3, "kill")})    # rank 1 dies after
-    its third step
+    # rank 1 dies after its third step
+    launch(2, arguments, arm={1: (strike, "megatron.run.step", 3, "kill")})
 
 A moment is a point of the library or an operation on a file of a folder. Between two moments
-nothing changes on disk but the content of open files, so all of them together are all at which a
-kill can matter: `record` lists those of a run, `strike_at` strikes at one of them, by its name or
-by its number, without luck and without sleeping.
+nothing on disk changes but the content of open files, so the moments are all the places where a
+kill can matter. `record` lists those of a run; `strike_at` strikes at one of them, by name or by
+number, without chance and without sleeping.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.
 
 
 def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "") -> None:
-    """Call act(*arguments of the event) when `event` comes for the nth time in this process,
-    counted from 1.
+    """Call act(*arguments of the event) at the nth `event` of this process, counted from 1.
 
     containing: only events count whose arguments, as text, contain this.
     """
@@ -63,8 +61,10 @@ def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "
 
 
 def strike(event: str, nth: int, what: str, containing: str = "") -> None:
-    """Arm this process: "kill", "stop" or "terminate" it (a signal), let it "fail" (RuntimeError),
-    make the system refuse ("full": OSError ENOSPC), or hold it until somebody writes to a FIFO ("hold:PATH").
+    """Arm this process to fail at an event.
+
+    "kill", "stop" and "terminate" send it a signal, "fail" raises RuntimeError, "full" makes the
+    system refuse (OSError ENOSPC), and "hold:PATH" blocks it until the FIFO is written to.
     """
     on(event, lambda *_: _act(what, event), nth, containing)
 
@@ -87,7 +87,7 @@ def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "
 
 
 def record(folder: str | os.PathLike[str], log: str | os.PathLike[str]) -> None:
-    """Write the name of every moment of this process to a file, a line each, as they come."""
+    """Write the name of every moment of this process to a file, one a line."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     _on_moments(folder, lambda moment: os.write(handle, f"{moment}\n".encode()))
 
@@ -103,8 +103,9 @@ def _on_moments(folder: str | os.PathLike[str], call: Callable[[str], object]) -
 
 
 def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
-    """Its name, with # for every number in the path from `prefix` on; "" where the event is
-    none.
+    """Return the moment's name, with # for every number in the path from `prefix` on.
+
+    Return "" if the event is no moment.
     """
     if event.startswith("megatron."):
         return event
@@ -120,10 +121,10 @@ def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
-    """The file that an event is about, "" for none."""
+    """Return the file of an event, "" if there is none."""
     path = arguments[0]
     try:
-        if isinstance(path, int):  # opened just now, by os.open, and given a Python object
+        if isinstance(path, int):  # just opened by os.open and passed to a Python object
             return os.readlink(f"/proc/self/fd/{path}")
         if not isinstance(path, str | bytes | os.PathLike):
             return ""

@@ -1,4 +1,4 @@
-"""Code that runs in a fresh process of Python, from the root of the repository."""
+"""Code run in a new Python process, from the root of the repository."""
 
 from __future__ import annotations
 

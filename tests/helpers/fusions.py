@@ -14,8 +14,8 @@ from megatron.layers.context import LayerContext
 
 
 class Operators:
-    """`with Operators() as seen`: afterwards seen.calls counts our operators by name, in forward
-    and backward.
+    """Count our operators by name, in forward and backward, in seen.calls of `with Operators() as
+    seen`.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,14 @@ class Operators:
 
 
 def context(fusions: Fusions = ALL, **fields: Any) -> LayerContext:
-    """One process with these fusions; without a library the operators' own fallback computes."""
+    """Return the context of one process with these fusions.
+
+    Without a library the operators' own fallback computes.
+    """
     return dataclasses.replace(LayerContext.single(), fusions=fusions, **fields)
 
 
 def force(monkeypatch: pytest.MonkeyPatch, fusions: Fusions = ALL) -> None:
-    """Models and engines that are built from now on use `fusions`, whatever the flags and the
-    machine say.
-    """
+    """Make models and engines use `fusions` from now on, regardless of flags and machine."""
     for module in ("megatron.model.gpt", "megatron.engine.optimizer"):
         monkeypatch.setattr(f"{module}.choose_fusions", lambda *_: fusions)

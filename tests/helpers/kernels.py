@@ -1,9 +1,9 @@
-"""Builds the kernels for the simulator of GPU lanes (csrc/kernels/simulator.h) and runs programs
-that use them.
+"""Kernels built for the simulator of GPU lanes (csrc/kernels/simulator.h), and programs that use
+them.
 
-A simulator library stands in for the host library, so the numerical tests need not know of it. They
-run in processes of their own: AddressSanitizer has to be loaded before Python, and misuse that the
-simulator finds ends the process.
+A simulator library replaces the host library, so the numerical tests need not know of it. They run
+in processes of their own: AddressSanitizer has to be loaded before Python, and misuse found by the
+simulator ends the process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron.kernels.library import OVERRIDE
 ROOT = Path(__file__).resolve().parents[2]
 NUMERICS = "tests/kernels/numerics"
 
-# Without optimization: that compiles about twice as fast, and sanitizers find more, as nothing is
-# optimized away before it is checked. Null pointers, and those that leave their object, are
-# AddressSanitizer's to find where they are used. Calls instead of inline checks let the simulator
-# see the accesses to LDS.
+# Without optimization the compilation is about twice as fast, and sanitizers find more, because no
+# check is optimized away. AddressSanitizer finds null pointers, and pointers that leave their
+# object, where they are used. Calls instead of inline checks let the simulator see the accesses to
+# LDS.
 PLAIN = ("-O0",)
 ADDRESS = ("-O0", "-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0")
 SANITIZED = (
@@ -56,15 +56,16 @@ class Outcome:
 
     @property
     def end(self) -> str:
-        """The last lines, for messages."""
+        """Return the last lines, for messages."""
         return "\n".join(self.output.splitlines()[-60:])
 
 
 def simulator_library(
     folder: Path, wave: int, flags: Sequence[str], only: Sequence[str] = (), sources: Path = SOURCES
 ) -> Path:
-    """The library for waves of `wave` lanes with these compiler flags; `only` names the .cpp files
-    to take.
+    """Build the library for waves of `wave` lanes with these compiler flags.
+
+    `only` names the .cpp files to use.
     """
     return build(
         "simulator", [f"wave{wave}"], folder=folder, sources=sources, only=only, extra=flags
@@ -86,7 +87,7 @@ def sanitizers() -> str:
 
 
 def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
-    """The variables of a process that uses this library, with the same random examples each
+    """Return the variables of a process that uses this library, with the same random examples each
     time.
     """
     variables = {
@@ -107,7 +108,7 @@ def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
 def run_process(
     command: Sequence[str], variables: dict[str, str], timeout_s: float = 240
 ) -> Outcome:
-    """Run a command at the root of the repository; its errors and output come in one text."""
+    """Run a command at the root of the repository; return its output and errors in one text."""
     done = subprocess.run(
         command,
         cwd=ROOT,

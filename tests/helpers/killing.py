@@ -1,6 +1,4 @@
-"""Processes that are killed or suspended at a chosen moment (fault_points.py), tried one after
-another.
-"""
+"""Processes killed or suspended at a chosen moment (fault_points.py), one after another."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ def signal_at(moment: int, directory: str | os.PathLike[str], sent: int = signal
 
 
 def forked(fn: Callable[[], Any]) -> int:
-    """Call `fn` in a child; its process id. The child ends with code 0, or 1 after an exception,
-    which it prints.
+    """Call `fn` in a child and return its process id.
+
+    The child ends with code 0, or 1 after an exception, which it prints.
     """
     pid = os.fork()
     if pid:
@@ -40,10 +39,13 @@ def forked(fn: Callable[[], Any]) -> int:
 
 
 def wait_for(pid: int) -> int:
-    """Wait for a forked child: its exit code, or minus the signal that ended it."""
+    """Wait for a forked child; return its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def wait_until_stopped(pid: int) -> bool:
-    """Wait until a child has been suspended; False when it has ended instead, and is then gone."""
+    """Wait until a child has been suspended.
+
+    Return False if it has ended instead; it is then reaped.
+    """
     return os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])

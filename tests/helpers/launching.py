@@ -1,4 +1,4 @@
-"""Run pretrain_gpt.py in N processes as a launcher would, each rank's output apart."""
+"""Processes of pretrain_gpt.py started as by a launcher, with each rank's output apart."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Outcome(NamedTuple):
 
 
 class Script:
-    """A script that runs in a process forked from one that has imported torch and DeepSpeed.
+    """Script in a process forked from one that has imported torch and DeepSpeed.
 
         with Script("pretrain_gpt.py", arguments, folder / "log") as script:
             ...
             outcome = script.wait()
 
-    What still runs at the end of the block is killed. Use a real `python` only where imports or
-    start-up are what is tested.
+    A process that still runs at the end of the block is killed. Use a real `python` only to test
+    imports or start-up.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class Script:
         env: Mapping[str, str] | None = None,
         arm: Any = None,
     ) -> None:
-        """`arm`: a function of a module's top level, called in the process before the script, as
+        """Start the script.
+
+        `arm`: a top-level function of a module, called in the process before the script, as
         (function, *args).
         """
         base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
@@ -90,7 +92,7 @@ class Script:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait for its end; fails the test when that does not come in time."""
+        """Wait for the end; fail the test if it does not come in time."""
         timeout_s = timeout_s or limit_s()
         self.process.join(timeout_s)
         code = self.process.exitcode

@@ -1,6 +1,4 @@
-"""A layer of one's own in a model, declared as a test wants it: each of its kinds of parameters is
-of another sort.
-"""
+"""User-defined layer in a model, declared as a test wants it, with every kind of parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from megatron.parallel.sharding import attach, sharding_of
 
 
 class Heads(torch.nn.Module):
-    """A feed-forward layer of heads, each normalised by itself."""
+    """Feed-forward layer of heads, each normalised by itself."""
 
     def __init__(self, context: LayerContext, name: str, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -41,8 +39,10 @@ class Heads(torch.nn.Module):
 
 
 def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = None) -> None:
-    """`where`.build_chunks makes models with the layer; parameters are declared by the end of their
-    names, and `forward` takes the place of the layer's own."""
+    """Make `where`.build_chunks use the layer.
+
+    Parameters are declared by the end of their names, and `forward` replaces the layer's own.
+    """
     plain, layer = (
         where.build_chunks,
         Heads if forward is None else type("Heads", (Heads,), {"forward": forward}),

@@ -1,5 +1,6 @@
-"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes
-its usual way; and a bit that flips."""
+"""Runs with one bad value, by hooks on a model of an otherwise normal training; and flipped
+bits.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 
 from tests.helpers.fault_points import on
 
-# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': from which
-# on; 'times': how often a hook strikes (0: always).
+# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': the first
+# one; 'times': how often a hook strikes (0: always).
 
 
 def poisoned(poison: dict[str, Any]) -> None:
@@ -65,15 +66,13 @@ def install(run: Any, poison: dict[str, Any]) -> None:
 
 
 def flip_bit(p: torch.Tensor) -> None:
-    """Change the last bit of one value of a weight."""
+    """Flip the last bit of one value of a weight."""
     bits = p.detach().view(-1).view(torch.int32 if p.element_size() == 4 else torch.int16)
     bits[1] ^= 1
 
 
 def flipped(name: str, step: int) -> None:
-    """A bit of this process's copy of the parameter `name` changes when step `step` of its run is
-    over.
-    """
+    """Flip a bit of this process's copy of the parameter `name` after step `step` of its run."""
     from megatron.parallel.sharding import sharding_of
     from megatron.training.run import setup
 

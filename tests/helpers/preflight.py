@@ -1,4 +1,4 @@
-"""What tools/preflight.py says of a job script, as on a login node of Frontier without Slurm."""
+"""Findings of tools/preflight.py on a job script, as on a login node of Frontier without Slurm."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.helpers.launching import ROOT
 
 
 def said(job: Job) -> set[tuple[str, str]]:
-    """(level, subject) of all errors and warnings."""
+    """Return (level, subject) of all errors and warnings."""
     return {(level, about) for level, about, _ in job.findings if level != "note"}
 
 
 def cost(job: Job) -> tuple[float, float]:
-    """Days and node-hours."""
+    """Return days and node-hours."""
     found = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
     assert found, job.known
     return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
@@ -50,12 +50,11 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
 
 
 def accepted(script: Path, folder: Path, *words: str) -> Job:
-    """The same of a script of which nothing but what is missing here, such as room for checkpoints,
-    is said.
+    """Check a script and accept only findings about things missing here, such as room for
+    checkpoints.
     """
     job = checked([script, "--mock-data", *words], folder)
-    # Room on this disk, an environment that is not packed, and a length that is the caller's
-    # business.
+    # Room on this disk, an environment that is not packed, and a length left to the caller.
     assert said(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
         job.findings
     )

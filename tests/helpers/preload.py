@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what every test process needs."""
+"""Imports needed by every test process, done once by the fork server."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from megatron.engine.deepspeed_internals import import_deepspeed  # noqa: E402
 
 import_deepspeed("cpu")  # a second that every process of every case would spend
 
-# What nearly every case needs beside: else each of its processes would spend a second on it.
+# Imports needed by nearly every case: otherwise each of its processes would spend a second on them.
 import hypothesis  # noqa: E402, F401
 import numpy  # noqa: E402, F401
 import pytest  # noqa: E402, F401
@@ -27,5 +27,5 @@ import megatron.model.gpt  # noqa: E402
 import megatron.training.run.setup  # noqa: E402, F401
 import tests.helpers.training  # noqa: E402, F401
 
-with contextlib.suppress(ImportError):  # DeepSpeed's initialize takes it where it is there
+with contextlib.suppress(ImportError):  # DeepSpeed's initialize uses it if present
     import deepspeed.module_inject.auto_ep_layer  # noqa: F401

@@ -22,7 +22,7 @@ EOD = 256
 
 
 def byte_tokenizer(folder: Path) -> dict[str, Any]:
-    """A tokenizer.json that gives each byte of a text as its id; 256 ends a document."""
+    """Write a tokenizer.json that maps each byte of a text to itself; 256 ends a document."""
     letters = byte_letters()
     vocabulary = {**letters, "<|endoftext|>": EOD}
     settings = {
@@ -58,7 +58,7 @@ def json_lines(
 
 
 def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
-    """`content` as .gz or .zst in so many members or frames, or as it is."""
+    """Compress `content` as .gz or .zst in several members or frames, or leave it as it is."""
     if suffix not in (".gz", ".zst"):
         return content
     cuts = [len(content) * i // members for i in range(members + 1)]
@@ -71,7 +71,7 @@ def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
 def write_input(
     path: Path, texts: Sequence[str], titles: Sequence[str] | None = None, *, members: int = 1
 ) -> Path:
-    """JSON lines or parquet, by the name of the file."""
+    """Write JSON lines or parquet, by the name of the file."""
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": list(texts), "title": list(titles or ["7 8"] * len(texts))})
         parquet.write_table(table, path, row_group_size=max(1, len(texts) // members))
@@ -81,7 +81,7 @@ def write_input(
 
 
 def documents(prefix: Path | str) -> list[list[int]]:
-    """Tokens of each document."""
+    """Return the tokens of each document."""
     indexed = IndexedDataset(prefix)
     starts = indexed.document_indices.tolist()
     return [[t for s in range(a, b) for t in indexed[s].tolist()] for a, b in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""Run a function in N processes on this machine, with the environment that a launcher would set.
+"""Functions run in N processes on this machine, with a launcher's environment.
 
 Processes are forked from a server that has imported torch and DeepSpeed once, so that a case of
 eight processes starts in a fraction of a second.
@@ -21,28 +21,26 @@ from megatron.planner.processes import reserve_port
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.helpers.preload"])
 
-LIMIT_S = 50.0  # below the time limit of a test, which would not say which process hung
-SETUP_LIMIT_S = 600.0  # of what a fixture runs once for many tests
+LIMIT_S = 50.0  # below the test's time limit, which would not name the process that hung
+SETUP_LIMIT_S = 600.0  # for a fixture's run shared by many tests
 
 
 def limit_s() -> float:
-    """Seconds that processes may take where pytest stands now; only against a hang."""
+    """Return the seconds that processes may take at this point of pytest; a guard against hangs."""
     return (
         SETUP_LIMIT_S if os.environ.get("PYTEST_CURRENT_TEST", "").endswith("(setup)") else LIMIT_S
     )
 
 
 class ProcessFailed(AssertionError):
-    """A process raised, died or did not end in time; the message holds the tracebacks of all that
-    failed.
-    """
+    """Error of a process that raised, died or timed out; the message holds all tracebacks."""
 
 
 _reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody else gets as long as this process lives."""
+    """Return a port that no other process gets as long as this one lives."""
     _reserved.append(reserve_port())
     port: int = _reserved[-1].getsockname()[1]
     return port
@@ -68,9 +66,9 @@ def _body(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(env)
-    results.send(None)  # fn and its module are there
+    results.send(None)  # fn and its module are loaded
     with contextlib.suppress(EOFError):
-        # those of all others too: time limits of the test do not count how long imports take
+        # All others are loaded too: time limits of the test do not include imports.
         results.recv()
     try:
         outcome = (True, fn(rank, *args))
@@ -81,10 +79,10 @@ def _body(
 
 
 def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
-    """(succeeded, result or error text) of a process that has sent one or ended; None while
-    neither.
+    """Return (succeeded, result or error text) of a process that has sent one or ended; otherwise
+    None.
     """
-    # asked before the pipe: what it sent last is there by then
+    # Asked before the pipe: its last message has arrived by then.
     ended = process.exitcode is not None
     try:
         if pipe.poll():
@@ -93,13 +91,13 @@ def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
         if not ended:
             return None
     except (EOFError, ConnectionError):
-        process.join(timeout=60)  # it has closed its end, and ends
+        process.join(timeout=60)  # it has closed its end, and is about to end
     return False, f"ended with exit code {process.exitcode} and no result"
 
 
 def _begin_together(pipes: list[Connection], deadline: float) -> None:
     for pipe in pipes:
-        with contextlib.suppress(EOFError, ConnectionError):  # that it has ended is noticed later
+        with contextlib.suppress(EOFError, ConnectionError):  # its end is noticed later
             if pipe.poll(max(deadline - time.monotonic(), 0.0)):
                 pipe.recv()
     for pipe in pipes:
@@ -114,7 +112,7 @@ def run_processes(
     timeout_s: float | None = None,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn(rank, *args)` in n processes; the results in rank order.
+    """Call `fn(rank, *args)` in n processes; return the results in rank order.
 
     `fn` is a function at the top of a module; arguments and results are pickled (return numbers and
     numpy arrays, not tensors). Raises ProcessFailed with every failed rank's traceback.
@@ -133,8 +131,8 @@ def run_processes_raw(
     timeout_s: float | None = None,
     env: dict[str, str] | None = None,
 ) -> list[tuple[bool, Any]]:
-    """Like run_processes, but returns (succeeded, result or error text) for each rank instead of
-    raising.
+    """Call like run_processes, but return (succeeded, result or error text) for each rank instead
+    of raising.
     """
     timeout_s = timeout_s or limit_s()
     port = free_port()
@@ -144,16 +142,16 @@ def run_processes_raw(
             **rank_environment(rank, n, port),
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
-            # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy
+            # torch's store asks DNS for the name of ::ffff:127.0.0.1. A lost query on a busy
             # machine would take five seconds, longer than the time limits of some tests.
             "RES_OPTIONS": "timeout:1",
-            # The server has the environment of its own start, perhaps within a test that names
+            # The server has the environment of its own start, perhaps from a test that names
             # another library.
             "MEGATRON_KERNELS_LIBRARY": os.environ.get("MEGATRON_KERNELS_LIBRARY", ""),
             **(env or {}),
         }
-        # A pipe for each: a process killed while it writes to one that all share would keep the
-        # others waiting.
+        # Each has a pipe of its own: a process killed while writing to a shared one would block the
+        # others.
         ours, theirs = fork_context.Pipe()
         process = fork_context.Process(
             target=_body, args=(theirs, rank, variables, fn, args), daemon=True

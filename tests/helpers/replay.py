@@ -1,16 +1,16 @@
-"""Simulation of ranks that compute, post messages and wait for them, over links that are slow. Pure
+"""Simulation of ranks that compute, post messages and wait for them over slow links; pure
 arithmetic.
 
-Messages are what a network sees: both sides have to post them, those of one link follow each other,
-and a rank can be held up by what it has sent. Any program can be written in these words;
-`actions_of` writes a pipeline schedule in them as the executor runs it. It is written independently of
-csrc/schedule_clock.cpp, so that each checks the other.
+Messages behave as in a network: both sides have to post them, those of one link follow each other,
+and a rank can be blocked by its own sends. Any program can be expressed this way; `actions_of`
+expresses a pipeline schedule as the executor runs it. It is independent of csrc/schedule_clock.cpp,
+so that each checks the other.
 
-Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which
-each keeps `demand` cores busy, every one of them runs at min(1, cores / (n demand)) of its speed.
+Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, each of
+which keeps `demand` cores busy, every one of them runs at min(1, cores / (n demand)) of its speed.
 Messages take no cores.
 
-Units are the caller's, seconds as a rule; whole numbers stay whole where no cores are shared.
+Units are the caller's, usually seconds; whole numbers stay whole where no cores are shared.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class Post(NamedTuple):
     """Start to send, to receive, or to take part in `message`, which goes over `link`, and
     continue.
 
-    The message begins when all ranks that post it have done so. It departs when the older messages
-    of its link, in the order of posting, have left the link; `occupies` it; and arrives `latency`
-    later.
+    The message begins when all its ranks have posted it. It departs when the older messages of its
+    link, in the order of posting, have left the link; `occupies` it; and arrives `latency` later.
     """
 
     message: Hashable
@@ -62,7 +61,7 @@ Action = Compute | Post | Wait
 
 
 class Lane(NamedTuple):
-    """Something that takes time: a computation, or a rank's waiting for a message."""
+    """Interval of time: a computation, or a rank's waiting for a message."""
 
     label: Hashable
     start: float
@@ -70,7 +69,7 @@ class Lane(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A message's way."""
+    """Transfer of a message."""
 
     link: Hashable
     begun: float
@@ -80,7 +79,9 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """computed, waited: for each rank in order of time; waiting for nothing is left out."""
+    """Result of a replay: `computed` and `waited` of each rank in order of time, zero waits left
+    out.
+    """
 
     computed: tuple[tuple[Lane, ...], ...]
     waited: tuple[tuple[Lane, ...], ...]
@@ -89,14 +90,14 @@ class Replay:
 
     @property
     def makespan(self) -> float:
-        """Time at which the last rank is done."""
+        """Return the time at which the last rank is done."""
         return max(self.ends, default=0.0)
 
 
 def replay(
     ranks: Sequence[Sequence[Action]], cores: float | None = None, demand: float = 1.0
 ) -> Replay:
-    """Run each rank's actions in order. A deadlock raises ValueError.
+    """Run each rank's actions in order; a deadlock raises ValueError.
 
     cores, demand   that all ranks share, and that one of them keeps busy while it computes; None:
                     nothing is shared
@@ -105,17 +106,17 @@ def replay(
 
 
 class _Link:
-    """The messages of one link, those that are not yet on their way, in the order in which the
-    first rank posts.
+    """Messages of one link that are not yet in flight, in the order in which the first rank
+    posts.
     """
 
     def __init__(self) -> None:
-        self.order: dict[Hashable, int] = {}  # and how many posts are missing
+        self.order: dict[Hashable, int] = {}  # and the number of missing posts
         self._begun: dict[Hashable, tuple[float, Post]] = {}
         self._free: float = 0
 
     def post(self, post: Post, time: float) -> list[tuple[Hashable, Crossing]]:
-        """The messages whose arrival is known by this, with it."""
+        """Post a message; return those whose arrival is known as a result, with the arrival."""
         self.order[post.message] -= 1
         self._begun[post.message] = time, post
         known = []
@@ -142,14 +143,14 @@ class _Machine:
             order[post.message] = order.get(post.message, 0) + 1
         self._at_once = float("inf") if cores is None else cores / demand  # ranks at full speed
         self._now: float = 0
-        self._work: float = 0  # that a rank would have done which computed all the time
+        self._work: float = 0  # work that a rank computing all the time would have done
         # heap: that work when a rank is done, and the rank
         self._computing: list[tuple[float, int]] = []
         self._since: dict[int, float] = {}  # when ranks began to compute or to wait
         self._crossings: dict[Hashable, Crossing] = {}
-        # for messages that are not on their way
+        # for messages not yet in flight
         self._waiting: dict[Hashable, list[int]] = defaultdict(list)
-        self._arrivals: list[tuple[float, int]] = []  # heap, for those that are: when, and the rank
+        self._arrivals: list[tuple[float, int]] = []  # heap of those in flight: (when, rank)
         self._computed: list[list[Lane]] = [[] for _ in ranks]
         self._waited: list[list[Lane]] = [[] for _ in ranks]
         self._ends: list[float] = [0] * len(ranks)
@@ -172,7 +173,7 @@ class _Machine:
         )
 
     def _advance(self) -> None:
-        """Go to the next time at which a computation ends or a message arrives."""
+        """Advance to the next time at which a computation ends or a message arrives."""
         slower = max(1, len(self._computing) / self._at_once)
         ends = (
             self._now + (self._computing[0][0] - self._work) * slower
@@ -192,7 +193,7 @@ class _Machine:
         self._go_on(rank)
 
     def _go_on(self, rank: int) -> None:
-        """Do what takes no time, until the rank computes, waits or is done."""
+        """Run actions that take no time, until the rank computes, waits or is done."""
         todo = self._todo[rank]
         while todo:
             action = todo[0]
@@ -208,7 +209,7 @@ class _Machine:
         self._ends[rank] = self._now
 
     def _arrived(self, rank: int, message: Hashable) -> bool:
-        """Return whether the message is there; if not, the rank continues when it is."""
+        """Return whether the message has arrived; if not, the rank continues when it has."""
         crossing = self._crossings.get(message)
         if crossing is None or crossing.arrives > self._now:
             self._since.setdefault(rank, self._now)
@@ -247,13 +248,12 @@ def actions_of(
     occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a
                      function of the send
     latency          time from leaving the link to arriving, likewise
-    sends_in_flight  messages of a rank under way at most: it waits for the oldest before it sends
+    sends_in_flight  limit on a rank's messages in flight: it waits for the oldest before it sends
                      another (executor.py)
     posted           by the lists; without, results travel by themselves as soon as they are
                      computed
-    posted_ahead     as the lists have it; without, receives are posted where their message is
-                     needed
-    duplex           the two directions of a pair of ranks are links of their own; without, a pair's
+    posted_ahead     as in the lists; without, receives are posted where their message is needed
+    duplex           the two directions of a pair of ranks are separate links; without, a pair's
                      messages follow each other in both directions, as on one NCCL communicator
     """
     size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)

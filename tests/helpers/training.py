@@ -1,4 +1,4 @@
-"""Train the same small GPT twice: through the whole stack on any layout, and by plain torch in one
+"""One small GPT trained twice: through the whole stack on any layout, and by plain torch in one
 process.
 """
 
@@ -70,7 +70,7 @@ _NOT_OF_THE_MODEL = (
 
 
 def configured(fields: dict[str, Any], world_size: int) -> Config:
-    """BASE with other fields; the field `pieces` names a file as --pieces does."""
+    """Return BASE with other fields; the field `pieces` names a file as --pieces does."""
     rest = {name: value for name, value in fields.items() if name != "pieces"}
     config = Config.create(**{**BASE, **rest, "world_size": world_size})
     return (
@@ -81,14 +81,14 @@ def configured(fields: dict[str, Any], world_size: int) -> Config:
 
 
 def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that change the numbers; the others change only how they are computed."""
+    """Return the fields that change the numbers; the others change only how they are computed."""
     return {name: value for name, value in fields.items() if not name.startswith(_NOT_OF_THE_MODEL)}
 
 
 def batches(
     config: Config, step: int, data_rank: int = 0, packed: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of
+    """Return the micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of
     mbs*dp.
 
     With `packed` the documents are pieces of packed samples: full ones, ones that end in a token of
@@ -136,7 +136,7 @@ def batches(
 
 
 def pieces(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
-    """{global name: (global offset, real values)} of this rank's parameters."""
+    """Return {global name: (global offset, real values)} of this rank's parameters."""
     found = {}
     for p in parameters:
         s = sharding_of(p)
@@ -146,7 +146,7 @@ def pieces(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
 
 
 def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:
-    """Whole parameters from the pieces of all ranks; copies must agree exactly."""
+    """Assemble whole parameters from the pieces of all ranks; copies must agree exactly."""
     whole: dict[str, np.ndarray] = {}
     for name in sorted({n for rank in ranks for n in rank}):
         parts = [rank[name] for rank in ranks if name in rank]
@@ -171,10 +171,10 @@ def train_in_process(
     poison: tuple[int, int] | None = None,
     packed: bool = False,
 ) -> dict[str, Any]:
-    """One rank of a run over the whole stack; call through run_processes with config's world size.
+    """Run one rank over the whole stack; call through run_processes with config's world size.
 
     poison = (step, rank): there one element of one gradient becomes infinite before the optimizer
-    step. Processes may do several runs, one after the other.
+    step. Processes may do several runs, one after another.
     """
     from megatron.engine.engine import Engine
     from megatron.model.gpt import (
@@ -186,7 +186,7 @@ def train_in_process(
     )
     from megatron.pipeline.executor import Executor
 
-    # A gradient is changed after the backward passes: it must not be on its way by then.
+    # A gradient is changed after the backward passes: it must not be in flight by then.
     config = configured(
         fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size()
     )
@@ -215,7 +215,7 @@ def train_in_process(
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
             total += torch.stack(losses).double().mean() / parallel.data_parallel_size
-        # only last stages contribute; every tensor rank of one has the same loss
+        # Only last stages contribute; all tensor ranks of one have the same loss.
         dist.all_reduce(total)
         engine.wait_for_weights()
         before = pieces(chunks.parameters()) if poison else None
@@ -255,8 +255,9 @@ def _plainly_whole(name: str, values: torch.Tensor, change: Any) -> torch.Tensor
 def train_plainly(
     fields: dict[str, Any], steps: int = STEPS, packed: bool = False
 ) -> dict[str, Any]:
-    """The same training in this process by torch alone: no engine, no executor, no process group;
-    in fp32.
+    """Run the same training in this process by torch alone, in fp32.
+
+    There is no engine, no executor and no process group.
     """
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Layout, Topology

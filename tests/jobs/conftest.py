@@ -1,4 +1,4 @@
-"""What tests of the tuner share."""
+"""Fixtures shared by the tests of the tuner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Searches without processes: trials take turns, the truth is a function, nodes are counted."""
+"""Searches without processes: trials take turns, a function gives the truth, and nodes are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Truth = Callable[[dict[str, Any]], float | Ending]
 
 
 def truth(values: dict[str, Any]) -> float | Ending:
-    """Seconds of a step: one best, mbs = 4 and seed = 1; mbs = 8 with seed = 2 crashes."""
+    """Return the seconds of a step: one best, mbs = 4 and seed = 1; mbs = 8 with seed = 2
+    crashes.
+    """
     if (values["mbs"], values["seed"]) == (8, 2):
         return Ending("crash", "exit code 1")
     return 1 + 0.2 * abs(values["mbs"] - 4) + 0.3 * abs(values["seed"] - 1)
@@ -142,8 +146,9 @@ class Made:
 
 
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are those of the truth, which a made trial leaves in place of metrics; the first
-    trials never end.
+    """Replace figures by those of the truth, which a trial leaves in place of metrics.
+
+    The first trials never end.
     """
 
     def read(metrics: Path, *_: object) -> Result:
@@ -174,6 +179,6 @@ def search(
     change: Callable[[Candidate], Candidate] = lambda c: c,
     say: Callable[[str], object] = lambda text: None,
 ) -> tuple[Search, str]:
-    """One start of it; the search, and why it ended."""
+    """Start the search once; return it and why it ended."""
     found = Search(made, candidates_of(made, change), say)
     return found, (runner or Made()).run(found) or found.why

@@ -1,4 +1,4 @@
-"""Spaces of a small model on four processes, and what is found in them."""
+"""Spaces of a small model on four processes, and their candidates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reasons(found: Enumeration) -> dict[str, int]:
 
 
 def complete(found: Enumeration, space: Space) -> bool:
-    """Every combination is a candidate or was rejected for a reason, with an example."""
+    """Check that every combination is a candidate or was rejected for a reason, with an example."""
     assert all(example for _, example in found.rejections.values())
     assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
     assert len({c.key for c in found.candidates}) == len(found.candidates)

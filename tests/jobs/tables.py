@@ -1,4 +1,4 @@
-"""Spaces whose costs are known, for searches to be tried on."""
+"""Spaces with known costs, for testing searches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = (
 
 
 class Table(NamedTuple):
-    """costs: log(cost) of each candidate; prior: of a planner; fails: indices."""
+    """Candidates with `costs` (log(cost) of each), `prior` (a planner's) and `fails` (indices)."""
 
     candidates: tuple[Candidate, ...]
     costs: tuple[float, ...]
@@ -34,7 +34,7 @@ class Table(NamedTuple):
         return min(cost for index, cost in enumerate(self.costs) if index not in self.fails)
 
     def good(self, index: int) -> bool:
-        """Within 3 % of the best."""
+        """Return whether a candidate is within 3 % of the best."""
         return index not in self.fails and self.costs[index] <= self.best + math.log(1.03)
 
 
@@ -54,8 +54,11 @@ def candidates_of(
 
 
 def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: float) -> float:
-    """A step in the manner of the real ones: work, messages of tensor parallelism, a bubble, a
-    better use of devices by larger micro-batches."""
+    """Return the seconds of a realistic step.
+
+    It has work, messages of tensor parallelism, a bubble, and better use of devices by larger
+    micro-batches.
+    """
     tp, pp, mbs = (int(v[name] or 0) for name in ("tp", "pp", "mbs"))
     again = {"none": 1.0, "selective": 1 + recompute / 4, "full": 1 + recompute}[
         str(v["recompute"])
@@ -69,8 +72,10 @@ def table(
     fails: Callable[[Values], bool] = lambda values: False,
     keep: Callable[[Values], bool] = lambda values: True,
 ) -> Table:
-    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for
-    dearer and recomputation for free."""
+    """Return a table of 456 candidates, or of those to keep.
+
+    The planner underestimates messages, overestimates bubbles and takes recomputation for free.
+    """
     candidates = candidates_of(
         PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v)
     )
@@ -112,13 +117,15 @@ def play(
 def trials_to_good(
     search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int
 ) -> int:
-    """Trials until one within 3 % of the best; one more than `trials` if there is none."""
+    """Return the trials until one within 3 % of the best; one more than `trials` if there is
+    none.
+    """
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1
 
 
 def trials_by_chance(known: Table, seed: int) -> int:
-    """The same of draws without any search."""
+    """Return the same number for draws without a search."""
     left = list(range(len(known.candidates)))
     for count in itertools.count():
         if known.good(drawn := random.Random(f"{seed} {count}").choice(left)):

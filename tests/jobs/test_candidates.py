@@ -1,4 +1,4 @@
-"""The list of candidates: against every combination put to pretrain_gpt.py's own parser, and to the
+"""List of candidates, against every combination put to pretrain_gpt.py's parser and to the
 planner.
 """
 
@@ -70,7 +70,7 @@ def test_every_combination_is_put_to_the_parser(
             config = parse_args(words.split(), 4)
         except ConfigError:
             continue
-        # One replica has nothing to divide the optimizer over.
+        # One replica leaves the optimizer nothing to shard over.
         values = config.to_dict() | ({"zero_stage": 0} if tp * stages == 4 else {})
         valid.setdefault(str(sorted(values.items())), config)
     assert [config_of(c) for c in found.candidates] == list(valid.values())
@@ -161,7 +161,10 @@ def test_derived_names_and_constraints_over_everything(read: Read) -> None:
 
 
 def test_the_size_of_a_job(read: Read) -> None:
-    """Two nodes of four: 12 processes are too many, 6 fill no nodes."""
+    """The size of a job must be valid.
+
+    On two nodes of four devices, 12 processes are too many, and 6 fill no nodes.
+    """
     space = read("[parameters]\nprocesses = [1, 2, 3, 4, 6, 8, 12]\n[derived]\ngbs = '24'")
     found = found_of(space, machine=Machine(None, 4, 2))
     assert [(c.processes, c.nodes) for c in found.candidates] == [
@@ -258,7 +261,10 @@ def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, va
 
 
 def test_what_runs_the_same_is_one(read: Read) -> None:
-    """Without several replicas or tensor parallelism some settings decide nothing."""
+    """Candidates that run the same are merged.
+
+    Without several replicas or tensor parallelism some settings have no effect.
+    """
     space = read("[parameters]\ntp = [1, 4]\nzero = [0, 1]\nsp = [false, true]")
     found = found_of(space)
     assert [tuple(c.values.values()) for c in found.candidates] == [
@@ -310,7 +316,10 @@ recompute = ["none", "full:uniform:1"]
 
 
 def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
-    """A layout is a candidate exactly if the rank with the highest peak fits; the closest miss is the example."""
+    """A layout is a candidate exactly if its rank with the highest peak fits.
+
+    The closest miss is the example.
+    """
     capacity = 20 * GIB
     free = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
     some = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))

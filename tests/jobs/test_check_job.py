@@ -1,5 +1,6 @@
-"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and
-what the run costs and what nobody looked at is said."""
+"""tools/preflight.py check: no findings on a sound job, one for each mistake, costs, and what was
+not checked.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 def sbatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder and an environment of its own, and an sbatch that finds no Slurm; the path of that
-    program.
+    """Provide a folder, an environment and an sbatch that finds no Slurm; return that program's
+    path.
     """
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)
@@ -67,7 +68,7 @@ def sbatch(
 def report(
     head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier"
 ) -> Job:
-    """The report on a script of another project and its command."""
+    """Return the report on a script of another project and its command."""
     Path("job.sbatch").write_text(head)
     job = check([*words, "job.sbatch", "--", *command.split()], cluster)
     assert sorted(os.listdir()) == ["job.sbatch"], "nothing of it is run"
@@ -89,7 +90,7 @@ def test_a_sound_job() -> None:
 
 
 MISTAKES = [
-    # (what is replaced, by what, level, subject)
+    # (replaced text, replacement, level, subject)
     ("#SBATCH -A abc123\n", "", "warning", "account"),
     ("-t 02:00:00", "-t 02:00:01", "error", "time"),
     ("-t 02:00:00", "-t 1:99:00", "error", "time"),
@@ -157,7 +158,7 @@ def test_variables_of_the_network(
 
 
 def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 4 bytes for the weight and each of Adam's moments; padding is in no checkpoint.
+    # 4 bytes for the weight and for each of Adam's moments; checkpoints contain no padding.
     size = 12 * (512 * 64 + 64 * 64 + 2 * 64 + 4 * (12 * 64 * 64 + 13 * 64))
     for free, expected in ((2 * size, set()), (2 * size - 1, {("error", "saving")})):
         room(monkeypatch, free)
@@ -185,8 +186,9 @@ def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_costs() -> None:
-    """The planner's step, as often as the run has iterations left, on all nodes, in jobs of the
-    wall time.
+    """The cost is the planner's step times the remaining iterations, on all nodes.
+
+    Jobs have the length of the wall time.
     """
     job = report(command=COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
     assert job.config is not None
@@ -304,7 +306,7 @@ def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
             "job.sh -N 3",
         ),
         ("-W --wait -- job.sh", {"W": "", "wait": ""}, "job.sh"),  # sbatch waits for the job's end
-        ("--frobnicate 7 job.sh", {"frobnicate": "7"}, "job.sh"),  # what is not known takes a value
+        ("--frobnicate 7 job.sh", {"frobnicate": "7"}, "job.sh"),  # an unknown option takes a value
         ("-t", {"time": ""}, ""),
     ],
 )
@@ -381,10 +383,13 @@ def test_our_own_scripts(
 
 @pytest.mark.slow
 def test_a_run_of_many_months_is_no_surprise(tmp_path: Path) -> None:
-    """The tokens of the 175B recipe, 20 for each parameter, on its 128 nodes."""
+    """A run of many months is found in advance.
+
+    It has the 175B recipe's tokens, 20 for each parameter, on its 128 nodes.
+    """
     job = accepted(EXAMPLES / "train_175b.sbatch", tmp_path)
     assert ("warning", "cost") in said(job)
-    # 6 FLOPs for each parameter and token, at no more than all of the 191.5 TFLOP/s of 1,024 GCDs.
+    # 6 FLOPs for each parameter and token, at no more than the full 191.5 TFLOP/s of 1,024 GCDs.
     assert cost(job)[0] > 6 * 175e9 * 3.5e12 / (1024 * 191.5e12) / 86400
 
 

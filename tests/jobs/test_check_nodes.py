@@ -1,5 +1,5 @@
-"""tools/preflight.py measure: as srun starts it on two nodes of two processes, and its verdict on
-what others told.
+"""tools/preflight.py measure: started by srun on two nodes of two processes, and its verdict on
+reports.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def variables(rank: int, port: int) -> dict[str, str]:
 
 
 def prepared(living: Sequence[int]) -> None:
-    """Do not wait for those that are lost."""
+    """Do not wait for lost processes."""
     share = Process.share
     Process.share = lambda self, phase, ranks, limit: share(  # type: ignore[method-assign]
         self, phase, {*ranks} & {*living}, limit
@@ -185,7 +185,7 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
 
 @pytest.mark.parametrize("bad", ["between/0", "between/1", "between"])
 def test_the_better_neighbour_counts(bad: str) -> None:
-    """Whichever round the bad one is in."""
+    """A node is judged by its better neighbour, whichever round the bad one is in."""
 
     def speed(name: str, place: int, failure: bool) -> float:
         if name.startswith(bad) and failure:
@@ -214,7 +214,10 @@ def test_who_fails_within_its_node_meets_nobody() -> None:
 
 
 def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
-    """Rank 2 has no device, rank 7 did not come."""
+    """Nodes with bad devices take part in no collective.
+
+    Rank 2 has no device, rank 7 did not come.
+    """
     store, met = dist.HashStore(), list[Sequence[int]]()
     for rank in {*range(1, 10)} - {7}:
         store.set(
@@ -260,7 +263,7 @@ def verdict(
 
 
 def nothing(told: Told) -> None:
-    """All is well."""
+    """Change nothing: all is well."""
 
 
 def figure(name: str, value: float, *ranks: int) -> Callable[[Told], None]:
@@ -334,7 +337,9 @@ def test_nobody_is_accused_of_a_slow_cpu() -> None:
 
 
 def test_normal_differences_accuse_nobody() -> None:
-    """3 % of noise on 1,000 nodes: the slowest of 8,000 values is some four deviations below the
+    """Normal differences accuse no node.
+
+    With 3 % of noise on 1,000 nodes the slowest of 8,000 values is some four deviations below the
     median.
     """
     torch.manual_seed(1)
@@ -349,7 +354,7 @@ def test_normal_differences_accuse_nobody() -> None:
 
 
 def test_the_hosts_of_those_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who came says it; the launcher's list, where there is one, has the others."""
+    """Missing hosts come from the launcher's list, if there is one; the others name themselves."""
     launch = Launch(world_size=6, local_world_size=2)
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     assert rank_hosts(launch, {3: {"host": "b"}})[2:] == ["b", "b", "node 2", "node 2"]

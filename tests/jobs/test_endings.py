@@ -1,4 +1,4 @@
-"""Why runs end: from exit codes and logs as programs, launchers and kernels write them."""
+"""Reasons for the end of runs, from exit codes and logs of programs, launchers and kernels."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Pa
 
 
 def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Path) -> None:
-    """A rank that stands still does not end when another one has failed."""
+    """Tasks that srun itself ends after another one are no cause.
+
+    A rank that hangs does not end when another one has failed.
+    """
     log = tmp_path / "srun.err"
     failed, waited = (
         SRUN.format(1, 0, "Exited with exit code 1"),
@@ -147,8 +150,9 @@ def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
 
 
 def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
-    """srun's words, from two runs; the task that it killed itself is none that ran out of
-    memory.
+    """A node may die before Slurm knows it.
+
+    The words are srun's from two runs; the task that it killed itself did not run out of memory.
     """
     for number, said in enumerate(
         (

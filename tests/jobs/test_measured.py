@@ -1,4 +1,4 @@
-"""What may be the best is measured again: which layouts, and what is named by all measurements."""
+"""Repeated measurements of the best layouts: which ones, and the winner by all measurements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def turns(trials: Sequence[Trial]) -> list[str]:
 
 
 def chosen(*trials: Trial) -> str | None:
-    """The first in turn."""
+    """Return the first of the trials that are next in turn."""
     return next(iter(turns(trials)), None)
 
 
@@ -121,8 +121,8 @@ def test_noise_is_learnt_from_what_was_repeated() -> None:
     ]
     assert noise_of(runs) == pytest.approx(0.05, rel=0.12)
     assert noise_of([]) == noise_of(layouts_of([trial(1, 0, 1.0)])) == pytest.approx(0.02)
-    # The range of four normal ones is 2.06 deviations, and the error of their median 0.6 (1.25 / 2)
-    # of one.
+    # The range of four normal values is 2.06 deviations, and the error of their median 0.6 (1.25 /
+    # 2) of one.
     spread = layouts_of([trial(k + 1, k, 1.0, 0.2) for k in range(3)])
     assert noise_of(spread) == pytest.approx(math.hypot(0.02, 0.2 / 2.06 * 0.627), rel=0.03)
 
@@ -140,8 +140,10 @@ def test_within_noise_is_two_deviations_of_a_difference() -> None:
 
 
 def test_three_more_measurements_name_better_layouts() -> None:
-    """Sixty searches of eight layouts 2 % apart, with a scatter of 3 %: how far behind what is
-    named truly is.
+    """Three more measurements name better layouts.
+
+    Sixty searches of eight layouts 2 % apart, with a scatter of 3 %, show how far the named layout
+    is behind the best.
     """
 
     def regret(confirm: int, seed: int) -> float:

@@ -1,4 +1,4 @@
-"""Which nodes of an allocation are dead, by an srun that says what it is told to."""
+"""Dead nodes of an allocation, found with a stub of srun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megatron.jobs.runner import Inquiry, Nodes
 from tests.jobs.waiting import until
 
-# What srun says when it is asked for a task on the node behind -w.
+# Answers of srun to a task on the node behind -w.
 ANSWERS = 'while [[ $1 != -w ]]; do shift; done; echo "answers $2"'
 
 
@@ -23,16 +23,16 @@ ANSWERS = 'while [[ $1 != -w ]]; do shift; done; echo "answers $2"'
             f"{ANSWERS} | grep -v n2 || echo 'srun: error: Task launch failed on node n2' >&2",
             ["n2"],
         ),
-        # Nobody starts a step: that is Slurm's fault, and no node's.
+        # No node starts a step: that is Slurm's fault.
         ("echo 'srun: error: Unable to create step for job 7: Access denied' >&2; exit 1", []),
-        # Busy the first time, it answers when it is asked again.
+        # Busy the first time; it answers when asked again.
         (f"if [[ ! -e $0.asked && $* == *n2* ]]; then touch $0.asked; exit 1; fi; {ANSWERS}", []),
     ],
 )
 def test_who_is_dead(
     srun: str, dead: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """n1, where the tuner is, shows that srun itself works."""
+    """A dead node is found by srun; n1, where the tuner runs, shows that srun itself works."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     (tmp_path / "srun").write_text(f"#!/bin/bash\n{srun}\n")

@@ -1,6 +1,4 @@
-"""The processes of a run: what they are told, when they are signalled, and that they end with their
-starter.
-"""
+"""Processes of a run: their environment, their signals, and their end with their starter."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ STEP = Step("x", ["n1"], 1, 1, 60.0)
 
 
 class Ranks:
-    """Processes as a Run sees them. `codes` is how they have ended; `sent` has (second, process or
-    step, signal).
+    """Processes as a Run sees them.
+
+    `codes` are their exit codes; `sent` has (second, process or step, signal).
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Ranks:
         self.run.processes += [process(rank) for rank in range(count)]
 
     def look_for(self, seconds: int) -> bool:
-        """Poll every second; whether it has ended."""
+        """Poll every second; return whether it has ended."""
         return any(self.clock.sleep(1.0) or self.run.poll() for _ in range(seconds))
 
 
@@ -85,7 +84,10 @@ def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(
 def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The codes that force gives them say nothing of the run."""
+    """Ranks whose peer is lost have time to report it and are then killed.
+
+    Exit codes caused by the kill say nothing about the run.
+    """
     ranks = Ranks(monkeypatch, 3)
     ranks.codes[1] = 1
     assert not ranks.look_for(20) and ranks.sent == []
@@ -102,7 +104,10 @@ def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
 def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step whose srun is gone would go on."""
+    """Slurm is told to end a step that ignores srun; tasks are killed first.
+
+    A step whose srun is gone would continue.
+    """
     ranks = Ranks(monkeypatch, 1, step="x")
     ranks.run.stop()
     assert ranks.sent == [(0, 0, "TERM")], "first srun, which ends its tasks itself"
@@ -138,8 +143,8 @@ def test_ranks_know_their_place_and_nothing_of_a_launcher(
 
 
 def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
-    """Start a run in another process, kill that once the run has begun, and wait for the end of the
-    run.
+    """Start a run in another process, kill that once the run has begun, and wait for the run to
+    end.
     """
 
     def starter() -> None:
@@ -168,8 +173,8 @@ PYTHON=python CODE=/code DEVICE=cpu
 launch() { echo "launch $*"; return 5; }
 launch_training() { launch "$CODE/pretrain_gpt.py" "$@"; }
 """
-# A Slurm with another step beside it, and a step that ends only when Slurm is told. No pause of the
-# launcher is waited.
+# Slurm with another step beside it, and a step that ends only when Slurm is told. The launcher's
+# pauses take no time.
 PROGRAMS = {
     "squeue": 'echo 7.1 x-1; echo 7.2 x; echo "$*" >"$SITE/asked"',
     "scancel": 'echo "$*" >"$SITE/told"; echo >"$SITE/end"',
@@ -183,7 +188,7 @@ DEAF = """launch_training() {
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree whose job.sh starts nothing."""
+    """Provide a tree whose job.sh starts nothing."""
     for folder, files in {"bin": PROGRAMS, "examples/frontier": {"job.sh": STUB}}.items():
         (tmp_path / folder).mkdir(parents=True)
         for name, text in files.items():
@@ -198,7 +203,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def deaf(site: Path) -> Lifeline:
-    """The life of a step that ends only when Slurm is told."""
+    """Return the lifeline of a step that ends only when Slurm is told."""
     (site / "examples/frontier/job.sh").write_text(STUB + DEAF)
     os.mkfifo(site / "end")
     return Lifeline(site / "alive")
@@ -237,7 +242,7 @@ def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> 
 
 
 def test_what_a_step_is_told() -> None:
-    """Slurm's own limit, a name to find it by, and nothing of the starter's own place."""
+    """A step gets Slurm's time limit, a name to find it by, and no placement of its starter."""
     step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0)
     found = step_environment(
         {"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x")

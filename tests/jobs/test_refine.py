@@ -39,7 +39,7 @@ TALKING = Config.create(
 
 
 def metrics(path: Path, config: Config, seconds: float, **changes: Any) -> Path:
-    """A run of six steps, of which the first three take ten times as long."""
+    """Write a run of six steps, of which the first three take ten times as long."""
     records: list[dict[str, Any]] = [{"event": "start", "iteration": 0, "config": config.to_dict()}]
     for i in range(1, 7):
         slow = 10.0 if i <= 3 else 1.0
@@ -120,8 +120,10 @@ def estimates() -> list[Estimate]:
 def noisy(
     compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int
 ) -> list[Run]:
-    """Runs of all configurations, twice, whose parts take known multiples and a little more or less
-    by chance; some took three times as long, because others used the machine."""
+    """Return two runs of each configuration, whose parts take known multiples with random noise.
+
+    Some took three times as long, because others used the machine.
+    """
     chance, runs = random.Random(seed), []
     for i, found in enumerate([*estimates(), *estimates()]):
         sent = messages_s(found)
@@ -133,7 +135,7 @@ def noisy(
 
 
 def least_squares(runs: list[Run]) -> tuple[float, float]:
-    """The factors that plain least squares finds in the same runs."""
+    """Return the factors that plain least squares finds in the same runs."""
     parts = np.array(
         [[e.seconds - messages_s(e), messages_s(e)] for e in [*estimates(), *estimates()]]
     )
@@ -145,7 +147,10 @@ def least_squares(runs: list[Run]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_disturbed_runs_among_many_do_not_decide(seed: int) -> None:
-    """Plain least squares of the same runs would be far off: shown by fitting them so."""
+    """A few disturbed runs among many have no effect.
+
+    Plain least squares of the same runs is far off.
+    """
     runs = noisy(1.2, 2.0, 0.01, (1, 5, 11), seed)
     factors = fit(runs, [*estimates(), *estimates()])
     assert factors[0] == pytest.approx(1.2, rel=0.04)
@@ -155,8 +160,9 @@ def test_disturbed_runs_among_many_do_not_decide(seed: int) -> None:
 
 
 def test_factors_are_not_made_of_noise() -> None:
-    """Runs that scatter by 40 % around one factor of everything: plain least squares finds others
-    in it.
+    """Noise gives no separate factors.
+
+    Runs scatter by 40 % around one factor of everything; plain least squares finds others in them.
     """
     ours, plain = [], []
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""The report of a search: its figures, and its files as their users read them."""
+"""Report of a search: its figures, and its files as their users read them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
     files = write_report(report(tmp_path))
     assert [path.name for path in files] == ["trials.md", "best.txt", "trajectory.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    # Of one that has no figures: no picture, whose file must not stay.
+    # Without figures there is no picture, and an old picture must not stay.
     (tmp_path / "out/trials").rename(tmp_path / "gone")
     crashes = Made(lambda values: Ending("crash", "exit code | 1\nand more"))
     (only,) = write_report(report(tmp_path, "--max-trials", "2", runner=crashes))
@@ -67,7 +67,10 @@ def test_the_table_has_every_trial_with_its_figures(
 def test_what_is_as_good_within_the_noise_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1 % behind, and 30 %: by a scatter of 2 % until runs of one layout tell more."""
+    """Layouts as good as the best within the noise are reported.
+
+    They are 1 % and 30 % behind; the scatter is 2 % until runs of one layout tell more.
+    """
     no_pictures(monkeypatch)
     for slower, near in ((0.01, True), (0.3, False)):
         runner = Made(lambda values, slower=slower: 1.0 + slower * (values["number"] == 2))

@@ -1,4 +1,4 @@
-"""Results against metrics files as a run writes them, whole and tampered with."""
+"""Results from metrics files as a run writes them, whole and tampered with."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
 
 
 def change(event: str, number: int, **fields: Any) -> Callable[[Records], Records]:
-    """The `number`th record of an event with other fields."""
+    """Change fields of the `number`th record of an event."""
 
     def changed(of: Records) -> Records:
         chosen = [at for at, record in enumerate(of) if record["event"] == event][number]
@@ -156,8 +156,9 @@ VALUES = st.one_of(
 def test_a_value_that_is_something_else_never_ends_the_tuner(
     tmp_path_factory: Any, data: st.DataObject
 ) -> None:
-    """Whatever a record says: no exception, and figures only where the times are those of the
-    run.
+    """A wrong value in a record never ends the tuner.
+
+    It raises no exception, and gives figures only where the times are those of the run.
     """
     of = records()
     record = data.draw(st.sampled_from(of))

@@ -1,4 +1,4 @@
-"""Runs as processes: what they end as, that they end alone, and that nothing is left of them.
+"""Runs as processes: their outcomes, their own end, and nothing left behind.
 
 Small programs stand in for training, and seconds are virtual; test_tune.py has a search with real
 trials.
@@ -35,8 +35,9 @@ def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **mor
 
 
 class Jobs:
-    """A source of these jobs, in order; `again`: what was interrupted is run again. at: called when
-    so many started.
+    """Source of these jobs, in order.
+
+    `again`: interrupted jobs run again. `at`: called when all have started.
     """
 
     def __init__(
@@ -90,8 +91,11 @@ def alive(tmp_path: Path) -> Lifeline:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Python programs in the place of training. They have `metrics`, which writes records, `rank`,
-    and `stay`, which tells the lifeline that they are there and then does nothing for ever."""
+    """Replace training by Python programs.
+
+    They have `metrics`, which writes records, `rank`, and `stay`, which opens the lifeline and then
+    blocks for ever.
+    """
     begin = f"""
 import os, signal
 def stay():
@@ -115,7 +119,7 @@ rank = int(os.environ["RANK"])
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Shell programs in the place of the launcher of a job step, and a job that runs."""
+    """Replace the launcher of a job step by shell programs, in a running job."""
     monkeypatch.setattr(running, "slurm_job_runs", lambda: True)
     return lambda program: monkeypatch.setattr(
         running, "slurm_command", lambda flags: ["bash", "-c", program]
@@ -155,7 +159,7 @@ def test_a_run_with_all_its_steps_is_complete_and_described(
     [
         ("stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
         (f"metrics({STEP % 1!r}); stay()", {"stall_s": 30.0}, HANG, "step 1 of 3"),
-        # It ignores a wish to end, and so does a process of its own making.
+        # It ignores a request to end, and so does a process that it started.
         (
             "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); stay()",
             {"limit_s": 20.0},
@@ -301,8 +305,10 @@ def test_time_left_is_that_of_whatever_ends_first() -> None:
 
 
 def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str], None]) -> None:
-    """Steps of one, two and two nodes among three, two at once; a shell in the place of srun tells
-    of its place.
+    """Nodes are disjoint and are reused.
+
+    Steps take one, two and two nodes of three, two at a time; a shell in place of srun reports its
+    nodes.
     """
     steps('echo "$HOSTS $NODES $TASKS_PER_NODE $MASTER_PORT $SRUN_FLAGS" > "$LOGS.place"; exit 3')
     jobs = [
@@ -328,8 +334,11 @@ def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str],
 def test_what_ends_with_its_allocation_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A squeue that says what it says of a job that was cancelled, of one that runs, and nothing;
-    it heeds filters of somebody's shell."""
+    """Jobs that end with their allocation are interrupted.
+
+    A stub of squeue answers for a cancelled job, for a running one, and not at all; it heeds the
+    filters of a user's shell.
+    """
     monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 143"])
     monkeypatch.setattr(running, "Inquiry", Asked)
     monkeypatch.setattr(Asked, "dead", [])

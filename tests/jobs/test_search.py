@@ -1,4 +1,4 @@
-"""Searches on tables whose best is known."""
+"""Searches on tables with a known best candidate."""
 
 from __future__ import annotations
 
@@ -64,8 +64,11 @@ def test_the_best_of_the_prior_come_first(name: str) -> None:
     ],
 )
 def test_it_needs_far_fewer_trials_than_random_search(name: str, prior: str, seeds: int) -> None:
-    """6 of 456 are within 3 % of the best: random search needs 65 trials in the mean. An opposite
-    prior names the worst first, a wrong one takes a parameter for a quarter dearer than it is."""
+    """Searches need far fewer trials than random search.
+
+    6 of 456 candidates are within 3 % of the best: random search needs 65 trials on average. An
+    opposite prior names the worst first, a wrong one overestimates a parameter's cost by a quarter.
+    """
     wrong = [
         cost + 0.25 * (c.values["mbs"] == 8)
         for cost, c in zip(PLAIN.costs, PLAIN.candidates, strict=True)
@@ -80,7 +83,7 @@ def test_it_needs_far_fewer_trials_than_random_search(name: str, prior: str, see
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in LEARNING])
 def test_a_region_that_fails_is_left(name: str) -> None:
-    """Half of the space fails, and what the planner likes best is in that half."""
+    """A failing region is avoided. Half of the space fails, and the planner prefers that half."""
     known: Table = table(lambda v: int(v["tp"] or 0) >= 4)
     found = play(name, known, 30, known.prior)
     failed = [index in known.fails for index, _ in found]
@@ -108,7 +111,10 @@ def test_a_missing_library_is_named(
 def test_a_library_of_another_version_is_named_and_auto_does_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DeepHyper before 0.9 has no deephyper.hpo."""
+    """A library of another version is named, and auto does without it.
+
+    DeepHyper before 0.9 has no deephyper.hpo.
+    """
     assert find_search("auto") == "deephyper"
     monkeypatch.setitem(sys.modules, "deephyper.hpo", None)
     assert find_search("auto") == "optuna"

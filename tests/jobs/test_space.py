@@ -1,6 +1,4 @@
-"""Reading a space: what a name means, ranges, and every mistake with the place where it was
-made.
-"""
+"""Reading a space: meaning of names, ranges, and every mistake with its place."""
 
 from __future__ import annotations
 
@@ -156,7 +154,7 @@ def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: list[s
 
 
 def test_ten_thousand_values_are_read_at_once(read: Write) -> None:
-    """Within a time limit of a minute."""
+    """Read ten thousand values quickly. The limit is the test's own, a minute."""
     (parameter,) = read(f"[parameters]\nseed = {list(range(10_000))}").parameters
     assert parameter.values == tuple(range(10_000))
 
@@ -291,7 +289,7 @@ LOGIC = st.recursive(
 
 
 def by_python(text: str) -> Any:
-    """None where Python has no value either."""
+    """Evaluate by Python; return None where Python has no value either."""
     try:
         return eval(text, {}, dict(NAMES))
     except ZeroDivisionError:
@@ -377,7 +375,7 @@ def test_what_is_not_offered_is_refused(text: str) -> None:
     ],
 )
 def test_nothing_hangs(text: str) -> None:
-    """A power computed in full would take hours."""
+    """No expression hangs: a power computed in full would take hours."""
     with pytest.raises(ValueError):
         parse_expression(text).value(NAMES)
 

@@ -1,6 +1,4 @@
-"""The spaces that come along: the paper's Table V, a wider one with its best recipe, a small
-one.
-"""
+"""Supplied spaces: the paper's Table V, a wider one with its best recipe, and a small one."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ def frontier() -> Cluster:
 
 
 def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]) -> Enumeration:
-    """The layouts of a space, or of the part in which parameters have these values alone, which the
-    whole has too.
+    """Return the layouts of a space, or of the part in which parameters have these values alone.
+
+    The whole space has all of that part too.
     """
     space = load_space(name)
     assert all(
@@ -56,11 +55,11 @@ def settings(candidate: Candidate) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes_of_batch", [(4, 20), pytest.param(range(4, 21), marks=WHOLE)])
 def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
-    """PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes
-    {12,16}; ten iterations.
+    """Table V has PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no},
+    nodes {12,16}, and ten iterations.
 
-    Without a device's memory TP x PP must divide the GCDs of 12 or 16 nodes, and nothing else is in
-    the way; with one replica ZeRO-1 changes nothing.
+    If the device's memory is unknown, TP x PP must divide the GCDs of 12 or 16 nodes, and no other
+    condition applies; with one replica ZeRO-1 has no effect.
     """
     space = load_space("paper-175b")
     values = {parameter.name: parameter.values for parameter in space.parameters}
@@ -115,8 +114,10 @@ def test_what_of_table_five_fits(frontier: Cluster, sizes_of_batch: Sequence[int
 def test_the_wide_space_has_the_paper_s_best_recipe(
     frontier: Cluster, only: dict[str, Sequence[Value]]
 ) -> None:
-    """TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16: the recipe
-    on 16 nodes.
+    """The wide space contains the paper's best recipe.
+
+    It has TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16, on 16
+    nodes.
     """
     (recipe,) = (r for r in RECIPES if (r.model, r.kind, r.note) == ("175B", "paper", ""))
     wide = listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB), **only)

@@ -1,4 +1,4 @@
-"""tools/tune.py: a search without processes, killed anywhere; what it says before; a search of real
+"""tools/tune.py: searches without processes, killed anywhere; output before a search; real
 trials.
 """
 
@@ -29,7 +29,7 @@ from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
 from tests.jobs.made import Made, no_files, search, setup, truth
 from tools import tune
 
-# Of two layouts the second needs gigabytes for its weights.
+# The second of two layouts needs gigabytes for its weights.
 SPACE = """
 title = "tiny"
 flags = ["--num-layers", "1", "--num-attention-heads", "4", "--seq-length", "32",
@@ -78,7 +78,10 @@ def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, prior: bo
 
 @pytest.mark.usefixtures("made")
 def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
-    """The fastest on four nodes, where the others have one."""
+    """Minimising node-hours prefers few nodes.
+
+    The fastest layout needs four nodes, the others one.
+    """
 
     def larger(c: Candidate) -> Candidate:
         return dataclasses.replace(c, nodes=4) if c.key == "mbs=4,seed=1" else c
@@ -187,8 +190,10 @@ def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("made")
 def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Path) -> None:
-    """Layouts within 1 % of each other; a search that goes on with more trials has another best to
-    confirm.
+    """Leading layouts are measured again, up to a limit that may change.
+
+    Layouts are within 1 % of each other; a search resumed with more trials has another best layout
+    to confirm.
     """
 
     def flat(values: dict[str, Any]) -> float:
@@ -203,7 +208,7 @@ def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Pa
     assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, (
         "none is proposed again"
     )
-    # Of layouts that differ much there is no doubt.
+    # Layouts that differ widely leave no doubt.
     assert again(search(setup(tmp_path / "clear", "--confirm", "3"))[0]) == []
 
 
@@ -250,7 +255,9 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("made")
 def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> None:
-    """Trials of a layout scatter by 2 % before any was repeated: 3 % is within two deviations of a
+    """A difference within the noise is not called better.
+
+    Trials of a layout scatter by 2 % before any repetition: 3 % is within two deviations of a
     difference.
     """
     for seconds, near in ((1.03, True), (1.2, False)):
@@ -295,7 +302,7 @@ def words(space: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of a job, on a machine without GPUs: another process is asked for those."""
+    """Run outside a job, on a machine without GPUs; another process is asked for those."""
     monkeypatch.setattr(own_setup, "gpus_here", lambda: 0)
     for name in ("SLURM_JOB_ID", "MEGATRON_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
@@ -327,7 +334,10 @@ def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
     capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
 ) -> None:
-    """Trials of half an hour on one node; of a single layout there is nothing to confirm."""
+    """A dry run tells which flags win and counts all trials.
+
+    Trials last half an hour on one node; a single layout needs no confirmation.
+    """
     for more, trials, hours in (
         ((), 2, "2.5"),
         (("--confirm", "0"), 2, "1.0"),
@@ -397,7 +407,7 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         and found.machine.processes_per_node == 8
     )
     assert found.cluster is not None and found.cluster.name == "frontier" and found.prior
-    # Without one and --nodes: the most nodes that the space speaks of.
+    # Without one and without --nodes: the largest number of nodes in the space.
     dry = tune.build_parser().parse_args(
         ["--space", "paper-175b", "--launcher", "slurm", "--dry-run"]
     )
@@ -470,13 +480,14 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """pretrain_gpt.py twice: one layout runs out of the memory that it may take, the other has
-    figures.
+    """A search of real trials resumes where it ended and names the best.
+
+    It runs pretrain_gpt.py twice: one layout runs out of its allowed memory, the other has figures.
     """
     command = running.training_command
     limited = ["bash", "-c", 'ulimit -d 1048576; exec "$@"', "limited"]
     monkeypatch.setattr(running, "training_command", lambda flags: [*limited, *command(flags)])
-    # test_report.py has the pictures
+    # test_report.py covers the pictures.
     monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)
     out = tmp_path / "out"
     code, text = call(capsys, *words, "--max-trials", "1")
@@ -498,7 +509,7 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     assert second["tokens_per_s"] == pytest.approx(8 * 32 / second["step_s"])
     best = (out / "report/best.txt").read_text()
     assert "--micro-batch-size 2" in best and "--hidden-size 32" in best and best.strip() in text
-    # Once more: nothing is left, nothing is run, the report is written again.
+    # Once more: nothing is left to run, and the report is written again.
     (out / "report/best.txt").unlink()
     code, text = call(capsys, *words)
     assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), (

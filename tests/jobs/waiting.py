@@ -1,6 +1,4 @@
-"""Waiting for processes without a clock deciding anything: FIFOs that tell of a start and of an
-end.
-"""
+"""Waiting for processes without a clock: FIFOs report their start and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ LIMIT_S = 50.0
 
 
 def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    """Wait until something is true; only what hangs takes `limit_s`."""
+    """Wait until a condition is true; only a hang takes `limit_s`."""
     end = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < end, "it does not come true"
@@ -21,9 +19,9 @@ def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
 
 
 class Lifeline:
-    """A FIFO that processes under test hold open for writing as long as they live.
+    """FIFO that processes under test hold open for writing as long as they live.
 
-    `started` waits until one of them has opened it, `gone` until none has it any more.
+    `started` waits until one of them has opened it, `gone` until all have closed it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A library for the tests of kernels: never torch's own operators by accident."""
+"""Library for the tests of kernels, so that torch's own operators are never tested by accident."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from megatron.kernels import build, library
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[library.Found]:
-    """The library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the
-    host's.
+    """Library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the host's.
 
-    One that is there but cannot serve, as after a change of csrc/ without `make setup`, is a
+    A library that exists but cannot serve, as after a change of csrc/ without `make setup`, is a
     failure.
     """
     library.forget()

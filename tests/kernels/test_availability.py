@@ -1,6 +1,4 @@
-"""Optional packages: stand-ins on the import path take the place of those that this machine
-lacks.
-"""
+"""Optional packages: stand-ins on the import path replace those that this machine lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ NAMES = ("flash_attn", "apex", "amp_C", "fused_layer_norm_cuda")
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that is searched first; modules made in it are forgotten at the end."""
+    """Provide a folder that is searched first; modules from it are forgotten at the end."""
     monkeypatch.syspath_prepend(str(tmp_path))
     forget = lambda: [sys.modules.pop(m) for m in list(sys.modules) if m.split(".")[0] in NAMES]  # noqa: E731
     forget()
@@ -56,7 +54,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def flash(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flash-attn that works, on a GPU."""
+    """Provide a working stand-in for flash-attn on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     make(packages, "flash_attn", "def flash_attn_func(): ...", version="2.8.3")

@@ -1,5 +1,6 @@
-"""Building the kernels: what, by what, when, and what is said where it cannot be. Most compilers
-are scripts.
+"""Building the kernels: targets, compilers, staleness, and messages on failure.
+
+Most compilers are scripts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from tests.helpers.kernels import ROOT
 
 @pytest.fixture
 def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """compilers("hipcc", ...): a search path with these alone, and no variable that names one.
+    """Provide compilers("hipcc", ...): a search path with these alone, and no variable that names
+    one.
 
-    They write down how they were called and copy what `-DMK_SOURCES` says into what they make.
+    They record their calls and copy what `-DMK_SOURCES` says into their output.
     """
     folder, log = tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
@@ -60,7 +62,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two small sources in the place of csrc/kernels."""
+    """Provide two small sources in place of csrc/kernels."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     for name in ("library.cpp", "other.cpp", "shared.h"):
@@ -142,7 +144,7 @@ def test_built_again_only_when_something_changed(
     compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = compilers("g++", "my-g++")
-    # What the script's compilers write, they write for no target.
+    # The script's compilers write for no real target.
     monkeypatch.setattr(
         build,
         "description",
@@ -172,7 +174,7 @@ def test_built_again_only_when_something_changed(
 def test_a_compiler_that_fails(
     compilers: Callable[..., Path], sources: Path, tmp_path: Path
 ) -> None:
-    """Its words are shown, what was there before stays, and nothing half is left."""
+    """A compiler's error output is shown; the old library stays, and no partial output is left."""
     compilers("hipcc", "c++", fails=True)
     folder = tmp_path / "lib"
     folder.mkdir()
@@ -218,7 +220,9 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """setup.py runs in pip's build environment, where neither torch nor numpy is."""
+    """Nothing heavy is imported. setup.py runs in pip's build environment, which has neither torch
+    nor numpy.
+    """
     program = "import runpy, sys; runpy.run_path('megatron/kernels/build.py'); print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -236,7 +240,7 @@ def needs(target: str) -> None:
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
 def test_a_real_build(target: str, tmp_path: Path) -> None:
-    """It holds its own description, so that it is known to be current, and every exported
+    """A real build holds its own description, which tells whether it is current, and every exported
     function.
     """
     needs(target)
@@ -251,7 +255,10 @@ def test_a_real_build(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.campaign("simulator")
 def test_the_hip_runtime_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    """The library brings none of its own: it loads once the process has one, and not before."""
+    """The library uses the HIP runtime that the process has loaded.
+
+    It brings none of its own and loads only once there is one.
+    """
     needs("hip")
     runtime = ctypes.util.find_library("amdhip64") or pytest.skip("no HIP runtime here")
     program = """

@@ -1,5 +1,5 @@
-"""Which operators go through the kernels: by flags, by what is loaded, and on a CPU by what was
-measured.
+"""Operators that go through the kernels: by flags, by the loaded library, and on a CPU by
+measurements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def named(fusions: Fusions) -> set[str]:
 
 
 def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor with that of another device."""
+    """Nothing is chosen without a library, or with that of another device."""
     load(monkeypatch)
     kernels = KernelConfig(norm_implementation="fused", optimizer_implementation="fused")
     assert (
@@ -121,7 +121,7 @@ def test_bits_tell_choices_apart() -> None:
 
 
 def report(device: torch.device, **values: object) -> tuple[str, dict[str, str]]:
-    """(what the log says goes through kernels, {operator: why it does not}) of a model."""
+    """Return (the log's list of what goes through kernels, {operator: why not}) of a model."""
     line = choose.report(Config.create(**MODEL, **values), device)[1]
     used, _, left = line.partition("; others: ")
     reasons = {}

@@ -1,8 +1,8 @@
-"""torch.compile passes through every fused operator in one graph, forward and backward, with the
-results of eager mode.
+"""torch.compile passes through every fused operator in one graph, forward and backward, with eager
+results.
 
-Also without a compiled library, where an operator is made of torch's own. The numbers themselves
-are tested in numerics/.
+This also holds without a compiled library, where an operator consists of torch's own. numerics/
+tests the numbers themselves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def lists(rows: int, seed: int) -> list[torch.Tensor]:
 
 
 def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
-    """A block of queries with all their keys, then the gradients of the block of its last keys."""
+    """Run a block of queries with all their keys, then the gradients of the block of its last
+    keys.
+    """
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
     scores, law = (
@@ -76,7 +78,7 @@ def vocabulary(rows: int) -> list[torch.Tensor]:
 
 
 def table(rows: int) -> list[torch.Tensor]:
-    """Gradients of what was looked up: some rows twice, some of the table not at all."""
+    """Return gradients of a lookup: some rows occur twice, some not at all."""
     tables = [draw(9, 5, grad=False), draw(9, 5, seed=2, grad=False).bfloat16()]
     for each in tables:
         add_rows_(each, labels(rows) % 4, draw(rows, 5, seed=3, grad=False))
@@ -116,7 +118,7 @@ def norms(
 
 
 def turn(qkv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """A slice of the projection."""
+    """Rotate a slice of the projection."""
     return rotate(qkv[..., 10:20], angles.cos(), angles.sin())
 
 
@@ -128,8 +130,7 @@ def block(
     matrix: torch.Tensor,
     seed: int,
 ) -> torch.Tensor:
-    """A stretch of a model: norm, linear and activations, dropout and residual, and
-    head."""
+    """Run a part of a model: norm, linear and activations, dropout and residual, and head."""
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
     y = bias_activation(torch.cat((y, y), -1), None, "swiglu")
@@ -142,8 +143,8 @@ def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
     return draw(rows, H), draw(rows, H, seed=2), *weights, seed
 
 
-# Calls of every operator, and what they are called on: fresh tensors each time, with as many rows
-# as asked for.
+# Calls of every operator and their arguments: fresh tensors each time, with the requested number of
+# rows.
 PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "attention": (lambda rows: attention(rows.shape[0], True), lambda rows: (torch.empty(rows),)),
     "attention without slopes": (
@@ -192,14 +193,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def flat(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists and tuples."""
+    """Return the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for item in value for t in flat(item)] if isinstance(value, (list, tuple)) else []
 
 
 def everything(call: Call, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Results of a call, and the arguments' gradients for a gradient of the results."""
+    """Return the results of a call, and the arguments' gradients for a gradient of the results."""
     results = flat(call(*arguments))
     leaves = [t for t in flat(arguments) if t.requires_grad]
     if not leaves:
@@ -221,7 +222,9 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 
 def test_one_graph_for_any_seed(kernels: str) -> None:
-    """Every step has seeds of its own: the first two may be compiled for, no more (torch sees a
+    """Compile one graph for any seed.
+
+    Every step has its own seeds: the first two may be compiled for, and no others (torch sees a
     number change once).
     """
     counter = CompileCounterWithBackend("aot_eager")
@@ -262,9 +265,7 @@ def test_inductor(name: str, kernels: str) -> None:
 
 
 def copy_of(value: Any, grad: bool) -> Any:
-    """A copy with the strides of the original; it wants a gradient where `grad` and the original
-    does.
-    """
+    """Copy with the original's strides; require a gradient if `grad` and the original does."""
     if isinstance(value, (list, tuple)):
         return [copy_of(item, grad) for item in value]
     if not isinstance(value, torch.Tensor):
@@ -274,9 +275,7 @@ def copy_of(value: Any, grad: bool) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of every call of a megatron operator; `grad` while a forward pass
-    runs.
-    """
+    """Record the arguments of every call of a megatron operator; `grad` during a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +308,7 @@ def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
 
 
 def registered() -> list[str]:
-    """Names of what is registered under torch.ops.megatron."""
+    """Return the names registered under torch.ops.megatron."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted(
         name.removeprefix("megatron::") for name in names if name.startswith("megatron::")
@@ -318,8 +317,9 @@ def registered() -> list[str]:
 
 @pytest.mark.parametrize("name", registered())
 def test_registration(name: str, kernels: str) -> None:
-    """torch's own checks: schema, autograd registration, fake tensors, and the compiler's view with
-    dynamic shapes, which does not depend on who computes."""
+    """Registrations pass torch's own checks: schema, autograd registration, fake tensors, and
+    dynamic shapes. The compiler's view does not depend on the implementation that computes.
+    """
     calls = recorded()[name]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

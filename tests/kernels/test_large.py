@@ -1,5 +1,5 @@
-"""Sizes that the numerical tests do not reach: more than 2^31 elements, and rows of 65,536 columns
-and more.
+"""Sizes beyond the numerical tests: more than 2^31 elements, and rows of 65,536 columns and
+more.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ large_devices = pytest.mark.parametrize(
 
 GiB = 1 << 30
 WIDTH = 4096
-# 129 squares of 4,096: the first element past 2^31 begins row 524,288, the last lies 16 million
+# 129 squares of 4,096: the first element past 2^31 begins row 524,288, the last is 16 million
 # further.
 ROWS = 129 * WIDTH
 BOUNDARY = (1 << 31) // WIDTH
-# Around the boundary, and the last.
+# Rows around the boundary, and the last one.
 LOOKED_AT = [0, 1, BOUNDARY - 2, BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, ROWS - 2, ROWS - 1]
 
 
@@ -54,7 +54,7 @@ def free_bytes(device: str) -> int:
 
 
 def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
-    """bf16 [ROWS, WIDTH], zero except in the rows that are looked at."""
+    """Return bf16 [ROWS, WIDTH], zero except in the rows that are tested."""
     if (free := free_bytes(device)) < needed:
         pytest.skip(f"needs {needed / GiB:.0f} GiB of free memory; {free / GiB:.1f} are there")
     x = zeros(ROWS * WIDTH, device).view(ROWS, WIDTH)
@@ -65,8 +65,8 @@ def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
 def check_rows(
     run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor
 ) -> None:
-    """Each row of the large result is that of its row alone, to the bit, as the same code computes
-    it.
+    """Compare each row of the large result, bit for bit, with that of the row alone, by the same
+    code.
     """
     whole, part = run(*large), run(*(x[LOOKED_AT] for x in large))
     if isinstance(whole, torch.Tensor):
@@ -95,7 +95,10 @@ def test_rows_past_2_31(name: str, device: str) -> None:
 @pytest.mark.skipif(SIMULATED, reason="takes hours on the simulator")
 @devices
 def test_row_dots_past_2_31(device: str) -> None:
-    """Writes next to nothing: the representative of the others."""
+    """Compute row dots past 2^31 elements.
+
+    They write next to nothing, and so represent the others.
+    """
     check_rows(lambda x: row_dots(x, x), large(device, GiB))
 
 
@@ -107,7 +110,10 @@ def test_cross_entropy_past_2_31(device: str) -> None:
 
 @large_devices
 def test_softmax_past_2_31(device: str) -> None:
-    """Squares before and after the boundary; a row's place in its square says what it sees."""
+    """Compute squares before and after the boundary.
+
+    The place of a row in its square determines what it sees.
+    """
     x = large(device)
     squares = [0, 127, 128]
     y = causal_softmax(x.view(129, WIDTH, WIDTH), 0.5)
@@ -116,8 +122,8 @@ def test_softmax_past_2_31(device: str) -> None:
 
 @large_devices
 def test_attention_past_2_31(device: str) -> None:
-    """Squares of scores before and after the boundary, with dropout, which knows its place in the
-    whole, to the bit.
+    """Compute squares of scores before and after the boundary, with dropout by global place, bit
+    for bit.
     """
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
@@ -148,8 +154,9 @@ def test_attention_past_2_31(device: str) -> None:
 
 @large_devices
 def test_sums_over_rows_past_2_31(device: str) -> None:
-    """The bias's gradient of squared ReLU, 2 dy max(x, 0): only the rows that are not zero add to
-    it.
+    """Sum over rows past 2^31 elements: the bias gradient of squared ReLU, 2 dy max(x, 0).
+
+    Only the rows that are not zero contribute.
     """
     x = large(device)
     bias = torch.zeros(WIDTH, dtype=torch.bfloat16, device=device)
@@ -164,7 +171,7 @@ def test_sums_over_rows_past_2_31(device: str) -> None:
 def test_norm_of_a_tensor_past_2_31(device: str) -> None:
     x = large(device)
     want = float(x[LOOKED_AT].double().square().sum())
-    # the sum is rounded to fp32 once
+    # The sum is rounded to fp32 once.
     assert float(scale_and_norm_([x])) == pytest.approx(want, rel=1e-6)
 
 
@@ -198,7 +205,7 @@ wide = pytest.mark.parametrize(
 )
 
 # Sums of 65,536 terms in fp32, each lane's in turn, then over lanes: 2^-24 for each of at most 512
-# + 20 additions on a GPU; on a CPU one lane of 1 adds all terms one by one, but the errors of
+# + 20 additions on a GPU. On a CPU one lane of 1 adds all terms one by one, but the errors of
 # 65,536 roundings add up like a random walk's.
 SUM = 2.0**-24 * 600
 
@@ -225,8 +232,8 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
 @devices
 @wide
 def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
-    """The last eight queries of a sequence with all their keys, then the gradients of the second
-    half of the scores.
+    """Compute the last eight queries of a sequence with all keys, then gradients of the second half
+    of the scores.
     """
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may

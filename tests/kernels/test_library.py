@@ -1,4 +1,4 @@
-"""Which library is loaded, what is said where none is, and the calls into it."""
+"""Choice of the library to load, messages where there is none, and calls into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = f"libmegatron-host-{ARCH}.so"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder takes the place of megatron/kernels/lib, and nothing is remembered."""
+    """Use an empty folder in place of megatron/kernels/lib, and forget all cached results."""
     monkeypatch.delenv(library.OVERRIDE, raising=False)
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
     library.forget()
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fake(path: Path, description: str, code: int = 0) -> Path:
-    """A library that says what it is told to, made by a C compiler in a moment."""
+    """Compile a tiny stand-in for a library with the given answers."""
     compiler = shutil.which("cc") or shutil.which("gcc") or pytest.skip("no C compiler")
     source = f"""
         const char *mk_describe() {{ return "{description}"; }}
@@ -57,7 +57,7 @@ def current(target: str, arch: str) -> str:
 
 
 def reason(device_type: str = "cpu") -> str:
-    """Why there is no library, asked anew."""
+    """Return the reason for a missing library, asked again."""
     library.forget()
     found = library.find(device_type)
     assert found.handle is None and "\n" not in found.line
@@ -90,8 +90,9 @@ def test_the_best_that_this_processor_runs(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale, of another target, or no library; cut off, loading it would end the process with a bus
-    error.
+    """A library that cannot serve is refused: stale, of another target, or not a library.
+
+    Loading a truncated one would end the process with a bus error.
     """
     stale = f"host {ARCH} 0123456789abcdef-00000000"
     whole = fake(folder / "whole.so", current("host", ARCH)).read_bytes()
@@ -105,7 +106,7 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
             (b"\x7fELF cut off", HOST),
             *((whole[:n], HOST) for n in (len(whole) - 1, len(whole) // 2, 100, 64)),
         )
-    ):  # each in a folder of its own: the loader knows a file again
+    ):  # each in a folder of its own, because the loader recognises files
         monkeypatch.setattr(library, "LIBRARIES", folder / str(i))
         place = folder / str(i) / HOST
         if isinstance(made, str):
@@ -122,7 +123,7 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot serve is an error; `none` means none, on any device."""
+    """A named library that cannot serve is an error; `none` means none, on any device."""
     monkeypatch.setenv(
         library.OVERRIDE, str(fake(folder / "elsewhere" / "simulator.so", "simulator wave64 0-0"))
     )
@@ -152,7 +153,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
 
 
 def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the ECC and XNACK modes that ROCm appends to the architecture."""
+    """Find a GPU in a library of several, also with the ECC and XNACK modes that ROCm appends to
+    the architecture.
+    """
     gpu(monkeypatch, "gfx90a:sramecc+:xnack-", "6.4")
     fake(folder / "libmegatron-hip-gfx942.so", current("hip", "gfx942"))
     assert "libmegatron-hip-gfx90a.so" in reason("cuda") and "--target hip --arch gfx90a" in reason(
@@ -182,8 +185,9 @@ def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one for other sources and targets, the same for levels of one architecture; fits into
-    an int64 tensor.
+    """The fingerprint differs by sources and targets, but not by levels of one architecture.
+
+    It fits into an int64 tensor.
     """
 
     def of(description: str) -> int:
@@ -204,7 +208,7 @@ def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls(folder: Path) -> None:
-    """The element's type goes first, tensors as addresses; a new library is bound anew."""
+    """Calls pass the element type first and tensors as addresses; a new library is bound again."""
     twice, x = library.Function("mk_twice", "pd"), torch.tensor([3.0])
     with pytest.raises(KernelError, match="mk_twice"):
         twice(x, x, 2.0)

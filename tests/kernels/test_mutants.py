@@ -1,14 +1,13 @@
-"""The numerical tests on the simulator of GPU lanes: they pass on the kernels as they are and find
-every planted fault.
+"""Numerical tests on the simulator of GPU lanes pass on the kernels and find every planted fault.
 
-For each topic two libraries are made: one for waves of 32 lanes, and one for waves of 64 with
-sanitizers, which takes longer to compile and to run. Faults go into a copy of the sources, each
-behind a condition on a number, so that one build serves: an expression OLD becomes (planted(7) ?
-(NEW) : (OLD)), a statement the like with if. The tests run first without a fault, then once for
-each number, in processes forked from one that has imported torch.
+Each topic has two libraries: one for waves of 32 lanes, and one for waves of 64 with sanitizers,
+which takes longer to compile and to run. Faults go into a copy of the sources, each behind a
+condition on a number, so that one build serves: an expression OLD becomes (planted(7) ? (NEW) :
+(OLD)), a statement the like with if. The tests run first without a fault, then once for each
+number, in processes forked from one that has imported torch.
 
-`make test` does this for the norm of gradients alone, the topic that is built fastest; all are in
-the campaigns "simulator" (without faults) and "mutants".
+`make test` does this only for the norm of gradients, the topic that builds fastest; the campaigns
+"simulator" (without faults) and "mutants" do it for all.
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ from tests.helpers.killing import forked, wait_for
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: in `file`, the first `old` after `after` becomes `new`. One that ends in ";" is a
-    statement.
+    """Fault: in `file`, the first `old` after `after` becomes `new`.
 
-    `sanitized`: it is planted in the sanitized library alone. So are faults that lanes which run
-    one after the other, or memory that happens to be there, do not show in a result.
+    One that ends in ";" is a statement.
+
+    `sanitized`: it is planted in the sanitized library alone. So are faults that do not show in a
+    result because lanes run one after another, or because of what memory happens to contain.
     """
 
     name: str
@@ -60,7 +60,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Topic:
-    """tests     the file of numerical tests
+    """Numerical tests of some kernels, with their faults.
+
+    tests     the file of numerical tests
     sources      the .cpp files they need
     wide         whether its wide rows, of blocks of 512 and 1,024 lanes, are those of
                  tests/kernels/test_large.py
@@ -694,18 +696,18 @@ TOPICS = {
 }
 
 
-# In the copy, where every other file can see it.
+# Put it in the copy, where every other file can see it.
 _PLANTED = """
 #include <stdlib.h>
 static const int chosen_fault = atoi(getenv("MEGATRON_MUTANT"));
 #define planted(number) (chosen_fault == (number))
 """
 
-# pytest that collects once and forks for each run: to start and to collect takes longer than a run. Arguments: a JSON
-# list of [name, number, part of the tests' names, seconds of CPU time, output file], then pytest's.
-# Prints the exit status of each as JSON. The last two modules are what an operator's first call and
-# the first random example import; without freeze() each run would search all that torch has made
-# for garbage, several times.
+# pytest that collects once and forks for each run, because starting and collecting takes longer
+# than a run. Arguments: a JSON list of [name, number, part of the tests' names, seconds of CPU
+# time, output file], then pytest's. It prints the exit status of each as JSON. The last two modules
+# are imported by an operator's first call and the first random example; without freeze() each run
+# would collect garbage among all of torch's objects, several times.
 _DRIVER = """
 import gc, json, os, resource, sys
 import pytest
@@ -756,13 +758,13 @@ if runs.forked:
     os._exit(code)
 print("STATUS " + json.dumps(runs.status))
 """
-# A test that failed, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop.
+# A failed test, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop.
 # Anything else (no test found, the library not loaded) is an error of this test.
 _CAUGHT = {1, -signal.SIGABRT, 86, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGXCPU}
 
 
 def plant(mutants: dict[int, Mutant], folder: Path) -> None:
-    """A copy of the sources in `folder` with these mutants."""
+    """Write a copy of the sources with these mutants to `folder`."""
     shutil.copytree(
         SOURCES,
         folder,
@@ -806,7 +808,7 @@ def reason(code: int, output: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The tests with `part` in their names, on a library with one fault; number 0: with none."""
+    """Tests with `part` in their names, on a library with one fault; number 0: with none."""
 
     name: str
     number: int
@@ -817,7 +819,7 @@ class Run:
 def run_all(
     runs: Sequence[Run], files: Sequence[str], library: Path, flags: Sequence[str], folder: Path
 ) -> dict[str, tuple[int, str]]:
-    """The exit code and the output of each, by its name."""
+    """Return the exit code and the output of each, by its name."""
     outputs = {run.name: folder / f"{i}.txt" for i, run in enumerate(runs)}
     argument = json.dumps(
         [(r.name, r.number, r.part, r.seconds, str(outputs[r.name])) for r in runs]
@@ -873,8 +875,10 @@ def test_planted_faults(name: str, sanitized: bool, tmp_path: Path) -> None:
 
 
 def check_norms(built: str, number: int, check_norm: Callable[..., None]) -> None:
-    """Tensors around a pack, a block and a chunk, aligned or not, with the fault of this number."""
-    if number:  # how it ends is nobody's concern
+    """Check tensors around a pack, a block and a chunk, aligned or not, with the fault of this
+    number.
+    """
+    if number:  # its outcome does not matter
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         faulthandler.disable()
     torch.set_num_threads(1)
@@ -889,10 +893,11 @@ def check_norms(built: str, number: int, check_norm: Callable[..., None]) -> Non
 @needs_simulator
 @pytest.mark.slow
 def test_the_norm_of_gradients_on_the_simulator(tmp_path: Path) -> None:
-    """The representative of both campaigns: right without a fault, wrong without a barrier and with
-    each other one.
+    """The norm of gradients represents both campaigns.
+
+    It is right without a fault, and wrong without a barrier and with each other fault.
     """
-    # takes seconds, which no child shall spend
+    # It takes seconds, which no child should spend.
     from tests.kernels.numerics.test_optimizer import check_norm
 
     files = ("scaling.cpp", "tensor_list.h")

@@ -1,6 +1,4 @@
-"""The check of registers and accesses: planted violations are found, in text, and as the compilers
-make them.
-"""
+"""Register and access checks: planted violations are found, in text and in compiler output."""
 
 from __future__ import annotations
 
@@ -238,9 +236,7 @@ def needs(target: str) -> None:
 
 @pytest.mark.slow
 def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
-    """Narrow loads and spills are found in real assembly, and nothing is said of a kernel that is
-    good.
-    """
+    """Narrow loads and spills are found in real assembly, and a good kernel raises no finding."""
     needs("hip")
     plant(tmp_path)
     rules, kernels = resources.read_rules(tmp_path), resources.compile_kernels(folder=tmp_path)

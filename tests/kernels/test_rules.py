@@ -1,4 +1,4 @@
-"""What holds of all operators: among it, no second derivative that is silently wrong."""
+"""Rules for all operators, such as: no second derivative is silently wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", ONCE)
 def test_second_derivatives_are_refused(name: str) -> None:
-    """torch would take the gradient for a constant and print a warning."""
+    """Second derivatives are refused. torch would take the gradient for a constant and print a
+    warning.
+    """
     x = torch.randn(4, 8, requires_grad=True)
     y = ONCE[name](x * 1.0)
     with pytest.raises(KernelError, match="second derivative"):
@@ -48,7 +50,10 @@ def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
 
 
 def test_long_odd_rows_keep_their_accuracy() -> None:
-    """One lane adds up the whole row on a CPU: in chains, so that n roundings do not pile up."""
+    """Long odd rows keep their accuracy.
+
+    One lane adds up the whole row on a CPU, in chains, so that n roundings do not accumulate.
+    """
     y = causal_softmax(torch.zeros(1, 1, 2_000_001))
     assert abs(float(y.double().sum()) - 1.0) < 2.0**-16
 

@@ -1,5 +1,5 @@
-"""The simulator of GPU lanes: whether it finds what it says it finds. Numerical tests run on it in
-test_mutants.py.
+"""Simulator of GPU lanes: it finds the misuse that it is meant to find. test_mutants.py runs
+numerical tests on it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """program(lanes of a wave, flags): the kernels above, compiled once for each."""
+    """Provide program(lanes of a wave, flags): the kernels above, compiled once for each."""
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
     def get(wave: int, flags: tuple[str, ...]) -> Path:
@@ -171,7 +171,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 @pytest.mark.parametrize("wave", [64, pytest.param(32, marks=campaign)])
 def test_misuse_is_found(wave: int, program: Program) -> None:
-    """And what is right passes, also where each lane's sum has to cross waves: 128 lanes of 2."""
+    """Misuse is found, and a correct program passes.
+
+    Each lane's sum crosses waves: 128 lanes of 2.
+    """
     file, variables = str(program(wave, ADDRESS)), environment(None, ())
     outcomes = {case: run_process([file, str(case)], variables) for case in (0, *FOUND)}
     right = outcomes.pop(0)
@@ -195,8 +198,8 @@ def test_without_sanitizers(wave: int, flags: tuple[str, ...], program: Program)
     assert unwritten.passed and "x[0] nan" in unwritten.output, unwritten.end
 
 
-# What lies behind a tensor of torch. Of all kernels the rotary embedding is compiled fastest; it is
-# told of a head of 64 for one of 8.
+# Access beyond a torch tensor. The rotary embedding compiles fastest of all kernels; it is told of
+# a head of 64 instead of 8.
 OVERRUN = """
 import torch
 from megatron.kernels.ops.rotary import _ROTARY

@@ -1,6 +1,4 @@
-"""Attention inside documents against a softmax in float64 that is told by an explicit mask what
-each query sees.
-"""
+"""Attention inside documents, against a float64 softmax with an explicit mask."""
 
 from __future__ import annotations
 
@@ -56,8 +54,9 @@ def inputs(
 
 
 def dense(q, k, v, slopes, lengths):
-    """The reference: all scores, those that are not seen taken out. Head h reads group h // (heads
-    / groups).
+    """Return the reference: all scores, with unseen ones masked.
+
+    Head h reads group h // (heads / groups).
     """
     s, _, heads, d = q.shape
     group = [h // (heads // k.shape[2]) for h in range(heads)]
@@ -107,8 +106,9 @@ def test_against_a_dense_mask(case, heads, groups, alibi):
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
 def test_strided_inputs_in_bf16(alibi):
-    """Keys and values are slices of the fused projection; a few roundings of the format, relative
-    to the whole.
+    """Keys and values may be slices of the fused projection.
+
+    The bound is a few roundings of the format, relative to the whole.
     """
     lengths, heads, groups = CASES["two samples"], 4, 2
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
@@ -130,7 +130,7 @@ def test_strided_inputs_in_bf16(alibi):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation gives, in forward and
+    """Record the largest number of elements of any tensor that an operation returns, forward and
     backward.
     """
 
@@ -156,7 +156,7 @@ def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
         output_and_gradients(
             lambda *x: torch_attention(*x, bias, documents_of(lengths), dropout), tensors
         )
-    # Scores of documents, filled up, where dropout wants them: b * s * 1.25 * 32 for each head.
+    # Padded scores of documents, for dropout: b * s * 1.25 * 32 for each head.
     assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
 
@@ -188,7 +188,7 @@ def test_dropout_acts_inside_documents_and_repeats():
         at += n
     share = torch.cat(kept).double()
     assert abs(share.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(share)) ** 0.5
-    # Documents of one length are drawn apart: samples and heads have masks of their own.
+    # Documents of equal length are drawn separately: samples and heads have their own masks.
     last = draws[0][24, :, :, :25].reshape(b * heads, 25) != 0
     assert len({tuple(row) for row in last.tolist()}) > b * heads // 2
 
@@ -245,8 +245,9 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
 
 
 def test_flash_attention_is_given_the_lengths(monkeypatch):
-    """A stand-in with the interface of flash-attn 2: packed rows, int32 bounds, the longest as a
-    number.
+    """Flash attention gets the lengths: packed rows, int32 bounds, the longest as a number.
+
+    A stand-in has the interface of flash-attn 2.
     """
     seen = []
 
@@ -282,8 +283,7 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
 
 
 class Copies(TorchDispatchMode):
-    """Counts the operators that bring at least so many elements into another layout, and no more
-    than that.
+    """Count the operators that only copy at least `least` elements into another layout.
 
     Before its backward pass each of torch's kernels copies an output and a gradient that are not
     contiguous as [samples, s, heads, d]
@@ -351,7 +351,7 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
         layer = chunk.layers[0].self_attention
         x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
         gradient = torch.empty_like(x)
-        layer(x, CallContext())  # makes the tables of the rotation
+        layer(x, CallContext())  # builds the tables of the rotation
         with Copies(s * b * groups * D // tp) as seen:
             out, _ = layer(x, CallContext())
             torch.autograd.grad(

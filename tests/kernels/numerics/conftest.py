@@ -1,4 +1,4 @@
-"""Every test in this folder computes with a compiled library."""
+"""Fixture that makes every test in this folder compute with a compiled library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from megatron.kernels import library
 
 @pytest.fixture(autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> None:
-    """Skips without a library; on a GPU, one that is missing or stale is a failure, not torch's own
-    operators.
-    """
+    """Skip without a library; on a GPU, fail if it is missing or stale."""
     if request.node.get_closest_marker("gpu"):
         found = library.find("cuda")
         assert found.handle is not None, found.reason

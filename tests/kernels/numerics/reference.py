@@ -1,5 +1,4 @@
-"""What the numerical tests of kernels share: inputs, devices, and how far a result may be from
-float64.
+"""Inputs, devices and error bounds against float64, shared by the numerical tests of kernels.
 
 A result computed in fp32 from inputs of type T and rounded to T once is within half a unit in the
 last place of T, plus the fp32 error of its arithmetic. The bound is stated per operator as a
@@ -41,7 +40,7 @@ without_simulator = pytest.mark.skipif(
 
 EXAMPLES = examples(8 if SIMULATED else 15)
 
-# Around one pack, one wave, and each width at which the launcher changes its layout.
+# Widths around one pack, one wave, and each width at which the launcher changes its layout.
 WIDTHS = st.one_of(
     st.integers(1, 40),
     st.sampled_from([64, 96, 128, 136, 255, 256, 257, 512, 520, 1000, 1024, 1032, 2048, 2056]),
@@ -55,7 +54,7 @@ ROWS = st.one_of(
 def random(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """Normal numbers, rounded to the type."""
+    """Draw normal numbers, rounded to the type."""
     generator = torch.Generator().manual_seed(seed)
     return (
         (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
@@ -73,19 +72,19 @@ def zeros(count: int, device: str) -> torch.Tensor:
 
 
 def moved_on(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element further on: contiguous, and no address for wide accesses."""
+    """Move the numbers by one element: still contiguous, but not aligned for wide accesses."""
     room = x.new_empty(x.numel() + 1)
     room[1:] = x.reshape(-1)
     return room[1:].view(x.shape)
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in float64 on the CPU, as a leaf that wants a gradient."""
+    """Return the same numbers in float64 on the CPU, as a leaf that requires a gradient."""
     return x.detach().double().cpu().requires_grad_()
 
 
 def refused(call: Callable[[], object], *figures: object) -> None:
-    """`call` raises KernelError, which has these in its message."""
+    """Check that `call` raises KernelError with these words in its message."""
     with pytest.raises(KernelError) as error:
         call()
     missing = [figure for figure in figures if str(figure) not in str(error.value)]
@@ -99,10 +98,10 @@ def assert_close(
     arithmetic: torch.Tensor | float,
     roundings: float = 1,
 ) -> None:
-    """|found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic, element by
-    element.
+    """Check |found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic,
+    elementwise.
 
-    `arithmetic` is the error that fp32 arithmetic may leave, absolute: a number or a tensor that
+    `arithmetic` is the absolute error allowed for fp32 arithmetic: a number or a tensor that
     broadcasts.
     """
     assert found.dtype == dtype and tuple(found.shape) == tuple(expected.shape)

@@ -1,4 +1,4 @@
-"""Activations with bias, values and gradients, against float64."""
+"""Activations with bias: values and gradients against float64."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KINDS = ["gelu", "swiglu", "squared_relu"]
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
 
-# Below, sigmoid(z) has underflowed in fp32; what is left out is less than this times any factor
-# that occurs.
+# Below this, sigmoid(z) has underflowed in fp32; the omitted part is less than this times any
+# factor that occurs.
 FLOOR = 1e-30
 
 
 class Slope(NamedTuple):
-    """An activation at some points in float64: y, its derivatives, and the errors that fp32
-    arithmetic may leave.
+    """Activation at some points in float64: y, its derivatives, and their fp32 arithmetic
+    errors.
     """
 
     y: torch.Tensor
@@ -45,9 +45,10 @@ class Slope(NamedTuple):
 
 
 def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
-    """Relative, of sigmoid(z): z is off by up to 2^-21 of itself (seven roundings, two of them of
-    constants), which counts as far as the sigmoid still moves; exp by 2^-21 of itself; sum and
-    quotient by 2^-22."""
+    """Return the relative error of sigmoid(z). z is off by up to 2^-21 of itself (seven roundings,
+    two of them of constants), weighted by the slope of the sigmoid; exp by 2^-21 of itself; sum and
+    quotient by 2^-22.
+    """
     return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
 
 
@@ -73,7 +74,7 @@ def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
 
 
 def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) -> None:
-    """Values, dx and dbias."""
+    """Compare values, dx and dbias."""
     dtype, inputs = x.dtype, 2 if kind == "swiglu" else 1
     x.requires_grad_()
     y = bias_activation(x, bias, kind)
@@ -87,11 +88,11 @@ def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) ->
     assert_close(y, want.y, dtype, want.y_error)
     g = exact(dy).detach()
     dx = torch.cat([g * d for d in want.derivatives], -1)
-    # dy times the derivative, and b before it, are two roundings more.
+    # dy times the derivative, and b before that, are two more roundings.
     error = torch.cat([g.abs() * e for e in want.errors], -1) + 2.0**-23 * dx.abs()
     assert_close(x.grad, dx, dtype, error)
     if bias is not None:
-        # One term after the other in fp32: each addition rounds what has been added by then.
+        # One term after another in fp32: each addition rounds the sum so far.
         additions = x.shape[0] * 2.0**-24 * dx.abs().sum(0)
         assert_close(bias.grad, dx.sum(0), dtype, error.sum(0) + additions)
 
@@ -139,8 +140,9 @@ def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: 
 @devices
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_small_and_far_negative(device: str, kind: str) -> None:
-    """Relative accuracy where 1 + tanh loses all of it: the bound of `slope` is relative in
-    both.
+    """Results are relatively accurate where 1 + tanh loses all accuracy.
+
+    The bound of `slope` is relative in both.
     """
     small = torch.logspace(-30, 0, 301)
     far = torch.linspace(-5.0, -0.5, 300) if kind == "gelu" else torch.linspace(-80.0, -0.5, 300)
@@ -178,7 +180,9 @@ def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
 @types
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) -> None:
-    """A NaN gives NaN, in its own place, and in the sum of its column; infinity no finite number
+    """Non-finite inputs show.
+
+    A NaN gives NaN in its own place and in the sum of its column; infinity gives no finite number
     but its limit.
     """
     n = 32
@@ -199,7 +203,7 @@ def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) ->
 
 @devices
 def test_shapes(device: str) -> None:
-    """Any number of dimensions, strided x, no rows, no columns."""
+    """Inputs may have any number of dimensions, strides, no rows, or no columns."""
     x, bias = random((3, 5, 16), torch.float32, device, 0), random((16,), torch.float32, device, 1)
     y = bias_activation(x, bias, "gelu")
     assert torch.equal(bias_activation(x.transpose(0, 1), bias, "openai_gelu"), y.transpose(0, 1))

@@ -29,15 +29,14 @@ from tests.kernels.numerics.test_dropout import words
 # is good to 2^-21, its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than
 # 2^-16 of a weight.
 RELATIVE = 2.0**-16
-# A weight below e^-87.3 is 0: 2^-125 of an absolute error, times what it is multiplied by, all
-# below 2^5.
+# A weight below e^-87.3 is 0: an absolute error of 2^-125, times its factors, all below 2^5.
 LOST = 2.0**-120
 SCALE = 0.37
 POSITIONS = 80
 
 
 class Case:
-    """Scores of all queries and keys of a small whole, of which the kernel gets blocks."""
+    """Scores of all queries and keys of a small case, from which the kernel gets blocks."""
 
     def __init__(
         self,
@@ -52,7 +51,8 @@ class Case:
     ) -> None:
         self.device, self.dtype, self.share, self.length = device, dtype, share, length
         self.samples = samples * groups
-        # Each of a sample of its own, from somewhere in it on; this rank's heads are not the first.
+        # Each belongs to another sample and starts somewhere inside it; this rank's heads are not
+        # the first.
         self.origins = torch.tensor(
             [1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)], device=device
         )
@@ -87,9 +87,7 @@ class Case:
     def weigh(
         self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False
     ) -> tuple:
-        """(weights of the block as the kernel gives them, all logarithms, NaN where it has not
-        been).
-        """
+        """Return (weights of the block from the kernel, all logarithms, NaN outside the block)."""
         scores = self.cut(self.scores, part, queries, slice(0, queries.stop), moved)
         logarithms = torch.full(
             (self.samples, self.length * self.share), float("nan"), device=self.device
@@ -107,7 +105,7 @@ class Case:
         seed: int = 0,
         moved: bool = False,
     ) -> tuple:
-        """(weights, gradients of the scores) of a block."""
+        """Return (weights, gradients of the scores) of a block."""
         scores = self.cut(self.scores, part, queries, keys, moved)
         gradients = self.cut(self.gradients, part, queries, keys, moved)
         logarithms = self.logarithms.float().to(self.device)
@@ -157,8 +155,9 @@ def test_blocks(
     moved: bool,
     seed: int,
 ) -> None:
-    """A block of queries with all keys, then a block of keys with queries from anywhere, some of
-    which see nothing.
+    """Compute a block of queries with all keys, then a block of keys with queries from anywhere.
+
+    Some of the queries see none of the keys.
     """
     case = Case(device, dtype, samples, groups, share, length, alibi, seed)
     tiles = -(-length // TILE)
@@ -189,7 +188,10 @@ def test_blocks(
 
 @devices
 def test_what_is_not_seen_may_be_anything(device: str) -> None:
-    """Buffers are used again: behind the diagonal stands what was there before."""
+    """Unseen scores may be anything.
+
+    Buffers are reused: old contents remain beyond the diagonal.
+    """
     case = Case(device, torch.float32, 1, 1, 1, 40, False, 1)
     whole = slice(0, 40)
     clean = [*case.weigh(slice(0, 1), whole), *case.differentiate(slice(0, 1), whole, whole)]
@@ -203,8 +205,11 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 @devices
 @pytest.mark.parametrize("length", [37, 64])
 def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
-    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's
-    origin on; the gradient has the same mask."""
+    """The dropout mask does not depend on the blocks.
+
+    Each head has a row of whole tiles for each position of a sample, counted from the sample's
+    origin; the gradient has the same mask.
+    """
     p, seed, share = 0.4, 2**40 + 5, 2
     case = Case(device, torch.float32, 2, 2, share, length, False, 3)
     width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))
@@ -243,8 +248,9 @@ def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None
 
 @devices
 def test_scores_without_bound(device: str) -> None:
-    """Large scores do not overflow; a row of -infinity is zero; an infinite or undefined score is a
-    NaN that shows.
+    """Large scores do not overflow.
+
+    A row of -infinity is zero; an infinite or undefined score shows as NaN.
     """
     scores = torch.tensor(
         [[[3e38, 0, 0, 0], [-3e38, 3e38, 0, 0], [-math.inf] * 4, [1, 2, math.inf, 0]]],
@@ -286,8 +292,9 @@ def test_row_dots(
 
 @devices
 def test_dropout_far_into_a_large_whole(device: str) -> None:
-    """Elements past 2^34, where a mask's counter needs its upper word: 2^15 samples of 8,192 by
-    8,192 scores.
+    """Dropout masks are right past element 2^34, where the counter needs its upper word.
+
+    The tensor has 2^15 samples of 8,192 by 8,192 scores.
     """
     sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
     weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
@@ -301,7 +308,7 @@ def test_dropout_far_into_a_large_whole(device: str) -> None:
 
 @devices
 def test_long_rows(device: str) -> None:
-    """More exponentials than the host keeps."""
+    """Process rows with more exponentials than the host keeps."""
     n, queries = 4608, 32
     scores = random((1, queries, n), torch.float32, device, 4)
     logits = (

@@ -1,5 +1,5 @@
-"""Cross entropy over a vocabulary, whole and cut: values and gradients against float64, and what is
-done in place.
+"""Cross entropy over a whole and a cut vocabulary: values and gradients against float64, and
+in-place work.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tests.kernels.numerics.reference import (
 )
 
 # exp is good to 2^-21 of itself, the argument's rounding costs 2^-24 of its size (below 100, or the
-# term is nothing), and each lane's sum, added up strip by strip, less than 2^-18: together below
+# term vanishes), and each lane's sum, added up strip by strip, less than 2^-18: together below
 # 2^-16.
 RELATIVE = 2.0**-16
-# exp is 0 in fp32 below -87.3, where the exact one is this at most.
+# exp is 0 in fp32 below -87.3, where the exact value is at most this.
 VANISHED = 2.0**-125
 
 INFINITY = float("inf")
@@ -46,8 +46,8 @@ def drawn_labels(tokens: int, low: int, high: int, seed: int) -> torch.Tensor:
 
 
 def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as a contiguous view, `shift` elements behind what is aligned, into a larger array of
-    sevens.
+    """Put x as a contiguous view into a larger array of sevens, `shift` elements after an aligned
+    address.
     """
     buffer = torch.full((x.numel() + 64,), 7.0, dtype=x.dtype, device=x.device)
     view = buffer[32 + shift : 32 + shift + x.numel()].view(x.shape)
@@ -58,7 +58,7 @@ def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor
 def expected_pass(
     x: torch.Tensor, labels: torch.Tensor, first: int, real: int
 ) -> tuple[torch.Tensor, ...]:
-    """The three numbers, by their definition, in float64."""
+    """Return the three numbers, by their definition, in float64."""
     wide = exact(x).detach()[:, :real]
     if real == 0:
         zeros = torch.zeros(len(x), dtype=torch.float64)
@@ -81,7 +81,9 @@ def expected_gradient(
     first: int,
     real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient in float64, and the fp32 error that its terms may have before they cancel."""
+    """Return the gradient in float64, and the fp32 error that its terms may have before they
+    cancel.
+    """
     p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     p[:, real:] = 0
     onehot = torch.zeros_like(p)
@@ -95,7 +97,7 @@ def expected_gradient(
 
 def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
     maximum, total, target = (t.cpu() for t in found)
-    assert torch.equal(maximum.double(), want[0])  # no arithmetic: to the bit
+    assert torch.equal(maximum.double(), want[0])  # no arithmetic: bit for bit
     assert torch.equal(target.double(), want[2])
     assert_close(total, want[1], torch.float32, RELATIVE * want[1])
 
@@ -123,8 +125,9 @@ def test_local_pass_and_gradient(
     far: int,
     seed: int,
 ) -> None:
-    """One rank's part: padding columns hold NaN and take no part; labels are here, elsewhere, and
-    nowhere.
+    """Run one rank's part.
+
+    Padding columns hold NaN and do not count; labels are here, elsewhere, and nowhere.
     """
     real = max(0, width - padding)
     x = random((tokens, width), dtype, device, seed, scale=3.0)
@@ -174,8 +177,8 @@ def test_cross_entropy(
     scale: float,
     seed: int,
 ) -> None:
-    """Losses and gradients of [s, b, v], also where all logits are equal and where one has all the
-    weight.
+    """Losses and gradients of [s, b, v] are right, also for equal logits and for one dominant
+    logit.
     """
     real = max(1, width - padding)
     x = random((s, b, width), dtype, device, seed, scale).requires_grad_()
@@ -191,7 +194,7 @@ def test_cross_entropy(
     upstream = random((s, b), torch.float32, device, seed + 1)
     found.backward(upstream)
     want.backward(exact(upstream).detach())
-    # The gradient starts from the fp32 total; 2^-16 of p as in the local pass, once more for the
+    # The gradient starts from the fp32 total; 2^-16 of p as in the local pass, and again for the
     # total's own error.
     p = wide.detach().masked_fill(torch.arange(width) >= real, -INFINITY).softmax(-1)
     g = upstream.double().cpu().abs().unsqueeze(-1)
@@ -208,9 +211,7 @@ def test_cross_entropy(
 def test_a_cut_vocabulary(
     device: str, dtype: torch.dtype, data: st.DataObject, tokens: int, seed: int
 ) -> None:
-    """The parts of 2 to 4 ranks, combined as megatron/layers/vocabulary.py combines them, are
-    the whole.
-    """
+    """The parts of 2 to 4 ranks, combined as in megatron/layers/vocabulary.py, equal the whole."""
     parts = data.draw(
         st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=2, max_size=4)
     )
@@ -248,8 +249,9 @@ def test_a_cut_vocabulary(
 @types
 @pytest.mark.parametrize("strip", [512, 1024, 2048, 4096, 8192, 16_384])
 def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int) -> None:
-    """Rows that end with a strip of the kernel, or one column before or after it, wide accesses or
-    not.
+    """Rows may end with a strip of the kernel, or one column before or after it.
+
+    Accesses are wide or not.
     """
     for width, more in itertools.product((strip + 8, strip + 1), (-1, 0, 1)):
         x = random((2, width), dtype, device, 1)
@@ -290,7 +292,7 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
     assert torch.equal(maximum.double().cpu(), want[0]) and torch.equal(
         target.double().cpu(), want[2]
     )
-    # Up to 64 strips, of which each may cost the sum so far two units in the last place.
+    # Up to 64 strips, each of which may cost the sum so far two units in the last place.
     assert_close(total, want[1], torch.float32, (RELATIVE + 64 * 2.0**-22) * want[1])
     upstream = torch.tensor([1.0, -2.0, 0.5], device=device)
     statistics = maximum.double().cpu(), total.double().cpu()
@@ -302,8 +304,8 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
 @devices
 @pytest.mark.parametrize("width", [24, 5000, 9000])
 def test_what_is_not_finite_shows(device: str, width: int) -> None:
-    """-inf has no weight; NaN, +inf, nothing but -inf, and a gradient of NaN are NaN in that
-    token's results.
+    """Non-finite inputs show in their token's results only. -inf has no weight; NaN, +inf, a row of
+    -inf, and a gradient of NaN give NaN.
     """
     x = random((6, width), torch.float32, device, 0)
     labels = torch.full((6,), width - 1, device=device)
@@ -333,8 +335,9 @@ def test_what_is_not_finite_shows(device: str, width: int) -> None:
 
 @devices
 def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
-    """Maximum -inf and sum 0, which another rank's numbers absorb; also where a rank has nothing
-    but padding.
+    """A rank whose logits are all -inf contributes maximum -inf and sum 0.
+
+    Other ranks' numbers absorb them; a rank with nothing but padding is one such case.
     """
     x = torch.full((2, 40), -INFINITY, device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
@@ -363,8 +366,10 @@ def problem(
 
 @devices
 def test_who_reads_the_logits_later_is_told(device: str) -> None:
-    """Rather than be wrong: they have become their gradient, for a second backward pass and for
-    others.
+    """Using the logits later raises an error.
+
+    They have become their gradient, which would be wrong for a second backward pass and for other
+    readers.
     """
     x, weight, labels = problem(device)
     logits, losses = linear_losses(x, weight, labels)
@@ -376,7 +381,7 @@ def test_who_reads_the_logits_later_is_told(device: str) -> None:
 
 
 class NoSecondArray(TorchDispatchMode):
-    """Fails on an operator that returns an array as large as the logits in memory of its own."""
+    """Fail on an operator that returns an array as large as the logits in memory of its own."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -399,8 +404,9 @@ class NoSecondArray(TorchDispatchMode):
 def test_no_second_array_of_the_logits_size(
     device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither around the operators nor within them (which a dispatch mode does not see of
-    itself).
+    """No operator allocates a second array of the logits' size, outside or inside.
+
+    A dispatch mode does not see the inside by itself.
     """
     if not kernel:
         monkeypatch.setattr(library, "available", lambda device: False)
@@ -428,7 +434,7 @@ def test_no_second_array_of_the_logits_size(
 
 
 def test_inference_mode() -> None:
-    """Its tensors have no version counter."""
+    """Run in inference mode, whose tensors have no version counter."""
     with torch.inference_mode():
         x, labels = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
         ones = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Bias, dropout and residual: the mask against Philox computed here, values and gradients against
+"""Bias, dropout and residual: masks against Philox computed here, values and gradients against
 float64.
 """
 
@@ -29,8 +29,7 @@ from tests.kernels.numerics.reference import (
 SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
 PROBABILITIES = st.sampled_from([0.1, 0.5, 0.9, 2.0**-20])
 
-# counter, key, words: the vectors that the authors publish with their code (Random123,
-# tests/kat_vectors).
+# (counter, key, words) as published by the authors with their code (Random123, tests/kat_vectors).
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -43,7 +42,7 @@ KNOWN = [
 
 
 def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
-    """Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
+    """Compute Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
     half, low, (c0, c1, c2, c3), (k0, k1) = np.uint64(32), np.uint64(0xFFFFFFFF), counter, key
     for _ in range(10):
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
@@ -58,7 +57,7 @@ def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
 
 
 def words(seed: int, first: int, count: int) -> np.ndarray:
-    """The random words of elements first ... first + count - 1; first is a multiple of 4."""
+    """Return the random words of elements first ... first + count - 1; first is a multiple of 4."""
     block = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     zero = np.zeros_like(block)
     four = philox(
@@ -77,7 +76,7 @@ def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
 
 @without_simulator
 def test_known_words() -> None:
-    """The Philox of this file."""
+    """Check the Philox of this file."""
     for counter, key, expected in KNOWN:
         found = philox([np.array([c], dtype=np.uint64) for c in counter], key)
         assert [int(w[0]) for w in found] == expected
@@ -126,7 +125,7 @@ def test_against_float64(
     if added:
         assert torch.equal(residual.grad, dy)
     if bias is not None:
-        # One term after the other in fp32: each addition rounds what has been added by then.
+        # One term after another in fp32: each addition rounds the sum so far.
         error = (rows + 2) * 2.0**-24 * (g * factor).abs().sum(0)
         assert_close(bias.grad, (g * factor).sum(0), dtype, error)
 
@@ -143,7 +142,9 @@ def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
 
 @devices
 def test_seed_and_place_alone_count(device: str) -> None:
-    """The same mask again for the same seed, in any shape; another for another seed."""
+    """The mask depends on seed and place alone: equal in any shape, and different for another
+    seed.
+    """
     x = torch.ones(4, 6, 10, device=device)
     y = bias_dropout_add(x, None, None, 0.5, 7)
     assert torch.equal(bias_dropout_add(x, None, None, 0.5, 7), y)
@@ -162,9 +163,11 @@ def test_seed_and_place_alone_count(device: str) -> None:
 @types
 @pytest.mark.parametrize("columns", [24, 13])
 def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, columns: int) -> None:
-    """Tokens [positions, samples] of a part of the sequence, and attention weights [samples, heads,
-    positions] of some of the heads, in the forward and the backward pass; also past 2^63
-    elements."""
+    """A part gets its part of the mask, forward and backward, also past 2^63 elements.
+
+    Parts are tokens [positions, samples] of a part of the sequence, and attention weights [samples,
+    heads, positions] of some of the heads.
+    """
     p, seed, whole = 0.4, 2**40 + 5, (3, 4, 5)  # samples, heads, positions
     for sample in (0, 2**59 // columns):
         first = sample * 20
@@ -186,7 +189,7 @@ def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, column
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch.dtype) -> None:
-    """Nor does it overflow, beside x in 16 bits."""
+    """The fp32 gradient of a bias beside x in 16 bits is not rounded and does not overflow."""
     x = torch.zeros(4000, 8, dtype=dtype, device=device)
     bias = torch.zeros(8, device=device, requires_grad=True)
     bias_dropout_add(x, bias, x, 0.0, 1).backward(torch.full_like(x, 257 * 2.0**7))
@@ -198,8 +201,9 @@ def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch
 
 @devices
 def test_what_is_not_finite_shows(device: str) -> None:
-    """Also where it is dropped: in a run that has gone wrong, it shall not depend on luck whether
-    that is seen.
+    """Non-finite values show even where they are dropped.
+
+    In a run that has gone wrong, their detection must not depend on chance.
     """
     for value in (float("nan"), float("inf")):
         x = torch.ones(4, 32, device=device)
@@ -228,9 +232,7 @@ def test_what_is_refused() -> None:
 @devices
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
 def test_ties_go_to_even(device: str, dtype: torch.dtype, unit: float) -> None:
-    """A sum in the middle between two numbers of the type is rounded to the one whose last bit is
-    0.
-    """
+    """A sum halfway between two numbers of the type is rounded to the one whose last bit is 0."""
     x = torch.tensor([1.0, 1.0 + unit, -1.0, -1.0 - unit] * 2, dtype=dtype, device=device)
     half = torch.full_like(x, unit / 2) * x.sign()
     assert (

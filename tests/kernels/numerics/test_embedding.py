@@ -1,6 +1,4 @@
-"""Gradients of a table's rows: sums against float64, runs of any length, and the same bits every
-time.
-"""
+"""Gradients of a table's rows: sums against float64, runs of any length, and repeatable bits."""
 
 from __future__ import annotations
 
@@ -24,18 +22,20 @@ from tests.kernels.numerics.reference import (
 
 tables = pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
 
-# Within a chunk of values, up to its end, over its end, over several, and over more than one block
-# adds up at a time.
+# Runs within a chunk of values, up to its end, over its end, over several chunks, and over more
+# than one block adds up at a time.
 RUNS = st.lists(
     st.sampled_from([1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7, 18 * CHUNK]),
     max_size=8,
 )
-# One column a lane, packs, and each layout of the launcher.
+# Widths of one column per lane, of packs, and of each layout of the launcher.
 WIDTHS = st.sampled_from([1, 7, 8, 20, 64, 65, 72, 128, 264, *([] if SIMULATED else [768, 1032])])
 
 
 def rows_of(runs: list[int], height: int, seed: int) -> torch.Tensor:
-    """Each run's row so often, in a random order; some rows may have two runs."""
+    """Return each run's row repeated by its length, in random order; some rows may have two
+    runs.
+    """
     generator = torch.Generator().manual_seed(seed)
     owners = torch.randint(height, (len(runs),), generator=generator)
     rows = owners.repeat_interleave(torch.tensor(runs, dtype=torch.int64))
@@ -63,8 +63,8 @@ def test_sums(
     moved: bool,
     seed: int,
 ) -> None:
-    """n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes (Higham, 2002,
-    section 3.1).
+    """Sums of n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes (Higham,
+    2002, section 3.1).
     """
     rows = rows_of(runs, height, seed)
     values, table = (
@@ -84,8 +84,10 @@ def test_sums(
 @devices
 @tables
 def test_rows_are_rounded_once(device: str, table_dtype: torch.dtype) -> None:
-    """256 ones are 256; added one by one in bf16, of 8 bits, those behind the first 256 would all
-    be lost.
+    """Rows are rounded once.
+
+    256 ones are 256; added one by one in bf16, of 8 bits, those after the first 256 would all be
+    lost.
     """
     rows = torch.tensor([4, 1] * 512 + [3], device=device)
     for add in (add_rows_, reference_):

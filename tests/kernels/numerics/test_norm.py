@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with and without a residual, values and gradients, against float64."""
+"""LayerNorm and RMSNorm, with and without a residual: values and gradients against float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EPS = 1e-5
 
 
 def relative(n: int) -> float:
-    """The error of what fp32 arithmetic makes of rows of n, relative to the terms.
+    """Return the fp32 error of rows of n elements, relative to the terms.
 
     Every addition rounds by 2^-24 of a partial sum, all in one direction at worst: no chain of
     additions in a row is longer than n / 32. The sums over rows have chains of up to 33 rows and 64
@@ -68,7 +68,7 @@ CASES = st.builds(
 def make(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, case: Case
 ) -> torch.Tensor:
-    """Normal numbers; `misaligned` ones begin one element past the start of their storage."""
+    """Draw normal numbers; `misaligned` ones begin one element past the start of their storage."""
     x = random(shape, torch.float64, "cpu", seed, case.scale) + case.shift
     if case.misaligned:
         x = torch.cat([x.new_zeros(1), x.flatten()]).to(dtype).to(device)[1:].view(shape)
@@ -82,7 +82,7 @@ def apply(
     bias: torch.Tensor | None,
     case: Case,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, what was normalised)."""
+    """Return (y, the normalised input)."""
     if residual is None:
         if case.rms:
             return rms_norm(x, weight, EPS, case.one_plus), x
@@ -93,7 +93,7 @@ def apply(
 
 
 def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed: int) -> None:
-    """One case, values and gradients."""
+    """Compare values and gradients of one case."""
     plain = Case(misaligned=case.misaligned)
     x = make((rows, n), dtype, device, seed, case).requires_grad_()
     residual = (
@@ -162,13 +162,13 @@ def test_against_float64(
     compare(rows, n, dtype, device, case, seed)
 
 
-# On the simulator one type for each number of elements in a pack, of which kernels are made.
+# On the simulator, use one type for each number of elements in a pack that kernels are made of.
 PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
 
 
 @pytest.mark.slow
-# Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of
-# their own.
+# Cover each kernel's widest row, in packs of 16 bytes, and the next ones up to where the sums have
+# a kernel of their own.
 @devices
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
@@ -190,7 +190,7 @@ def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> No
 
 
 @pytest.mark.slow
-# Groups of 16 lanes, of a wave and of a block; more rows than blocks at work at a time.
+# Use groups of 16 lanes, of a wave and of a block, and more rows than blocks that work at a time.
 @devices
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
@@ -205,8 +205,8 @@ def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
 @types
 @pytest.mark.parametrize("n", [1, 64, 333, 4099])
 def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
-    """Nothing but rounding could differ from the mean or make a variance, and eps is small enough
-    to show it.
+    """Constant rows equal their mean and have no variance, except by rounding. eps is small enough
+    to reveal that.
     """
     x = (
         torch.tensor([[0.1], [1000.1], [-3e4]], device=device)
@@ -233,8 +233,9 @@ def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [5, 64, 1024])
 def test_not_finite(device: str, rms: bool, n: int) -> None:
-    """A NaN takes its row, and through its gradient the weight's; an infinity ends as a NaN where
-    it stood.
+    """A NaN spoils its row and, through its gradient, that of the weight.
+
+    An infinity becomes a NaN in its place.
     """
     x = random((3, n), torch.float32, device, 3).requires_grad_()
     with torch.no_grad():
@@ -255,7 +256,10 @@ def test_not_finite(device: str, rms: bool, n: int) -> None:
 @devices
 @pytest.mark.parametrize("rms", [False, True])
 def test_one_output_used(device: str, rms: bool) -> None:
-    """The gradient of the sum alone passes as it is; that of y alone is the norm's own."""
+    """Use one output.
+
+    The gradient of the sum alone passes unchanged; that of y alone is the norm's own.
+    """
     case = Case(rms=rms, added=True)
     x, residual = (random((5, 24), torch.float32, device, seed).requires_grad_() for seed in (1, 2))
     weight, bias = (random((24,), torch.float32, device, seed).requires_grad_() for seed in (3, 4))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-# torch.optim does at its first use; here it is done before processes are forked
+# torch.optim imports it at first use; import it here before processes are forked.
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,15 +28,16 @@ GUARD = 7.0
 STEPS = 4
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
 
-# Around a pack, a block's stride and a chunk of 4,096.
+# Sizes around a pack, a block's stride and a chunk of 4,096.
 LARGE = [1023, 1024, 1030, 4095, 4096, 4097, 8200] + ([] if SIMULATED else [70_001])
 SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from(LARGE)), min_size=1, max_size=6)
 OFFSETS = st.sampled_from([0, 0, 1, 2, 3, 4, 6])
 
 
 class Placed:
-    """Tensors of given sizes inside larger ones, `offset` elements after an aligned address, with
-    guards around.
+    """Tensors of given sizes inside larger ones, `offset` elements after an aligned address.
+
+    Guards surround them.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Placed:
 
 @dataclass
 class Bound:
-    """Running error of AdamW in fp32 with correctly rounded operations, beside its values in
-    float64.
+    """Running error of AdamW in fp32 with correctly rounded operations, beside its float64
+    values.
     """
 
     m: float | torch.Tensor = 0.0
@@ -77,7 +78,9 @@ class Bound:
         step: int,
         decay: float,
     ) -> None:
-        """old, new: weights and moments in float64 before and after; g: the gradient, scale
+        """Update the bound for one step.
+
+        `old`, `new`: weights and moments in float64 before and after; `g`: the gradient, scale
         included.
         """
         b1, b2 = SETTINGS["beta1"], SETTINGS["beta2"]
@@ -85,12 +88,12 @@ class Bound:
         # The result's rounding, and five of the difference: gradient and scale, difference, 1 -
         # beta, product.
         self.m = b1 * self.m + U * (m1.abs() + 5 * (1 - b1) * (g.abs() + m0.abs()))
-        # The same with two more in the square.
+        # The same, with two more in the square.
         self.v = b2 * self.v + U * (v1 + 7 * (1 - b2) * (g.square() + v0))
         rate, scale = SETTINGS["lr"] / (1 - b1**step), (1 - b2**step) ** -0.5
         denominator = v1.sqrt() * scale + SETTINGS["eps"]
-        # Half the relative error of v goes through the root, and no more than the root of an error
-        # where v is 0.
+        # Half the relative error of v passes through the root, and no more than the root of an
+        # error where v is 0.
         root = (
             torch.minimum(
                 0.5 * self.v / v1.sqrt().clamp(min=1e-300), torch.as_tensor(self.v).sqrt()
@@ -113,8 +116,9 @@ def check_adamw(
     decay: float = 0.1,
     scale: float = 0.75,
 ) -> None:
-    """STEPS steps from zero moments; values within the running bound, copies exact, nothing written
-    around them.
+    """Run STEPS steps from zero moments.
+
+    Values are within the running bound, copies exact, and no guard is overwritten.
     """
     w = Placed(sizes, offsets[0], torch.float32, device, seed)
     m, v = (Placed(sizes, offset, torch.float32, device, None) for offset in offsets[1:3])
@@ -211,8 +215,9 @@ def test_adamw(
     "offsets", [*([2 * (i == j) for j in range(5)] for i in range(5)), [0, 0, 0, 2, 2]]
 )
 def test_adamw_where_one_array_is_not_aligned(device: str, offsets: list[int]) -> None:
-    """Every pointer counts; the last case is a data-parallel rank's part of the weights and
-    gradients.
+    """Every pointer's alignment counts.
+
+    The last case is a data-parallel rank's part of the weights and gradients.
     """
     check_adamw([1030, 64], torch.bfloat16, torch.bfloat16, offsets, device, 4)
 
@@ -304,8 +309,8 @@ def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) ->
 def check_norm(
     sizes: list[int], dtype: torch.dtype, offset: int, factor: float, device: str, seed: int
 ) -> None:
-    """Stored values to the bit; the sum within the rounding to fp32 (2^-24) of theirs: fp64 leaves
-    nothing else.
+    """Check stored values bit for bit, and the sum within the rounding to fp32 (2^-24). fp64 leaves
+    no other error.
     """
     x = Placed(sizes, offset, dtype, device, seed)
     before = [view.clone() for view in x.views]
@@ -341,8 +346,9 @@ def test_norm_of_more_tensors_than_a_launch_holds(device: str) -> None:
 @pytest.mark.skipif(SIMULATED, reason="minutes in the simulator")
 @devices
 def test_norm_of_many_elements(device: str) -> None:
-    """3e7 equal terms: a running sum in fp32 would stop growing, here each of 7,500 or fewer sums
-    is exact to 2^-45.
+    """Sum 3e7 equal terms.
+
+    A running sum in fp32 would stop growing; here each of 7,500 or fewer sums is exact to 2^-45.
     """
     x = torch.full((30_000_001,), 1.1, device=device)
     expected = float(x[0].double() ** 2) * x.numel()
@@ -416,8 +422,9 @@ def test_what_is_refused() -> None:
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_copy_keeps_any_nan(device: str, dtype: torch.dtype) -> None:
-    """Also the one whose bits are all set: rounded by an addition alone it would be 0. CUDA makes
-    such NaNs.
+    """A copy keeps any NaN, even one with all bits set.
+
+    Rounding by an addition alone would turn it into 0, and CUDA makes such NaNs.
     """
     weight = torch.full((8,), -1, dtype=torch.int32, device=device).view(torch.float32)
     others = [torch.ones(8, device=device) for _ in range(3)]

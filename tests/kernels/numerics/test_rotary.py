@@ -1,6 +1,4 @@
-"""Rotary embedding: values and gradients against float64, for slices of a fused projection and
-tables of any kind.
-"""
+"""Rotary embedding against float64, for slices of a fused projection and any kind of tables."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ HEADS = st.one_of(
 def tables(
     s: int, b: int, half: int, own: bool, device: str, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [s, 1 or b, 1, half] of random angles."""
+    """Return cos and sin [s, 1 or b, 1, half] of random angles."""
     angles = 7 * random((s, b if own else 1, 1, half), torch.float32, "cpu", seed).double()
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
@@ -80,8 +78,8 @@ def test_rotary(
     layout: str,
     seed: int,
 ) -> None:
-    """x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; one element off what is
-    aligned; [b, s, ..].
+    """Rotate x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; misaligned by one
+    element; [b, s, ..].
     """
     half = max(0, d - rest) // 2
     if layout == "transposed":
@@ -105,7 +103,7 @@ def test_rotary(
     y.backward(dy)
     assert whole.grad is not None
     found = torch.zeros_like(whole.grad)
-    with torch.no_grad():  # the gradient of the whole lies where x does, and is 0 elsewhere
+    with torch.no_grad():  # the gradient of the whole is at x, and is 0 elsewhere
         place = found.as_strided(x.shape, x.stride(), x.storage_offset())
         place.copy_(whole.grad.as_strided(x.shape, x.stride(), x.storage_offset()))
     assert torch.equal(found, whole.grad)
@@ -115,8 +113,8 @@ def test_rotary(
 
 @devices
 def test_other_strides(device: str) -> None:
-    """Heads that share memory (stride 0) are read as they are; a last dimension that is not
-    contiguous is copied.
+    """Heads that share memory (stride 0) are read in place; a non-contiguous last dimension is
+    copied.
     """
     x = random((4, 2, 3, 16), torch.float32, device, 0)
     cos, sin = tables(4, 2, 8, False, device, 1)

@@ -1,4 +1,4 @@
-"""Softmax of scores, values and gradients, against float64."""
+"""Softmax of scores: values and gradients against float64."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def compare(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Values against float64; the gradient, which starts from the rounded probabilities, against
-    those in float64.
+    """Compare values and gradients with float64.
+
+    The gradient starts from the rounded probabilities.
     """
     wide = exact(x)
     want = expected_softmax(wide, hidden, scale)
@@ -64,7 +65,7 @@ def compare(
 def test_causal(
     device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int
 ) -> None:
-    """Also with more keys than queries, as in generation."""
+    """Apply the causal mask, also with more keys than queries, as in generation."""
     keys = max(keys, queries) if more else max(queries, 1)
     scale = 0.3 + seed / 50
     x = random((batch, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
@@ -95,7 +96,7 @@ def test_masked(
     share: float,
     seed: int,
 ) -> None:
-    """Also where a row sees nothing: zeros and no gradient."""
+    """Apply a mask; a row that sees no key is zero and has no gradient."""
     x = random((batch, heads, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(1 if shared else batch, 1, queries, keys, generator=generator) < share
@@ -104,7 +105,9 @@ def test_masked(
 
 @devices
 def test_scores_without_bound(device: str) -> None:
-    """Large scores do not overflow, and an infinite one is a NaN that shows, not a wrong number."""
+    """Large scores do not overflow, and an infinite score shows as NaN rather than a wrong
+    number.
+    """
     x = torch.tensor([[3e38, -3e38, 1.0, 2.0]] * 4, device=device)
     assert causal_softmax(x)[-1].tolist() == [1, 0, 0, 0]
     assert causal_softmax(torch.full((4, 4), float("nan"), device=device)).isnan()[3].all()
