@@ -62,10 +62,10 @@ class Mutant:
 class Topic:
     """Numerical tests of some kernels, with their faults.
 
-    tests     the file of numerical tests
-    sources      the .cpp files they need
-    wide         whether its wide rows, of blocks of 512 and 1,024 lanes, are those of
-                 tests/kernels/test_large.py
+    tests    the file of numerical tests
+    sources  the .cpp files they need
+    wide     whether its wide rows, of blocks of 512 and 1,024 lanes, are those of
+             tests/kernels/test_large.py
     """
 
     tests: str

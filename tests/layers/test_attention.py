@@ -283,7 +283,8 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
 
 
 class Copies(TorchDispatchMode):
-    """Count the operators that only copy at least `least` elements into another layout.
+    """Count the operators that do nothing but copy at least `elements` elements into another
+    layout.
 
     Before its backward pass each of torch's kernels copies an output and a gradient that are not
     contiguous as [samples, s, heads, d]

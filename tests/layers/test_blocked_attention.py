@@ -25,8 +25,8 @@ def dense_of(mixed, slopes, lengths):
 
 
 def compare(mixed, slopes, lengths, documents, fused, bound):
-    """Output and gradient within `bound` of float64, in the Frobenius norm relative to the
-    whole.
+    """Compare output and gradient with float64, within `bound` in the Frobenius norm relative to
+    the whole.
     """
     found = output_and_gradients(
         lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed]
@@ -37,14 +37,14 @@ def compare(mixed, slopes, lengths, documents, fused, bound):
         assert a.dtype == mixed.dtype and (a.double() - b).norm() <= bound * b.norm()
 
 
-# One block; blocks that end within a tile; several blocks, of which the last is short; blocks of
-# more than the least.
+# One block; blocks that end within a tile; several blocks, the last of them short; blocks above the
+# minimum.
 SHAPES = [(1, 1, 1, 1, 4), (5, 2, 3, 2, 3), (70, 2, 2, 3, 16), (131, 2, 3, 1, 8), (520, 1, 2, 1, 8)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_in_float64(shape):
-    """The way of the blocks alone, through torch's operators: with the rounding of float64."""
+    """Compute blocks alone by torch's operators, with the rounding of float64."""
     s, b, groups, share, _ = shape
     for slopes in (None, alibi_slopes(groups * share)):
         compare(projection(*shape, torch.float64), slopes, [[s]] * b, None, False, 1e-14)
@@ -52,7 +52,7 @@ def test_in_float64(shape):
 
 # fp32: sums of up to 520 terms, some units of 2^-24, through two products. 16 bits: scores,
 # weights, their gradients and the results are rounded to 2^-9 (2^-12) of themselves at most; a
-# score of size 3 is an exponent, so that its rounding, in the root mean square 2^-9 / 3^(1/2),
+# score of size 3 is an exponent, so that its rounding, with a root mean square of 2^-9 / 3^(1/2),
 # comes up to 3 times into its weight: together less than 2^-7 (2^-10).
 BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
@@ -120,12 +120,14 @@ def test_without_a_seed_nothing_is_dropped():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
-    """Eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which alone
-    would be lost.
+    """The gradient of queries is summed in fp32.
 
-    All scores are 0, so that the last query has weights of exactly 2^-8; values, and the weights'
-    gradients, are 1 and -1 in turn, their mean is 0, and with keys of the same sign each product is
-    positive.
+    There are eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which
+    alone would be lost.
+
+    All scores are 0, so that the last query has weights of exactly 2^-8. Values, and the weights'
+    gradients, alternate between 1 and -1 with mean 0, and with keys of the same sign each product
+    is positive.
     """
     monkeypatch.setattr(module, "_LEAST_16_BIT", 32)
     monkeypatch.setattr(module, "_MOST_TIMES", 1)
@@ -136,22 +138,23 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
     v[:, 0, 0, 0] = sign
     q.requires_grad_()
     blocked_attention((q, k, v), None, None, 0.0, None, fused)[..., 0].sum().backward()
-    exact = torch.tensor(32 * 2.0**-8 / 2 * (1 + 7 * unit))  # 2: the root of the heads' dimension
+    exact = torch.tensor(32 * 2.0**-8 / 2 * (1 + 7 * unit))  # 2: the root of the head dimension
     assert q.grad[-1, 0, 0, 0] == exact.to(dtype) > torch.tensor(32 * 2.0**-8 / 2)
 
 
 @pytest.mark.slow
-# Products of one head may add up in another order than those of four: in fp32 some units of 2^-24.
-# In bf16 a sum may then be rounded to its neighbour: 2^-8 of it, after which scores of size 3 move
-# weights by 3 times that at most.
+# Products of one head may be summed in another order than those of four: in fp32 some units of
+# 2^-24. In bf16 a sum may then be rounded to its neighbour: 2^-8 of it, after which scores of size
+# 3 move weights by 3 times that at most.
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str
 )
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype, bound):
-    """Heads come in parts where their scores would be many; ALiBi and dropout know which heads they
-    are.
+    """Splitting the heads into parts changes nothing.
+
+    They are split where their scores would be many; ALiBi and dropout use the global head number.
     """
     lengths = CASES["two samples"] if documents else [[70], [70]]
     packed = documents_of(lengths) if documents else None
@@ -164,7 +167,7 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype,
         )
 
     whole, each = run(), 70 * 2 * 64 if dtype == torch.float32 else 70 * 2 * 70
-    for scores in (1, 3 * each):  # one head at a time, and some
+    for scores in (1, 3 * each):  # one head at a time, and several
         monkeypatch.setattr(module, "_SCORES", scores)
         for a, b in zip(whole, run(), strict=True):
             assert (a - b).double().norm() <= bound * a.double().norm()
@@ -172,8 +175,8 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype,
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_documents_have_masks_of_their_own(fused):
-    """Also those of different lengths, which come in different batches; other seeds give other
-    masks.
+    """Documents have their own masks, even those of different lengths, which are in different
+    batches. Other seeds give other masks.
     """
     p, lengths, heads = 0.5, [[31, 20, 4], [31, 20, 4]], 2
     s = sum(lengths[0])
@@ -186,8 +189,8 @@ def test_documents_have_masks_of_their_own(fused):
             1, 2, 0, 3
         )
         for start, end in ((0, 31), (31, 51)):
-            # The first 20 queries and keys of each document and head, without the diagonals' upper
-            # side.
+            # The first 20 queries and keys of each document and head, without the part above the
+            # diagonal.
             block = out[:, :, start:end, start:end][..., :20, :20] != 0
             masks += [tuple(row) for row in block.reshape(2 * heads, -1).tolist()]
     assert len(set(masks)) == len(masks) == 2 * 2 * 2 * heads
@@ -225,8 +228,8 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_gradients_with_dropout(fused):
-    """The mask is read off outputs for one-hot values; then autograd through a dense softmax with
-    it, in float64.
+    """Gradients with dropout equal autograd's through a dense softmax with the same mask, in
+    float64. The mask is read from outputs for one-hot values.
     """
     p, s, heads, d = 0.4, 75, 2, 75
     mixed = projection(s, 1, heads, 1, d, torch.float32)

@@ -1,4 +1,4 @@
-"""The order of messages and products in chunks, with messages that only write down when they were
+"""Order of messages and products in chunks, with fake messages that only record when they were
 sent.
 """
 
@@ -40,7 +40,7 @@ class Work:
 
 @pytest.fixture
 def log(monkeypatch):
-    """Messages in which the other rank of two has the same tensors."""
+    """Log messages in which the other of two ranks has the same tensors."""
     log, sent = Log(), iter(range(100))
 
     def gather(x, group):
@@ -121,8 +121,10 @@ def layer(log, kind, sequence_parallel, overlap=True):
 
 
 def test_the_weight_gradient_is_made_behind_the_last_message(log):
-    """Which messages are under way during which product; backward, the products are dx' two halves
-    and dW.
+    """The weight gradient is computed behind the last message.
+
+    The log shows the messages in flight during each product; backward, the products are two halves
+    of dx, and dW.
     """
     forward, backward = layer(log, ColumnParallelLinear, True)
     assert forward == ["send 0", "send 1", "wait 0", "mm", "wait 1", "mm"]

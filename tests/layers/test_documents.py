@@ -1,4 +1,4 @@
-"""Batches of documents against a search through all positions."""
+"""Batches of documents, against a search through all positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.layers.positions import group_documents
 
 
 def cut(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Lengths of documents in 1 to 3 samples of equal length."""
+    """Draw lengths of documents in 1 to 3 samples of equal length."""
     samples, s = draw(st.integers(1, 3)), draw(st.integers(1, 60))
     starts = draw(st.sets(st.integers(0, samples * s - 1))) | {i * s for i in range(samples)}
     return np.diff(sorted(starts), append=samples * s), samples

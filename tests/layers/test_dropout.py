@@ -1,5 +1,5 @@
-"""Masks: keyed, with the right probability, equal where they must be and independent where they
-must be.
+"""Dropout masks: keyed, with the right probability, equal where they must be and otherwise
+independent.
 """
 
 import pytest

@@ -67,7 +67,7 @@ def test_rows_in_sinks_equal_dense_gradients(position_ids):
 
 
 class Allocated(TorchDispatchMode):
-    """Elements of the largest tensor that operations return, but for those that lie in `known`."""
+    """Record the elements of the largest tensor that operations return, except views of `known`."""
 
     def __init__(self, *known):
         super().__init__()
@@ -94,7 +94,7 @@ def test_nothing_of_the_tables_size_is_made():
 
 
 def body(rank):
-    """The gradient of this rank's rows without and with sequence parallelism."""
+    """Return the gradient of this rank's rows without and with sequence parallelism."""
     topology, totals = join(tensor=2), []
     for sequence_parallel in (False, True):
         context = LayerContext(

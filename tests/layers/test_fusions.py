@@ -1,5 +1,5 @@
-"""Layers with and without the fused kernels: the same to rounding, and the kernels run exactly
-where they are chosen.
+"""Layers with and without the fused kernels: equal to rounding, and kernels run exactly where
+chosen.
 
 Both ways compute in fp32 inside. In fp32 they differ by the order of a few operations: some units
 in the last place of the largest number, 2^-23 each, so 1e-5 relative to it leaves room for sums of
@@ -36,13 +36,15 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def settle(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Weights that are neither 0 nor 1, in the dtype, with the same values for equal modules."""
+    """Set weights that are neither 0 nor 1, in the dtype, with the same values for equal
+    modules.
+    """
     for i, p in enumerate(module.parameters()):
         p.data = (p.data + 0.3 * randn(*p.shape, seed=i)).to(dtype)
 
 
 def results(function, tensors) -> tuple[list[torch.Tensor], Operators]:
-    """Outputs and gradients of leaf tensors, and the operators of ours that ran."""
+    """Return outputs, gradients of leaf tensors, and the operators of ours that ran."""
     with Operators() as seen:
         outs = function(*tensors)
         outs = outs if isinstance(outs, tuple) else (outs,)
@@ -73,7 +75,10 @@ def test_a_residual_stream_in_fp32_stays_with_torch(kind):
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norm_through_apex(monkeypatch, kind, one_plus):
-    """Stand-ins with apex's names and arguments; where types are mixed torch computes."""
+    """Norms may use apex.
+
+    Stand-ins have apex's names and arguments; for mixed types torch computes.
+    """
     calls = []
 
     def layer(x, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
@@ -136,7 +141,7 @@ def test_mlp(activation, bias, dtype):
 
 
 def kept(shape, p, seed) -> torch.Tensor:
-    """1 where the kernel's mask keeps."""
+    """Return 1 where the kernel's mask keeps."""
     return (elementwise.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
 
 
@@ -166,8 +171,9 @@ def test_bias_dropout_add(bias, p, dtype):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "bias"])
 def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
-    """Each value is finite in fp16, and so is the sum over any part of a sequence that a rank may
-    have, in fp32.
+    """Sums over tokens do not overflow in fp16.
+
+    Each value is finite in fp16, and so is the sum over any part of a sequence on a rank, in fp32.
     """
     x, bias, norm = randn(6000, 16, seed=1).half(), torch.nn.Parameter(torch.zeros(16)), None
     if kind == "bias":
@@ -263,8 +269,8 @@ LAYER = dict(
 
 
 def layer_results(fusions, dtype, key=None, rounded=None, **fields):
-    """Results of one layer in `dtype`; `rounded`: weights and input have been through this dtype
-    before.
+    """Return the results of one layer in `dtype`; `rounded`: weights and input have passed through
+    this dtype.
     """
     config = Config.create(**{**LAYER, **fields})
     layer = TransformerLayer(context(fusions), config, 0)
@@ -303,12 +309,12 @@ def test_whole_layer(fields):
 @pytest.mark.slow
 @SHAPES
 def test_kernels_round_no_more_than_torch(fields):
-    """bf16, against the same layer in fp32: one rounding where torch has several, so its error is
-    the bound.
+    """Kernels round no more than torch. bf16 is compared with the same layer in fp32: a kernel has
+    one rounding where torch has several, so torch's error is the bound.
 
-    Both errors are sums of some dozen roundings with signs of their own, so that the smaller one
-    may come out larger by chance in one tensor; by half is enough for tensors of 32 numbers and
-    more.
+    Both errors are sums of some dozen roundings with independent signs, so that the smaller one may
+    by chance come out larger in one tensor. Half as much again is enough for tensors of 32 numbers
+    and more.
     """
     exact, found, torchs = (
         layer_results(fusions, dtype, rounded=torch.bfloat16, **fields)[0]

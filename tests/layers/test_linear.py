@@ -1,5 +1,4 @@
-"""Parallel linear layers against plain autograd in one process: messages, chunks, sinks, deferral,
-recomputation.
+"""Parallel linear layers against plain autograd: messages, chunks, sinks, deferral, recomputation.
 
 All values are small multiples of 1/8, so that every sum is exact in any order and results are
 compared bit by bit.
@@ -81,7 +80,7 @@ def hang_sinks(parameters, direct):
     added = []
 
     def take(parameter):
-        # the layer added it itself; autograd calls the hook all the same
+        # The layer added it itself; autograd calls the hook nevertheless.
         if parameter.grad is None:
             return
         parameter.gradient_sink.add(parameter.grad)
@@ -118,7 +117,7 @@ def gradients(x, up, down):
 
 
 def results(x, target, context, case):
-    """(y, the gradients of x, up.weight, up.bias, down.weight, down.bias)."""
+    """Return (y, the gradients of x, up.weight, up.bias, down.weight, down.bias)."""
     up, down = block(context)
     added = hang_sinks(parameters(up, down), case.sinks == "direct") if case.sinks else []
     x = x.clone().requires_grad_()
@@ -155,8 +154,9 @@ def two_ranks():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The same by plain torch operators: y, and the gradients of x, up.weight, up.bias,
-    down.weight, down.bias.
+    """Compute the same by plain torch operators.
+
+    The values are y, and the gradients of x, up.weight, up.bias, down.weight, down.bias.
     """
     up, down = block(LayerContext.single(seed=9))
     x, target = inputs()
@@ -181,7 +181,7 @@ def test_two_ranks_equal_plain_autograd(index, two_ranks, plain):
         for out, g in zip(outs, found, strict=True):
             same(out, y)
             same(g[0], expected[0])
-    for g in found:  # the bias outside of the region sees its rank's own tokens, or all
+    for g in found:  # the bias outside the region sees its rank's own tokens, or all
         same(found[0][4] + found[1][4] if CASES[index].sequence_parallel else g[4], expected[4])
     for i in (1, 2, 3):
         same(np.concatenate([g[i] for g in found], 1), expected[i])

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def threads():
-    """Three threads that draw two blocks of [BLOCK, 24] at a time."""
+    """Use three threads that draw two blocks of [BLOCK, 24] at a time."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameters, "_PIECE", 2 * BLOCK * 24)
@@ -60,8 +60,8 @@ def test_padding_is_zero_and_does_not_change_the_rest():
 
 def test_names_and_blocks_are_independent():
     a, b = whole("a", (512, 64), 0, 1), whole("b", (512, 64), 0, 1)
-    # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them is a
-    # sure sign.
+    # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them are
+    # significant.
     n = a.numel()
     assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 5 / n**0.5
     first, second = a[:BLOCK].flatten(), a[BLOCK : 2 * BLOCK].flatten()
@@ -88,7 +88,9 @@ def test_seed_changes_everything():
 
 @pytest.mark.parametrize(("shape", "dim"), [((1000, 24), 0), ((24, 1000), 1), ((2, 1000, 12), 1)])
 def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
-    """Also where a shard begins and ends inside a block: parts of 250."""
+    """Threads draw the same as block after block, even where a shard begins and ends inside a
+    block. Parts are 250 long.
+    """
     blocks = []
     for block in range(-(-1000 // BLOCK)):
         values = torch.empty(

@@ -1,4 +1,4 @@
-"""A transformer layer on two tensor-parallel ranks against the same layer in one process."""
+"""Transformer layer on two tensor-parallel ranks, against the same layer in one process."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ CASES = [
 
 
 def run(context, dropout):
-    """(output, gradient of the input) of this rank."""
+    """Return (output, gradient of the input) of this rank."""
     config = Config.create(
         num_layers=1,
         hidden_size=H,
@@ -51,7 +51,9 @@ def body(rank):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one():
-    """Copies of the residual stream drop the same entries, and parts of it and of the heads theirs
+    """Two ranks equal one, with the same dropout.
+
+    Copies of the residual stream drop the same entries; parts of it, and of the heads, drop those
     of one process.
     """
     ranks = run_processes(2, body)

@@ -1,5 +1,5 @@
-"""--attention-backend unfused: an explicit softmax against a dense one in float64 and against
-torch's attention.
+"""--attention-backend unfused: an explicit softmax, against a dense one in float64 and torch's
+attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SOFTMAX, NONE = Fusions(masked_softmax=True), Fusions()
 @pytest.mark.parametrize(("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, False)])
 @pytest.mark.parametrize("case", ["one sample", "two samples", "whole samples", "no documents"])
 def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fusions):
-    """fp32: sums of up to 23 terms of size 1 and gradients through them, so some 10 units of
+    """Compare with a dense mask and torch's attention.
+
+    In fp32, sums of up to 23 terms of size 1 and gradients through them have some 10 units of
     2^-23.
     """
     lengths = CASES.get(case, [[23], [23]])
@@ -53,8 +55,9 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
 @pytest.mark.parametrize("fusions", [SOFTMAX, NONE], ids=["fused", "torch"])
 @pytest.mark.parametrize(("case", "alibi"), [("two samples", True), ("no documents", False)])
 def test_strided_inputs_in_bf16(case, alibi, fusions):
-    """Queries, keys and values are slices of the fused projection; a few roundings of the
-    format.
+    """Queries, keys and values may be slices of the fused projection.
+
+    The bound is a few roundings of the format.
     """
     lengths, heads, groups = CASES["two samples"] if case in CASES else [[23], [23]], 4, 2
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
@@ -77,7 +80,7 @@ def test_strided_inputs_in_bf16(case, alibi, fusions):
 
 
 class Copies(TorchDispatchMode):
-    """Sizes of the copies that are made."""
+    """Record the sizes of the copies made."""
 
     def __init__(self) -> None:
         super().__init__()

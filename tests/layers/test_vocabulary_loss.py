@@ -1,4 +1,4 @@
-"""Output layer with cross entropy, in chunks of tokens, against plain torch on the whole vocabulary
+"""Output layer with cross entropy in chunks of tokens, against plain torch on the whole vocabulary
 in float64.
 """
 
@@ -21,7 +21,7 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 S, B, H, V, PADDED = 8, 3, 16, 50, 64
-UPSTREAM = 3.0  # what stands for the loss scale and the micro-batch's weight
+UPSTREAM = 3.0  # stands for the loss scale and the micro-batch's weight
 # fp32: sums of up to 64 products of numbers up to about 4, each rounded by 2^-24 of the sum so far.
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
@@ -36,7 +36,7 @@ def data():
 
 
 def reference(x, weight, labels, mask):
-    """Loss, and the gradients of UPSTREAM times the loss."""
+    """Return the loss, and the gradients of UPSTREAM times the loss."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
     losses = cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(
         labels.shape
@@ -47,10 +47,10 @@ def reference(x, weight, labels, mask):
 
 
 def one_rank(fused=False, tokens=7, dtype=torch.float32):
-    """7 tokens: three whole chunks of the 24 and a rest."""
+    """Return an input of 7 tokens: three whole chunks of the 24 and a remainder."""
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     x, weight, labels, mask = data()
-    padded = torch.full((PADDED, H), 9.0)  # what stands in the padding must not matter
+    padded = torch.full((PADDED, H), 9.0)  # the contents of the padding must not matter
     padded[:V] = weight
     parameter = torch.nn.Parameter(padded.to(dtype))
     return x.to(dtype).requires_grad_(), labels, mask, Vocabulary(parameter, context, 0, V, tokens)
@@ -106,7 +106,10 @@ def test_loss_at_once_and_without_gradients(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_bf16_logits_give_fp32_losses(fused):
-    """The weight is the identity: the input's gradient is that of the logits."""
+    """Logits in bf16 give fp32 losses.
+
+    The weight is the identity: the input's gradient is that of the logits.
+    """
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     _, _, labels, mask = data()
     logits = torch.randn(S, B, V, generator=torch.Generator().manual_seed(3)) * 8
@@ -161,8 +164,8 @@ def test_everything_masked_gives_zero():
 
 
 class Products(TorchDispatchMode):
-    """Shape of each product, where the logits lie, and bytes of the largest tensor that an
-    operation returns.
+    """Record each product's shape, the memory of the logits, and the bytes of the largest tensor
+    returned.
     """
 
     def __init__(self):
@@ -198,7 +201,7 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
         loss = vocabulary_loss(x, labels, torch.ones(S, B), v, late=True)
         if late:
             loss.backward()
-    # Torch's operators take a few rows in fp32 at a time; here a chunk is less than those.
+    # torch's operators take a few rows in fp32 at a time; here a chunk is smaller.
     assert seen.largest == 7 * 1024 * (2 if fused else 4)
     assert [shape for shape in seen.shapes if shape[1] == 1024] == [(7, 1024)] * 3 + [(3, 1024)]
     assert len(seen.shapes) == (12 if late else 4)
@@ -206,7 +209,9 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
 
 
 def test_fp16_needs_the_loss_scale_before_rounding():
-    """A gradient of 2^-26 per logit is below fp16's least number, 2^-24; the scale of 2^16 keeps
+    """fp16 needs the loss scale before rounding.
+
+    A gradient of 2^-26 per logit is below fp16's smallest number, 2^-24; the scale of 2^16 keeps
     it.
     """
     context = LayerContext.single()
@@ -223,7 +228,10 @@ def test_fp16_needs_the_loss_scale_before_rounding():
 
 
 def test_bf16_in_chunks_without_a_sink_is_rounded_once():
-    """The same products as with a sink, which adds in fp32: the same bits after one rounding."""
+    """Chunks without a sink are rounded once in bf16.
+
+    The products equal those with a sink, which adds in fp32: the same bits after one rounding.
+    """
     found = []
     for sunk in (True, False):
         x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
@@ -242,8 +250,8 @@ def test_scores_of_positions():
 
 
 PARALLEL = [
-    # padding, sequence parallel, fused, deferred, overlap, sunk; with 128 the second rank has no
-    # entry
+    # (padding, sequence parallel, fused, deferred, overlap, sunk); with 128 the second rank has no
+    # entry.
     (64, False, True, False, True, True),
     (64, False, False, False, False, False),
     (64, True, True, False, True, True),
@@ -254,7 +262,7 @@ PARALLEL = [
 
 
 def body(rank):
-    """[(loss, loss of an evaluation, dx, dw)] of the cases on one of two ranks."""
+    """Return [(loss, loss of an evaluation, dx, dw)] of the cases on one of two ranks."""
     topology = join(tensor=2)
     found = []
     for vocab_padding, sequence_parallel, fused, deferred, overlap, sunk in PARALLEL:

@@ -1,4 +1,4 @@
-"""Counts of parameters and operations against published totals, closed forms and torch's own
+"""Counts of parameters and operations, against published totals, closed forms and torch's own
 counter.
 """
 
@@ -25,7 +25,7 @@ from megatron.model.formulas import (
 def gpt(
     layers: int, hidden: int, heads: int, seq: int, vocab: int, **changes: object
 ) -> ModelConfig:
-    """A GPT-2 style model; `changes` make it another one."""
+    """Return a GPT-2 style model; `changes` make it another one."""
     values: dict[str, object] = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -52,7 +52,7 @@ LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_
 
 
 def test_totals_of_released_models() -> None:
-    # As counted over the released weights: openai-community/gpt2 and meta-llama/Meta-Llama-3-8B.
+    # Counted over the released weights: openai-community/gpt2 and meta-llama/Meta-Llama-3-8B.
     assert total_parameters(GPT2_124M) == 124_439_808
     assert total_parameters(LLAMA_8B) == 8_030_261_248
 
@@ -73,7 +73,7 @@ def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named
 
 
 def torch_layer(model: ModelConfig) -> torch.nn.ModuleList:
-    """The modules of one layer, on no device, for their sizes alone."""
+    """Return the modules of one layer, on no device, for their sizes alone."""
     h, f, b = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
     n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
     norm = torch.nn.LayerNorm if model.normalization == "layernorm" else torch.nn.RMSNorm
@@ -114,8 +114,9 @@ def test_layer_parameters_are_those_of_torch_modules(
 
 
 def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
-    """Forward and backward of a plain GPT in torch, counted by torch; unmasked attention, written
-    out.
+    """Return torch's count of forward and backward of a plain GPT.
+
+    Its attention is unmasked and explicit.
     """
     n, g, d, s = (
         model.num_attention_heads,

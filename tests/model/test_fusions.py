@@ -1,4 +1,4 @@
-"""A whole stage through the kernels: equal to rounding, to the bit under recomputation, and by each
+"""A whole stage through the kernels: equal to rounding, bitwise under recomputation, and by each
 flag.
 """
 
@@ -29,7 +29,7 @@ SELECTIVE = dict(recompute_granularity="selective")
 
 
 def step(monkeypatch, fusions, dtype=torch.float32, **fields):
-    """(loss, gradients, our operators) of one micro-batch."""
+    """Return (loss, gradients, our operators) of one micro-batch."""
     force(monkeypatch, fusions)
     model = build(**fields).train().to(dtype)
     with Operators() as seen:
@@ -40,8 +40,9 @@ def step(monkeypatch, fusions, dtype=torch.float32, **fields):
 
 @pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_equal_to_rounding(monkeypatch, fields):
-    """fp32 through three layers: a hundred roundings of 2^-24, of each tensor's largest
-    gradient.
+    """Results are equal to rounding.
+
+    Three layers in fp32 have a hundred roundings of 2^-24, of each tensor's largest gradient.
     """
     loss, gradients, seen = step(monkeypatch, ALL, **fields)
     plain, expected, unseen = step(monkeypatch, Fusions(), **fields)
@@ -63,7 +64,7 @@ def test_equal_to_rounding(monkeypatch, fields):
 )
 def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
     loss, gradients, seen = step(monkeypatch, ALL, dtype, **fields, **DROPOUT)
-    # the embedding; attention weights and two sums in each layer
+    # The embedding; attention weights and two sums in each layer.
     assert seen["bias_dropout_add"] == 1 + 3 * 3
     again, repeated, more = step(monkeypatch, ALL, dtype, **fields, **DROPOUT, **recompute)
     assert more["bias_dropout_add"] > seen["bias_dropout_add"]

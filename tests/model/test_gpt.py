@@ -1,5 +1,5 @@
-"""One stage in one process: documents, masks, padding, recomputation, residual precision, dropout
-sites.
+"""One stage in one process: documents, masks, padding, recomputation, residual precision,
+dropout.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def tokens(seed=0, s=S, b=B):
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
 def test_packed_documents_equal_documents_alone(positions):
-    """Pieces of packed samples against each of them as a batch of its own; what is left of a sample
-    is padding.
+    """Packed documents equal documents alone: each piece of a packed sample is run as a batch of
+    its own. The rest of a sample is padding.
     """
     fields = dict(position_embedding_type=positions, num_key_value_heads=2)
     model, t = build(**fields), tokens()
@@ -71,7 +71,7 @@ def test_packed_documents_equal_documents_alone(positions):
             for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
                 alone = t[row : row + 1, start : start + n]
                 scores = model.logits(micro_batch(torch.cat((alone, alone[:, :1]), 1)), None)[:, 0]
-                # the last token of a full sample is a label only
+                # The last token of a full sample is only a label.
                 inside = min(start + n, S) - start
                 torch.testing.assert_close(
                     packed[start : start + inside, row], scores[:inside], rtol=1e-5, atol=1e-5
@@ -84,8 +84,9 @@ def test_packed_documents_equal_documents_alone(positions):
 
 
 def test_documents_by_their_end_equal_the_pieces():
-    """The same documents, found by eod and given as pieces: the same scores; only the loss masks
-    differ.
+    """Documents found by eod and documents given as pieces have the same scores.
+
+    Only the loss masks differ.
     """
     t = tokens()
     t[t == 0] = 1

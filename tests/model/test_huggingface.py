@@ -1,4 +1,4 @@
-"""Logits and gradients equal to Hugging Face transformers, random weights, fp32, at 1e-5."""
+"""Logits and gradients equal to Hugging Face transformers: random weights, fp32, at 1e-5."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NEOX = dict(
 
 
 def fuse(q, k, v, heads, groups):
-    """Rows of separate projections in the order [group][queries ..., key, value][head
+    """Fuse rows of separate projections in the order [group][queries ..., key, value][head
     dimension].
     """
     d = q.shape[0] // heads
@@ -133,7 +133,7 @@ def from_neox(p):
 
 
 def hugging_face(style):
-    transformers = pytest.importorskip("transformers")  # in here: the processes below do without
+    transformers = pytest.importorskip("transformers")  # here: the processes below do without
     torch.manual_seed(1)
     if style == "gpt2":
         config = transformers.GPT2Config(
@@ -186,7 +186,7 @@ def hugging_face(style):
         )
         model, convert = transformers.GPTNeoXForCausalLM(config), from_neox
     for name, p in model.named_parameters():
-        if p.ndim == 1:  # biases and gains that are not at their neutral start
+        if p.ndim == 1:  # biases and gains that are not at their neutral initial values
             torch.nn.init.normal_(p, 0.0 if "bias" in name else 1.0, 0.1)
     return model, convert
 

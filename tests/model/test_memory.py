@@ -1,4 +1,4 @@
-"""What a training pass keeps, against its trace."""
+"""Tensors kept by a training pass, against its trace."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
 
 
 def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
-    """Bytes of the tensors that autograd saves in a forward pass, shared memory counted once,
-    parameters not.
+    """Return the bytes of the tensors that autograd saves in a forward pass.
+
+    Shared memory counts once, parameters not at all.
     """
     config = Config.create(**{**FIELDS, **fields})
     chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(
@@ -79,7 +80,7 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
 
     def note(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
-            # held, so that no other tensor takes its place
+            # Held, so that no other tensor takes its place.
             saved[x.untyped_storage().data_ptr()] = x
         return x
 
@@ -89,7 +90,7 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
 
 
 def kept(part: Part) -> int:
-    """Bytes that a forward pass without data leaves."""
+    """Return the bytes that a forward pass without data leaves."""
     found: dict[int, int] = {}
     for step in part.forward.steps:
         if isinstance(step, Take):
@@ -112,7 +113,7 @@ def kept(part: Part) -> int:
     ],
 )
 def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
-    """One layer more keeps its tensors once, in bf16."""
+    """One layer more keeps its tensors once, in bf16, as its trace says."""
     dtype = dict(bf16=True)
     config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
     _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
@@ -125,7 +126,9 @@ def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
     [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}],
 )
 def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> None:
-    """Also where a kernel adds the residual and normalises in one pass."""
+    """Recomputation is bitwise the same, also where a kernel adds the residual and normalises in
+    one pass.
+    """
     kept, made = (
         gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm"))
     )
@@ -137,6 +140,6 @@ def test_the_head_keeps_its_norm_and_no_logits() -> None:
     config, one = kept_bytes(torch.bfloat16, num_layers=1, bf16=True)
     traced = trace(config, "cpu")
     head = kept(traced.head)
-    labels, loss = 8 * S * B, 4  # no float, and nothing that autograd saves
+    labels, loss = 8 * S * B, 4  # no float, and none that autograd saves
     assert one == kept(traced.layer) + head - labels - loss
     assert head < 3 * S * B * H * 2

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages: none is lost, none comes twice, and the stated rule holds."""
+"""Layers of pipeline stages: none is lost, none is repeated, and the stated rule holds."""
 
 from __future__ import annotations
 

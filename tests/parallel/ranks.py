@@ -1,6 +1,4 @@
-"""Ranks for tests of the rendezvous: threads of this process, or processes, whose time limits the
-test ends.
-"""
+"""Ranks for tests of the rendezvous: threads or processes, whose time limits the test ends."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from megatron.parallel.rendezvous import Rendezvous
 from tests.helpers.fault_points import on
 from tests.helpers.processes import free_port
 
-LONG = timedelta(seconds=180)  # only what hangs takes so long
-ANSWER_S, LINGER_S = 40.0, 20.0  # in place of 5 s each: by the real clock nobody is given up
+LONG = timedelta(seconds=180)  # only a hang takes this long
+ANSWER_S, LINGER_S = 40.0, 20.0  # instead of 5 s each: no rank times out by the real clock
 
 
 class Patience:
-    """A clock that stands still until all has come that can come, for code that polls and sleeps by
-    it.
+    """Clock that stands still until all expected messages have arrived, for code that polls and
+    sleeps by it.
 
-    Once for each of `over`, in their order: when that says so, `passing` seconds are gone.
+    For each of `over`, in their order: once it returns true, `passing` seconds have passed.
     """
 
     def __init__(self, *over: Callable[[], bool], passing: float = ANSWER_S + 1) -> None:
@@ -53,7 +51,7 @@ class Patience:
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Limits by the real clock, for hosts that never answer, become limits for what hangs."""
+    """Raise real-time limits for hosts that never answer to limits for hangs."""
     for module in (store, rendezvous):
         patch.setattr(module, "ANSWER_S", ANSWER_S)
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
@@ -79,8 +77,8 @@ def patient_connection(
 
 
 class Apart(Rendezvous):
-    """A rank that is one of several in this process: everything but torch.distributed, over a store
-    on a port.
+    """One of several ranks in this process: everything but torch.distributed, over a store on a
+    port.
     """
 
     def _initialise(self) -> None:

@@ -1,6 +1,4 @@
-"""The variables that a job sets for torch, HIP and CUDA: which of them where, and that the user's
-own stay.
-"""
+"""Variables that a job sets for torch, HIP and CUDA; the user's own are kept."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path: Path) -> None:
 def test_what_the_user_has_set_stays_and_a_contradiction_is_told() -> None:
     mine = {"GPU_MAX_HW_QUEUES": "4", "TORCH_NCCL_HIGH_PRIORITY": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     found, lines = chosen("rocm", mine)
-    # no older name beside TORCH_FR_BUFFER_SIZE
+    # No older name beside TORCH_FR_BUFFER_SIZE.
     assert found == {**mine, **HANG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     said = " ".join(line for line in lines if line.startswith("note: "))
     assert (
@@ -86,7 +84,7 @@ def test_an_empty_value_is_none() -> None:
 
 
 def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
-    """Code that makes a torch of one's own the installed one: `code` runs when it is imported."""
+    """Return code that installs a made-up torch: `code` runs when it is imported."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(code)
     (folder / "torch" / "version.py").write_text(

@@ -1,4 +1,4 @@
-"""Groups of real processes are used once at the start; where one hangs, every rank tells who is in
+"""Groups of real processes are used once at the start; if one hangs, every rank tells who is in
 which.
 """
 
@@ -23,11 +23,10 @@ from tests.parallel.ranks import patient_connection
 pytestmark = pytest.mark.slow
 
 EVENT, RANKS = "megatron.parallel.group", 4
-# (tensor, pipeline, ring) -> what the groups of each rank are used for: all-reduces and pairs of
-# neighbours.
+# (tensor, pipeline, ring) -> uses of each rank's groups: all-reduces and pairs of neighbours.
 USES = {
     (2, 1, False): [3, 3, 3, 3],  # tensor, data, world
-    (2, 2, False): [4, 4, 4, 4],  # tensor, both ends, the pair, world, which is a replica, too
+    (2, 2, False): [4, 4, 4, 4],  # tensor, both ends, the pair, world, which is also a replica
     (1, 4, False): [3, 3, 3, 3],  # both ends or two pairs, one pair, world
     (1, 4, True): [4, 3, 3, 4],
     (1, 1, False): [1, 1, 1, 1],
@@ -56,8 +55,9 @@ def test_each_group_and_each_neighbour_once_over_two_connections_to_the_store() 
 
 
 def held(rank: int) -> tuple[str, str]:
-    """Ranks 0 and 1 are in their tensor group, of which rank 1 never comes out, ranks 2 and 3 wait
-    for them in their data groups. The time of rank 0 is over when all are there."""
+    """Hang rank 1 in the tensor group of ranks 0 and 1; ranks 2 and 3 wait for them in their data
+    groups. Rank 0's time limit expires when all have arrived.
+    """
     met = patient_connection(detect_launch(), range(RANKS))
     topology = Topology.create(2, 1, flight=met.flight)
 
@@ -79,7 +79,7 @@ def held(rank: int) -> tuple[str, str]:
     with pytest.raises(LaunchError) as caught:
         met.unless_failed(use, 180.0, "it did not end")
     found = met.explain(caught.value)
-    rendezvous.ANSWER_S = 0.1  # gloo may wait for the dead for ever
+    rendezvous.ANSWER_S = 0.1  # gloo may wait for dead ranks for ever
     met.close()
     return type(found).__name__, str(found)
 

@@ -1,4 +1,4 @@
-"""The flight record and its file, from the side of another process."""
+"""Flight record and its file, as seen by another process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read(recorder: FlightRecorder) -> FlightState:
 
 def test_a_record_says_what_its_rank_does() -> None:
     flight = FlightRecorder()
-    assert FlightState.read(flight.buffer) is None  # nobody has described it
+    assert FlightState.read(flight.buffer) is None  # not yet described
     flight.describe(5, 4711, "n1:cuda:3", 99)
     flight.step(16)
     with flight.phase("saving"):
@@ -86,7 +86,7 @@ def test_a_record_says_what_its_rank_does() -> None:
 
 def test_every_write_but_an_answer_is_progress() -> None:
     flight = FlightRecorder()
-    flight.describe(0, 1, "n\udcff")  # of a host whose name is no text
+    flight.describe(0, 1, "n\udcff")  # of a host whose name is not valid text
     writes = [
         lambda: flight.step(1),
         flight.alive,
@@ -105,7 +105,7 @@ def test_every_write_but_an_answer_is_progress() -> None:
     assert flight.progress() == before
     state = read(flight)
     assert state.inquiry == 3 and 2000 < len(state.stack) < RECORD_BYTES
-    # the host's own comes first
+    # The host's own comes first.
     assert state.posted == [1] * 7 and state.call == Call("reduce", "world", -1, 1, 1)
     flight.leave()
     assert read(flight).call == Call("reduce", "world", -1, 8, 2)
@@ -144,7 +144,7 @@ def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path: Path) -> Non
     assert [state.rank for state in high.states()] == [2]
     high.recorder.step(3)
     high.close()
-    high.recorder.step(4)  # writes on, for nobody
+    high.recorder.step(4)  # writes on, with no reader
     high.close()
 
 
@@ -177,8 +177,9 @@ def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path: Path) -> No
 
 
 def test_a_process_is_known_by_its_start() -> None:
-    """One that is suspended, and one that nobody has waited for: what Linux says of them is never
-    for a moment only.
+    """A process is known by its start, if suspended or if never waited for.
+
+    Linux reports a lasting state for both.
     """
     child = forked(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     assert wait_until_stopped(child)
@@ -196,8 +197,9 @@ def test_a_process_is_known_by_its_start() -> None:
 
 
 class Stream:
-    """Events of a device that has come to `now`; each event is recorded at the time that is next in
-    the list.
+    """Events of a device whose time is `now`.
+
+    Each event is recorded at the next time in the list.
     """
 
     def __init__(self, times: list[float]) -> None:
@@ -236,7 +238,7 @@ def test_a_device_computes_between_its_waits() -> None:
     calls.leave()
     calls.begin()
     calls.end()
-    assert calls.computed_s == 0.0  # nothing of it has happened
+    assert calls.computed_s == 0.0  # the device has run none of it
     stream.now = 4.5
     calls.settle()
     assert calls.computed_s == 2.5

@@ -32,7 +32,7 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "r7",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-# srun -N2 -n16 --ntasks-per-node=8, as a task sees it.
+# A task's view of srun -N2 -n16 --ntasks-per-node=8.
 SRUN = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
@@ -85,8 +85,8 @@ def without(environ: dict[str, str], *parts: str) -> dict[str, str]:
     }
 
 
-# (launcher, rank, local rank, world size, local world size, address of the first process), or what
-# a refusal names.
+# (launcher, rank, local rank, world size, local world size, address of the first process), or the
+# words of a refusal.
 LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     ({}, ("none", 0, 0, 1, 1, "127.0.0.1")),
     ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 0, 1, 1, "127.0.0.1")),
@@ -102,8 +102,8 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     ),
     (BATCH, ("none", 0, 0, 1, 1, "127.0.0.1")),
     (BATCH | {"SLURM_STEP_ID": "4294967291"}, ("none", 0, 0, 1, 1, "127.0.0.1")),
-    # salloc's interactive shell is a step too, with the job's number of tasks kept; srun -n1 --pty
-    # bash is one task.
+    # salloc's interactive shell is a step too, which keeps the job's number of tasks; srun -n1
+    # --pty bash is one task.
     (
         BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
         ("none", 0, 0, 1, 1, "127.0.0.1"),
@@ -122,8 +122,9 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
         SRUN | {"PMI_RANK": "11", "PMI_SIZE": "16", "PMIX_RANK": "11"},
         ("slurm", 11, 3, 16, 8, "frontier00121"),
     ),
-    # Frontier scripts that export torch's names inside each task, or an address;
-    # MASTER_ADDR=$SLURM_SUBMIT_HOST is a login node in a batch job, and one of the nodes in a job that a job submitted.
+    # Frontier scripts that export torch's names inside each task, or an address.
+    # MASTER_ADDR=$SLURM_SUBMIT_HOST is a login node in a batch job, and one of the nodes in a job
+    # submitted by a job.
     (
         SRUN | {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16"},
         ("torchrun", 11, 3, 16, 4, "frontier00121"),
@@ -146,7 +147,7 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
         SRUN | {"SLURM_STEP_TASKS_PER_NODE": "10,2(x3)", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"},
         ("slurm", 11, 1, 16, 2, "frontier00121"),
     ),
-    # What cannot be.
+    # Impossible values.
     ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE"]),
     (SRUN | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "16"]),
     ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK"]),
@@ -286,7 +287,7 @@ def test_compressed_ranks_say_the_same(ranks: set[int]) -> None:
         low, _, high = part.partition("-")
         back += range(int(low), int(high or low) + 1)
     assert back == sorted(ranks)
-    # Shortest: no two parts touch.
+    # Shortest form: no two parts adjoin.
     assert len(text.split(", ") if text else []) == sum(rank - 1 not in ranks for rank in ranks)
 
 
@@ -324,8 +325,8 @@ def test_devices(
 
 
 def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dies of one card (bus address), two parts of one die (number), on ROCm and on CUDA
-    (uuid).
+    """Devices are told apart by bus address for two dies of one card, and by number for two parts
+    of one die. ROCm uses these, and CUDA the uuid.
     """
 
     def identity(index: int, **properties: Any) -> str:

@@ -34,7 +34,7 @@ HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def become(**variables: Any) -> None:
-    """Have the environment that another launcher would give."""
+    """Set the environment of another launcher."""
     for name in (
         "RANK",
         "LOCAL_RANK",
@@ -68,7 +68,7 @@ def as_task(number: int, port: int, per_node: int, size: int) -> None:
 
 
 def total(rendezvous: Rendezvous) -> tuple[float, list[str]]:
-    """The sum of all ranks, and where they are."""
+    """Return the sum of all ranks, and their places."""
     x = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(x)
     return x.item(), rendezvous.places
@@ -85,13 +85,13 @@ def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
         return "nothing", "", False
     except RuntimeError as error:
         found = rendezvous.explain(error)
-        rendezvous_module.ANSWER_S = 0.1  # gloo may wait for the dead for ever
+        rendezvous_module.ANSWER_S = 0.1  # gloo may wait for dead ranks for ever
         rendezvous.close()
         return type(found).__name__, str(found), rendezvous.speaks
 
 
 def await_others() -> None:
-    """All others wait for this rank."""
+    """Wait for all other ranks."""
     for rank in range(dist.get_world_size()):
         if rank != dist.get_rank():
             dist.recv(torch.ones(1), rank)
@@ -102,7 +102,7 @@ def die() -> None:
 
 
 def check_survivors(outcomes: list[tuple[bool, Any]], victim: int) -> list[tuple[str, str]]:
-    """Kinds and texts of all but the victim, of which one speaks."""
+    """Check kinds and texts of all ranks but the victim, exactly one of which reports."""
     assert "exit code -9" in outcomes[victim][1]
     survivors = [found for number, found in enumerate(outcomes) if number != victim]
     assert all(ok for ok, _ in survivors), survivors
@@ -114,7 +114,7 @@ def check_survivors(outcomes: list[tuple[bool, Any]], victim: int) -> list[tuple
 
 
 def place_and_die(task: int, port: int) -> list[Any]:
-    """Task 1, on device 1, is rank 0, and task 0 serves the store."""
+    """Die as task 1, on device 1, which is rank 0; task 0 serves the store."""
     as_task(task, port, 2, 4)
     os.environ["ROCR_VISIBLE_DEVICES"] = str(task % 2)
     rendezvous = patient_connection(detect_launch(), (1, 2, 3), Placing(ORDER))
@@ -260,10 +260,10 @@ def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_other
 
 
 class LastWords(dist.Store):
-    """A store to which a rank writes gloo's address, with a port where nobody listens, before its
-    end.
+    """Store in which a rank publishes gloo's address, with a port where nothing listens, before it
+    ends.
 
-    The port is the highest, and of two ranks the one with the lower port waits to be called: so all
+    The port is the highest, and of two ranks the one with the lower port waits to be called. So all
     others wait, for five times their time limit, and nothing interrupts gloo.
     """
 
@@ -272,7 +272,7 @@ class LastWords(dist.Store):
         self._store, self._end = store, end
 
     def set(self, key: str, value: Any) -> None:
-        # after the host's name and the address family
+        # After the host's name and the address family.
         port = 8 + int.from_bytes(value[:8], "little") + 8 + 2
         self._store.set(key, bytes(value[:port]) + b"\xff\xff" + bytes(value[port + 2 :]))
         self._end()
@@ -287,7 +287,10 @@ def end_in_gloo(end: Callable[[], None]) -> None:
 
 
 def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
-    """Rank 1 dies, rank 0's gloo ends as at its time limit; rank 2 is in gloo until it is woken."""
+    """Start gloo beside dead rank 1.
+
+    Rank 0's gloo ends as at its time limit; rank 2 is in gloo until it is interrupted.
+    """
     with path.open("w") as lock:
         if rank == 1:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -320,7 +323,7 @@ def meet_under_torchrun() -> tuple[str, int, bool, float, int]:
 
 
 def test_torchruns_agent_and_its_store() -> None:
-    """The agent that `torchrun --standalone` runs, in this process; its workers are forked."""
+    """Run the agent of `torchrun --standalone` in this process; its workers are forked."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(

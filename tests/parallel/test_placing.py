@@ -1,6 +1,4 @@
-"""Ranks on devices: what a node's processes see, what they take, and what happens where they do not
-agree.
-"""
+"""Placement of ranks on devices: a node's visible devices, its choices, and disagreements."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from megatron.parallel.placing import (
     visible_devices,
 )
 
-# A Frontier node: local rank i runs on cores 8i to 8i+7, which lie next to device LOCAL[i].
+# A Frontier node: local rank i runs on cores 8i to 8i+7, which are next to device LOCAL[i].
 LOCAL = (4, 5, 2, 3, 6, 7, 0, 1)
 CORES = tuple((8 * LOCAL.index(device), 8 * LOCAL.index(device) + 7) for device in range(8))
 PAIRS_OF_PAIRS = (0, 1, 6, 7, 2, 3, 4, 5)
@@ -65,8 +63,8 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
     tasks, size = [], len(order)
     for node in range(nodes):
         devices = data.draw(st.permutations(range(size)))
-        # The bus addresses of a node, in which the devices are numbered; a variable may say the
-        # same of all of them.
+        # The bus addresses of a node, by which the devices are numbered; a variable may give all of
+        # them the same one.
         tasks += [
             Task(f"n{node}", 0, (0, 10 * d)) if by_bus else Task(f"n{node}", d) for d in devices
         ]
@@ -175,8 +173,9 @@ def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
 
 
 def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides: no reason to
-    train on the CPU.
+    """Variables that hide every device are no reason to train on the CPU.
+
+    ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides.
     """
     launch, both = (
         Launch(rank=3, node="n1"),
@@ -231,13 +230,16 @@ def test_the_device_next_to_the_cores(
     [({65}, (4,)), ({1, 9}, (4, 5)), (range(128), tuple(range(8))), ((), ())],
 )
 def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
-    """Hardware thread 65 is the second one of core 1."""
+    """Devices are found by the next cores: hardware thread 65 is the second one of core 1."""
     assert near_devices(FRONTIER, cores) == near
     assert near_devices(Placing(), cores) == ()
 
 
 def test_processes_on_cores_of_another_device() -> None:
-    """Three tasks are packed next to device 4, as -c2 without a distribution over cores does."""
+    """Processes may run on the cores of another device.
+
+    Three tasks are packed next to device 4, as by -c2 without a distribution over cores.
+    """
     tasks = [
         Task("n", device, near=(4,) if local < 3 else (device,))
         for local, device in enumerate(LOCAL)

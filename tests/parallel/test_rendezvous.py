@@ -1,5 +1,5 @@
-"""Ranks that meet, part, fail and do not come, as threads of one process; gloo and real deaths:
-test_lost_ranks.py.
+"""Ranks that meet, leave, fail and never come, as threads of one process. test_lost_ranks.py has
+gloo and real deaths.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
-    # torch's store asks for the names of addresses
+    # torch's store resolves the names of addresses.
     monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -74,7 +74,10 @@ def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
-    """And those that came are listed. By its clock, rank 0 gives up when all others are there."""
+    """A rank that does not come is named by all others, and those that came are listed.
+
+    By its clock, rank 0 gives up when all others have arrived.
+    """
     said = [threading.Event() for _ in range(4)]
 
     class Watched(Patience):
@@ -86,7 +89,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
             self._rank = rank
 
         def sleep(self, seconds: float) -> None:
-            # others than rank 0 wait only after they have described themselves
+            # Ranks other than 0 wait only after they have described themselves.
             said[self._rank].set()
             super().sleep(seconds)
 
@@ -101,7 +104,10 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
 def test_a_store_that_never_answers_is_given_up_and_named(
     monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    """Nobody listens, or, as on a host that lost power, the connection stands and nothing comes."""
+    """A store that never answers is given up and named.
+
+    Nothing listens, or the connection stays open without an answer, as when a host loses power.
+    """
     monkeypatch.setattr(store, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) if silent else contextlib.nullcontext() as server:
         port = server.getsockname()[1] if server else free_port()
@@ -135,7 +141,7 @@ def test_a_port_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_reaches_the_others(failing: int) -> None:
-    """The rank that serves the store stays until they have heard it."""
+    """A failure reaches the others: the rank that serves the store stays until they know of it."""
     failed = threading.Event()
 
     def fail_or_ask(rank: Apart) -> tuple[type, str, str]:
@@ -153,7 +159,10 @@ def test_a_failure_reaches_the_others(failing: int) -> None:
 
 
 def test_what_was_heard_outlives_the_store() -> None:
-    """Rank 0 fails and ends, with the store, before the others see that something is wrong."""
+    """A failure is remembered after the store is gone.
+
+    Rank 0 fails and ends, with the store, before the others notice.
+    """
     heard, gone, met = threading.Barrier(3), threading.Event(), threading.Barrier(3)
 
     def fail_or_ask(rank: Apart) -> tuple[type, str]:
@@ -179,7 +188,10 @@ def test_what_was_heard_outlives_the_store() -> None:
 
 
 def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
-    """Nobody died or failed: all answer with what their flight record says."""
+    """A job that waits learns where its ranks are.
+
+    No rank died or failed: all answer with their flight record.
+    """
     explained, entered = threading.Event(), threading.Barrier(3)
 
     def ask(rank: Apart) -> LaunchError | None:
@@ -237,7 +249,10 @@ def reaches(rank: Apart, host: str) -> bool:
 
 @pytest.mark.parametrize("one_node", [True, False])
 def test_the_store_of_one_nodes_ranks_is_on_the_loopback_device_only(one_node: bool) -> None:
-    """An address that a socket on all interfaces has, too, stands for that of another interface."""
+    """The store of one node's ranks is only on the loopback device.
+
+    An address that a socket on all interfaces has, too, stands for that of another interface.
+    """
 
     def look(rank: Apart) -> tuple[bool, bool]:
         return reaches(rank, "127.0.0.1"), reaches(rank, "127.0.0.2")
@@ -291,7 +306,7 @@ def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyP
 
 @contextlib.contextmanager
 def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
-    """A port that hands connections on to another one, and those that were answered.
+    """Forward the connections of a port to another one, and record those that were answered.
 
     A busy machine's store may reset a connection before its first answer, and torch connects again.
     """
@@ -347,7 +362,9 @@ def test_a_rank_connects_twice() -> None:
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """benchmarks/slow_names.py has a real one, which needs root."""
+    """A store of several nodes asks no name server while ranks join. benchmarks/slow_names.py has a
+    real one, which needs root.
+    """
     told: list[bytes] = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
     monkeypatch.setattr(store.ctypes, "CDLL", lambda _: libc)
@@ -373,7 +390,9 @@ def test_a_second_connection_is_refused() -> None:
 
 
 def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo then gets the loopback interface, for processes of one host."""
+    """A host name may not resolve. gloo then gets the loopback interface, for processes of one
+    host.
+    """
     monkeypatch.setattr(rendezvous, "host_name_is_local", lambda: False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with connect(Launch(), LONG):
@@ -400,7 +419,7 @@ def described(node: str, device: str, identity: str, **more: Any) -> str:
 
 
 def judged(participants: list[str]) -> str:
-    """The error that the first process finds in these descriptions."""
+    """Return the error that the first process finds in these descriptions."""
     first = Rendezvous(
         Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG
     )

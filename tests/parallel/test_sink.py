@@ -35,7 +35,7 @@ def products(dtype, out, width, n=3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(20, 12), (2, 10, 12), (700, 12)])
 def test_products_add_up(device, dtype, sums, shape, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a rest
+    monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a remainder
     weight, sink = make(shape, device, sums)
     expected = torch.zeros(shape, dtype=torch.float64)
     absolute = torch.zeros(shape, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_the_first_contribution_overwrites_and_parts_are_one():
 
 
 class Products(TorchDispatchMode):
-    """Shapes of the products."""
+    """Record the shapes of the products."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_build_without_the_fp32_product_is_found_out(monkeypatch):
 
 
 class FakeGPU(str):
-    """Allocates on the CPU and says that it is something else."""
+    """CPU device that claims to be another kind."""
 
     type = "cuda"
 

@@ -17,8 +17,8 @@ LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDER
 
 
 def grid(layout: Layout) -> np.ndarray:
-    """Global ranks as an array [pipeline, data, tensor], whose memory lies as the layout's order
-    says.
+    """Return global ranks as an array [pipeline, data, tensor], in the memory order of the
+    layout.
     """
     sizes = {"tp": layout.tensor, "dp": layout.data, "pp": layout.pipeline}
     slowest_first = layout.order.split("-")[::-1]
@@ -57,8 +57,10 @@ def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, bette
 
 @given(LAYOUTS)
 def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) -> None:
-    """Only members meet at a group's creation, so two ranks that share two groups must create them
-    in one order.
+    """Every member creates the same groups in the same order.
+
+    Creation involves only the members, so two ranks that share two groups must create them in one
+    order.
     """
     made: list[list[tuple[int, ...]]] = []
     for rank in range(layout.world_size):

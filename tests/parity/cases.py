@@ -1,7 +1,8 @@
-"""What is compared with one process: layouts, models, precisions. Those of TOGETHER in `make test`,
-all in a campaign.
+"""Cases compared with one process: layouts, models, precisions.
 
-Among the fields of a configuration are some for train() alone:
+`make test` runs those of TOGETHER, a campaign all.
+
+Some fields of a configuration are for train() alone:
 
     packed=True           packed samples in place of joined ones
     fused=True            every kernel, whatever the flags and the machine say
@@ -37,10 +38,10 @@ def layout(
     recompute: dict[str, Any] = NONE,
     **more: Any,
 ) -> Case:
-    """(name, world size, fields) of one case.
+    """Return (name, world size, fields) of one case.
 
-    As few layers and micro-batches as let each stage, chunk and phase of the schedule have its
-    turn: what a case costs is messages between more processes than cores.
+    Layers and micro-batches are as few as let each stage, chunk and phase of the schedule have its
+    turn: the cost of a case is messages between more processes than cores.
     """
     layers = more.get("num_layers", 8 if pp == 4 and schedule == "interleaved" else 4)
     fields = dict(
@@ -70,7 +71,7 @@ def layout(
 
 
 def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dict[str, Any]]:
-    """One rank of several runs, one after the other; call through run_processes."""
+    """Run one rank of several runs, one after another; call through run_processes."""
     from megatron.layers import linear
 
     out = []
@@ -136,7 +137,7 @@ GRID = [
     layout(tp=2, pp=4, schedule="zb-h1"),
     layout(pp=4, dp=2, schedule="interleaved"),
     layout(pp=4, dp=2, schedule="zb-h1", zero=0),
-    # what gpt-1t-frontier is made of
+    # The components of gpt-1t-frontier.
     layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),
 ]
 
@@ -177,7 +178,7 @@ FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hyste
 CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
 
 # Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
-# processes as that takes: those of one world size share theirs.
+# processes as possible: those of one world size share theirs.
 TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
     layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
@@ -211,11 +212,11 @@ TOGETHER = [
     layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
     layout(tp=2, pp=2, sp=True, **FP16),
     layout(tp=2, pp=2, **FP16, poison=(1, 3)),
-    # Uneven, with fewer micro-batches than stages. The last of its processes: ranks within the
-    # pipeline are members of fewer groups than those at its ends, and torch counts them to name the
-    # next.
+    # Uneven, with fewer micro-batches than stages. It is the last of its processes: ranks within
+    # the pipeline are members of fewer groups than those at its ends, and torch counts them to name
+    # the next.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
-    # What gpt-1t-frontier is made of, with another order of the ranks.
+    # The components of gpt-1t-frontier, with another order of the ranks.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
     ),
@@ -258,7 +259,7 @@ CAMPAIGN = [
     layout(pp=2, schedule="interleaved", recompute=FULL, **DROPOUT),
     layout(pp=4, dp=2, schedule="zb-h1", **DROPOUT),
     layout(tp=2, pp=2, hidden_dropout=0.2),
-    # kernels: they change the order of fp32 sums and nothing else
+    # Kernels: they change only the order of fp32 sums.
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED),
     layout(tp=2, pp=2, sp=True, schedule="interleaved", fused=True, **LLAMA),
     layout(

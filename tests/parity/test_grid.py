@@ -10,8 +10,8 @@ into one of the learning rate (1e-2) times that error over the gradient, or over
 is larger. Epsilon is 1e-3, about a gradient's size after clipping, so that gradients near 0 are not
 all rounding: errors of 1e-7 in a gradient give 1e-6 in a step. A wrong reduction or scale moves
 parameters by the order of the learning rate itself, a thousand times more. bf16 has 8 bits of
-mantissa: a loss near 4 is right to a relative 2^-8, of which the mean over tokens keeps a part; the
-gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
+mantissa: a loss near 4 is right to a relative 2^-8, part of which remains in the mean over tokens;
+the gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def runs_of(case: Case) -> list[dict[str, Any]]:
 
 
 def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Losses, norms and, in fp32, parameters of a run against those of one process."""
+    """Compare losses, norms and, in fp32, parameters of a run with those of one process."""
     expected = reference_of(fields)
     precision = "bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32"
     of_loss, of_norm = TOLERANCES[precision]
@@ -106,8 +106,9 @@ def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 
 
 def check_skipped(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """A gradient of one rank is not finite: all skip that step, and halve the loss scale where
-    there is one.
+    """Check that all ranks skip a step in which one rank's gradient is not finite.
+
+    The loss scale, if there is one, is halved.
     """
     scales = [2.0**14, 2.0**14, 2.0**13] if fields.get("fp16") else [1.0] * STEPS
     for rank in ranks:

@@ -1,9 +1,8 @@
-"""Layouts that nobody chose: drawn models on drawn layouts, against one process.
+"""Random models on random layouts, against one process.
 
 A large Adam epsilon makes the update nearly linear in the gradient, so that rounding is not
-magnified where a drawn model has small gradients, while a wrong scale, a missing term or a wrong
-mask still shows.
-MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
+magnified where a random model has small gradients, while a wrong scale, a missing term or a wrong
+mask still shows. MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CASES = int(os.environ.get("MEGATRON_TEST_LAYOUTS", "8"))
 
 
 def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
-    """(world size, fields of layout, schedule and recomputation)."""
+    """Draw (world size, fields of layout, schedule and recomputation)."""
     tp = draw.choice([1, 2, 4, 8])
     pp = draw.choice([p for p in (1, 2, 3, 4, 8) if tp * p <= 8])
     dp = draw.choice([d for d in (1, 2, 3, 4) if tp * pp * d <= 8])
@@ -52,7 +51,7 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
 
 
 def draw_model(draw: random.Random, tp: int) -> dict[str, Any]:
-    """Fields of the model."""
+    """Draw the fields of a model."""
     return dict(
         hidden_size=64,
         num_attention_heads=8,

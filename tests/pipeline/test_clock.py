@@ -1,4 +1,4 @@
-"""The clock against closed forms, bounds, and a second implementation."""
+"""The clock, against closed forms, bounds, and a second implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def even(
 
 
 def in_python(patch: pytest.MonkeyPatch) -> None:
-    """Let tests/helpers/replay.py run the lists in place of csrc/schedule_clock.cpp."""
+    """Make tests/helpers/replay.py run the lists in place of csrc/schedule_clock.cpp."""
     for module in (schedule_module, clock):
         patch.setattr(module, "run", run_lists)
     for cached in (clock._small_lists, clock._large_lists, clock.timeline):
@@ -54,7 +54,7 @@ def either(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size, m", [(1, 5), (3, 2), (5, 33)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (5.0, 1.0)])
 def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
-    """(m + p - 1)(t_f + t_b): Narayanan et al., arXiv 2104.04473, section 2.2.1."""
+    """1F1B takes (m + p - 1)(t_f + t_b): Narayanan et al., arXiv 2104.04473, section 2.2.1."""
     run = run_pipeline(Pipeline("1f1b", size, 1, m, even(size, forward, backward)))
     assert run.makespan == (m + size - 1) * (forward + backward)
     assert run.busy == (m * (forward + backward),) * size
@@ -66,7 +66,7 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
 @pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
 def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
-    """The bubble is (p - 1)(t_f + t_b) of one chunk: section 2.2.2 of the same; here for any m >=
+    """The bubble is (p - 1)(t_f + t_b) of one chunk (section 2.2.2 of the same), here for any m >=
     p.
     """
     run = run_pipeline(
@@ -98,9 +98,10 @@ positive = st.integers(1, 6).map(float)
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
 def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
-    """It is never behind 1F1B whose backward pass takes both halves, and never before what any
-    schedule needs: the first micro-batch's way there and back, or the last rank's work behind p - 1
-    forward passes."""
+    """ZB-H1 is never slower than 1F1B with an undivided backward pass, and never below the general
+    bounds. These are the first micro-batch's way there and back, and the last rank's work behind p
+    - 1 forward passes.
+    """
     whole = run_pipeline(
         Pipeline("1f1b", size, 1, m, even(size, forward, backward + weight))
     ).makespan
@@ -115,30 +116,32 @@ def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, wei
 @BOTH
 @pytest.mark.usefixtures("either")
 def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
-    """There is nothing else to do meanwhile."""
+    """One micro-batch crosses each boundary twice, with nothing else to do meanwhile."""
     there = ((1.0, 0.5), (2.0, 0.25), (4.0, 0.125), (9.0, 9.0))
     back = ((9.0, 9.0), (8.0, 1.0), (16.0, 2.0), (32.0, 4.0))
     run = run_pipeline(Pipeline("1f1b", 4, 1, 1, even(4), Boundaries(there, back)))
     assert run.makespan == run.ends[0] == 4 * 3 + 7.875 + 63
     assert run.first_forward_start == (0.0, 2.5, 5.75, 10.875)
     assert run.last_backward_start == (11.875 + 6 + 63, 11.875 + 4 + 54, 11.875 + 2 + 36, 11.875)
-    # What comes in, and what went out last: a rank is done when that has arrived.
+    # The last receive, and the last send: a rank is done when that has arrived.
     assert run.message_wait == (9.0, 1.5 + 18 + 9, 2.25 + 36 + 18, 4.125 + 36)
 
 
 @BOTH
 @pytest.mark.usefixtures("either")
 def test_the_link_is_the_pace_where_messages_take_longest() -> None:
-    """The first two activations arrive at 6 and 11. The receive of each further one stands behind
-    the forward pass before it, which ends 1 after that one's arrival: so every 6 one arrives, the
-    last at 71, and is used for 1 + 1 + 1.
+    """The link sets the pace where messages take longest.
+
+    The first two activations arrive at 6 and 11. Each further receive is posted behind the forward
+    pass before it, which ends 1 after that pass's input arrives: one arrives every 6, the last at
+    71, and is used for 1 + 1 + 1.
     """
     free, slow = ((0.0, 0.0),) * 2, ((5.0, 0.0),) * 2
     run = run_pipeline(Pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, free)))
     assert run.makespan == 74
     assert run.message_wait[1] == 5 + 3 + 10 * 4
-    # Where one link carries both directions, 24 messages follow each other on it, two passes before
-    # and one behind.
+    # Where one link carries both directions, its 24 messages are serialised, two passes before and
+    # one behind.
     one, two = (
         run_pipeline(Pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, slow, duplex)))
         for duplex in (False, True)

@@ -1,4 +1,4 @@
-"""Order lists of torch.distributed.pipelining on our clock: schedules that are ours too, and
+"""Order lists of torch.distributed.pipelining on our clock: schedules that we have too, and
 others.
 """
 
@@ -55,8 +55,9 @@ def makespan(
     boundaries: Boundaries | None = None,
     quarters: int = 0,
 ) -> float:
-    """The step's time with any lists; `quarters` of a forward pass is the latency by which messages
-    are placed.
+    """Return a step's time with any lists.
+
+    `quarters` of a forward pass is the latency by which messages are placed.
     """
     with mock.patch.object(schedule_module, "planned_latency", lambda _: quarters / 4):
         placed = schedule_module.with_messages(arrays(passes))
@@ -90,8 +91,10 @@ SIZES = [(2, 4), (3, 6), (4, 12)]
 @pytest.mark.parametrize("size, m", SIZES)
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (3.0, 1.0)])
 def test_gpipe(size: int, m: int, forward: float, backward: float) -> None:
-    """(m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965; theirs and a list of our own,
-    backward in either order."""
+    """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965.
+
+    Lists are torch's and our own, backward in either order.
+    """
     closed_form = (m + size - 1) * (forward + backward)
     theirs, owner, _ = torch_lists("ScheduleGPipe", size, 1, m)
     assert makespan(theirs, owner, ones(size, forward, backward)) == closed_form
@@ -109,11 +112,12 @@ def test_gpipe(size: int, m: int, forward: float, backward: float) -> None:
     [("ScheduleLoopedBFS", 2), ("ScheduleInterleavedZeroBubble", 1), ("ScheduleZBVZeroBubble", 2)],
 )
 def test_tables_in_slots_of_time(name: str, chunks: int, size: int, m: int) -> None:
-    """Their table has a slot for each pass and an empty one for each it waits: the step is as long
-    as the longest row.
+    """A step lasts as long as the longest row of torch's table.
 
-    (For enough micro-batches. Their table of interleaved 1F1B has empty slots that nothing waits
-    for.)
+    The table has a slot for each pass and an empty one for each wait.
+
+    (This needs enough micro-batches. torch's table of interleaved 1F1B has empty slots that nothing
+    waits for.)
     """
     lists, owner, slots = torch_lists(name, size, chunks, m)
     assert makespan(lists, owner, ones(size * chunks)) == max(slots)
@@ -166,7 +170,7 @@ def test_their_interleaved_list_too(
     "passes",
     [
         [[(1, 0, 0), (0, 0, 0)], [(0, 1, 0), (1, 1, 0)]],  # backward before forward
-        [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # nobody has stage 1
+        [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # no rank has stage 1
         [[(9, 0, 0)], [(0, 1, 0)]],
         [[(0, 0, -1)], [(0, 1, 0)]],
     ],

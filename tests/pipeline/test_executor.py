@@ -1,6 +1,4 @@
-"""The executor on 2 and 4 processes gives the losses and gradients of one process without a
-pipeline, in float64.
-"""
+"""The executor on 2 and 4 processes equals one process without a pipeline, in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ WIDTH, ROWS = 6, 3
 
 
 class DeferrableLinear(torch.autograd.Function):
-    """x @ w.T, whose weight gradient goes to the queue while it collects."""
+    """Linear layer x @ w.T whose weight gradient goes to the queue while it collects."""
 
     @staticmethod
     def forward(
@@ -58,7 +56,7 @@ class DeferrableLinear(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """hidden -> tanh(hidden w^T + b); the first reads the micro-batch, the last returns a loss."""
+    """Stage tanh(hidden w^T + b); the first reads the micro-batch, the last returns a loss."""
 
     def __init__(self, stage: int, stages: int, queue: WeightGradients | None = None) -> None:
         super().__init__()
@@ -89,7 +87,7 @@ def micro_batches(count: int) -> list[dict[str, torch.Tensor]]:
 def reference(
     stages: int, count: int, scale: float, weights: list[float] | None
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses and gradients by one autograd graph over all micro-batches."""
+    """Return losses and gradients by one autograd graph over all micro-batches."""
     chunks = [Stage(g, stages) for g in range(stages)]
     losses = []
     for batch in micro_batches(count):
@@ -125,7 +123,7 @@ def make(
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
-    """An order of one's own: all forward passes, then all backward passes, the newest first."""
+    """User-defined order: all forward passes, then all backward passes, the newest first."""
     passes = [(c * pipeline_size + rank, i) for c in range(chunks) for i in range(micro_batches)]
     return [Instruction(Op.FORWARD, *of) for of in passes] + [
         Instruction(Op.BACKWARD, *of) for of in passes[::-1]
@@ -178,7 +176,10 @@ def every_case(topology: Topology) -> list[tuple[Any, ...]]:
 def test_losses_and_gradients_are_those_of_one_process(
     size: int, runs: dict[int, list[dict[str, Any]]]
 ) -> None:
-    """Float64; the order of summation over micro-batches differs, so equality is to rounding."""
+    """Losses and gradients are those of one process, in float64.
+
+    The order of summation over micro-batches differs, so equality is to rounding.
+    """
     by_rank = [found["cases"] for found in runs[size]]
     for number, (name, chunks, count) in enumerate(CASES[size]):
         stages = size * chunks
@@ -214,7 +215,7 @@ def test_one_rank_needs_no_process_group(schedule: str, chunks: int) -> None:
 
 
 class Alive:
-    """Counts objects that are alive."""
+    """Count objects that are alive."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -235,7 +236,7 @@ class Box:
 
 
 class InWatchedMemory(torch.autograd.Function):
-    """The identity, with an output whose memory is watched."""
+    """Identity, with an output whose memory is watched."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, alive: Alive) -> torch.Tensor:
@@ -251,8 +252,9 @@ def count_live(topology: Topology, name: str, chunks: int, count: int) -> tuple[
     saved, outputs = Alive(), Alive()
 
     def chunk_of(stage: int) -> Callable[[Any, torch.Tensor | None], torch.Tensor]:
-        """One saved tensor per forward pass, no parameter, and an output that only the next stage
-        needs.
+        """Return a chunk with one saved tensor per forward pass and no parameter.
+
+        Only the next stage needs its output.
         """
 
         def chunk(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -267,7 +269,7 @@ def count_live(topology: Topology, name: str, chunks: int, count: int) -> tuple[
 
     stages = {c * 2 + rank: chunk_of(c * 2 + rank) for c in range(chunks)}
     executor = Executor(topology, stages, name, chunks, (2,), torch.float32, WeightGradients())
-    gc.disable()  # what waits for the collector is not freed at once
+    gc.disable()  # tensors that wait for the collector are not freed at once
     executor.train([torch.ones(2)] * count)
     gc.enable()
     return saved.peak, saved.now, outputs.peak, outputs.now
@@ -282,19 +284,18 @@ def test_memory_is_freed_as_the_schedule_says(
     name: str, chunks: int, count: int, runs: dict[int, list[dict[str, Any]]]
 ) -> None:
     found = [rank[name] for rank in runs[2]]
-    # The chunks have no weights to keep anything for, so a split backward pass frees all in its
-    # first half.
+    # The chunks have no weights, so a split backward pass frees everything in its first half.
     limits = peak_activations(build_schedule(name, 2, chunks, count), until_weights=False)
     assert [(peak, left) for peak, left, _, _ in found] == [(limit, 0) for limit in limits]
-    # An output is gone when it has been sent, long before its backward pass: in the interleaved
-    # case rank 0 keeps the graphs of twelve forward passes, and the outputs of those on their way
-    # and of the one just made.
+    # An output is freed when it has been sent, long before its backward pass: in the interleaved
+    # case rank 0 keeps the graphs of twelve forward passes, and the outputs in flight and of the
+    # latest one.
     assert all(peak <= SENDS_IN_FLIGHT + 1 and left == 0 for _, _, peak, left in found)
     assert name != "interleaved" or limits[0] == 12 > SENDS_IN_FLIGHT + 1
 
 
 def frozen_and_unused(topology: Topology) -> list[Any]:
-    """A first stage without gradients, and a second one that does not look at its input."""
+    """Freeze the first stage, and let the second one ignore its input."""
     rank = topology.pipeline.rank
     weight = torch.ones(2, requires_grad=rank == 1)
 
@@ -314,8 +315,9 @@ def frozen_and_unused(topology: Topology) -> list[Any]:
 
 
 def other_size_for_evaluation(topology: Topology) -> list[float]:
-    """message_shape as a function of the micro-batch: batches of different sizes in one
-    executor.
+    """Evaluate with another size: message_shape is a function of the micro-batch.
+
+    Batches of different sizes use one executor.
     """
     executor, _ = make(topology, "1f1b", 1)
     executor.message_shape = lambda batch: batch["x"].shape
@@ -343,7 +345,7 @@ def on_two(rank: int) -> dict[str, Any]:
         name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE
     }
     out |= {"cases": every_case(topology), "frozen": frozen_and_unused(topology)}
-    # which ends the group
+    # This ends the group.
     out |= {"sizes": other_size_for_evaluation(topology), "wrong": wrong_output(topology)}
     return out
 
@@ -368,7 +370,7 @@ def test_message_shape_may_follow_the_micro_batch(runs: dict[int, list[dict[str,
     losses, _ = reference(2, 3, 1.0, None)
     found = [rank["sizes"] for rank in runs[2]]
     assert found[0] == []
-    # of equal batches: the mean of means
+    # The batches are equal: the mean of means.
     np.testing.assert_allclose(found[1], [np.mean(losses)], rtol=1e-14)
 
 
@@ -397,8 +399,8 @@ def die_in_the_middle(rank: int, dying: int) -> None:
 
 @pytest.mark.slow
 def test_a_dead_neighbour_is_named_on_both_sides() -> None:
-    """One that hangs is, too, when the time limit of its group is over: torch raises the same error
-    then.
+    """A dead neighbour is named on both sides, and so is a hanging one when its group's time limit
+    has passed. torch raises the same error then.
     """
     outcomes = run_processes_raw(3, die_in_the_middle, 1)
     for rank in (0, 2):

@@ -1,5 +1,6 @@
-"""In which order the executor posts messages and lets gradients be added up. One process, a made-up
-neighbour.
+"""Order in which the executor posts messages and lets gradients be summed.
+
+There is one process, with a made-up neighbour.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Recorder:
 def test_messages_are_posted_in_the_order_of_the_schedule(
     name: str, chunks: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log of a rank of four is its schedule without the computations."""
+    """Messages are posted in the order of the schedule: the log of a rank of four equals it without
+    computations.
+    """
     log: list[Any] = []
     monkeypatch.setattr(executor_module, "Exchange", Recorder)
     monkeypatch.setattr(Recorder, "log", log, raising=False)

@@ -1,4 +1,4 @@
-"""An order given as a function: run as any other, or refused for what is wrong with it."""
+"""User-defined order function: run like any other, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.show_schedule import peak_activations
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
-    """All forward passes, then all backward passes from the last micro-batch on."""
+    """Return all forward passes, then all backward passes from the last micro-batch on."""
     each = [
         (chunk * pipeline_size + rank, i) for chunk in range(chunks) for i in range(micro_batches)
     ]
@@ -24,7 +24,7 @@ def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> lis
 
 
 def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
-    """1F1B for one micro-batch at a time, with all weight gradients at the end."""
+    """Return 1F1B for one micro-batch at a time, with all weight gradients at the end."""
     order = []
     for i in range(micro_batches):
         order += [Instruction(op, rank, i) for op in (Op.FORWARD, Op.BACKWARD_INPUT)]
@@ -32,9 +32,11 @@ def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -
 
 
 def test_the_step_of_an_order_of_ones_own() -> None:
-    """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965. One micro-batch at a time
-    takes m p of them, but for the weight gradients, which are made while others compute, and m on
-    the first rank at the end."""
+    """A step of GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965.
+
+    One micro-batch at a time takes m p of them, except for the weight gradients: those are computed
+    while other ranks work, and m of them on the first rank at the end.
+    """
     ones = (1.0,) * 4
     run = run_pipeline(Pipeline(gpipe, 4, 1, 6, StageTimes(ones, (2.0,) * 4)))
     assert run.makespan == (6 + 3) * 3
@@ -103,8 +105,10 @@ def test_passes_that_are_not_the_ranks_are_refused(
 
 
 def test_ranks_that_wait_for_each_other_are_refused() -> None:
-    """The second rank wants the last micro-batch first, which the first rank only has after a
-    backward pass.
+    """Ranks that wait for each other are refused.
+
+    The second rank wants the last micro-batch first, which the first rank only has after a backward
+    pass.
     """
 
     def one_at_a_time(p: int, v: int, m: int, rank: int) -> list[Instruction]:
@@ -118,7 +122,10 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p, m", [(2, 31), (4, 61), (5, 34), (8, 95)])
 def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int, m: int) -> None:
-    """Memory is counted over few groups of micro-batches of each size."""
+    """Memory of a long step equals that of its first groups.
+
+    It is counted over few groups of micro-batches of each size.
+    """
     chunks = 3 if name == "interleaved" else 1
     assert len(group_sizes(p, m)) >= 6
 

@@ -1,4 +1,4 @@
-"""Programs over slow links against closed forms, and schedules against the simulator that knows no
+"""Programs over slow links against closed forms, and schedules against the simulator without
 links.
 """
 
@@ -24,7 +24,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_without_delay_it_is_the_simulated_step(
     schedule: Schedule, sends_in_flight: int, ahead: bool
 ) -> None:
-    """Whatever sends are held back: small whole numbers, exact in floating point.
+    """Without delay, and for any limit on sends, the step is the simulated one.
+
+    Small whole numbers are exact in floating point.
 
     Receives that are posted late come in another order than they are sent where a pair of ranks
     exchanges both kinds.
@@ -38,7 +40,10 @@ def test_without_delay_it_is_the_simulated_step(
 def test_no_sooner_than_if_messages_travelled_by_themselves(
     schedule: Schedule, latency: float
 ) -> None:
-    """And the link's time counts like latency at least, since messages may have to queue for it."""
+    """No message arrives sooner than if it travelled by itself.
+
+    The link's time adds at least as much as latency, since messages may queue for it.
+    """
     ideal = simulate(schedule, latency=latency).makespan
     by_latency = replay(actions_of(schedule, latency=latency)).makespan
     assert by_latency >= ideal
@@ -62,14 +67,15 @@ def test_interleaved_messages_are_posted_ahead_of_need(
 def test_a_rank_waits_for_the_oldest_of_the_messages_on_their_way(
     in_flight: int, end: float
 ) -> None:
-    """Three forward passes of 1, whose results keep the link for 2 and arrive 2 later, and are used
+    """A rank waits for the oldest message in flight.
+
+    Three forward passes of 1 send results that keep the link for 2, arrive 2 later, and are used
     for 1.
 
-    With one in flight each leaves when the one before is there: at 1, 5 and 9; the last is there at
-    13. With more, the first two depart at 1 and 3. The third could at 5, but its receive stands
-        behind the receiver's first pass, which
-    has its input at 5: it departs at 6 and is there at 10. The sender never waits for more than the
-    first, at 5.
+    With one in flight each leaves when the one before has arrived: at 1, 5 and 9; the last arrives
+    at 13. With more, the first two depart at 1 and 3. The third could depart at 5, but its receive
+    is posted after the receiver's first pass, which has its input at 5: it departs at 6 and arrives
+    at 10. The sender never waits for more than the first, at 5.
     """
     schedule = build_schedule("1f1b", 2, 1, 3, forward_only=True)
     result = replay(actions_of(schedule, occupies=2.0, latency=2.0, sends_in_flight=in_flight))
@@ -77,7 +83,10 @@ def test_a_rank_waits_for_the_oldest_of_the_messages_on_their_way(
 
 
 def test_a_link_carries_one_message_at_a_time_and_another_link_goes_on() -> None:
-    """Rank 0 posts a, b, c at 0; rank 1 posts a and b at 1 and c, on a link of its own, at 1."""
+    """A link carries one message at a time; other links are independent.
+
+    Rank 0 posts a, b, c at 0; rank 1 posts a and b at 1 and c, on a link of its own, at 1.
+    """
     messages = [Post("a", "x", 2.0, 5.0), Post("b", "x", 3.0, 5.0), Post("c", "y", 1.0, 0.0)]
     waits: list[Action] = [Wait("c"), Wait("b"), Wait("a")]
     ranks: list[list[Action]] = [
@@ -99,8 +108,9 @@ def test_a_link_carries_one_message_at_a_time_and_another_link_goes_on() -> None
 
 
 def test_computing_hides_a_message() -> None:
-    """A collective of two ranks that takes 3 behind 2 of computing, with 4 of computing after it: 2
-    + max(3, 4).
+    """Computing hides a message: 2 + max(3, 4).
+
+    A collective of two ranks takes 3 after 2 of computing, with 4 of computing after it.
     """
 
     def program(hidden: bool) -> list[list[Action]]:

@@ -1,6 +1,4 @@
-"""Every schedule is complete, ordered by its dependencies, free of deadlock and bounded in
-memory.
-"""
+"""Every schedule is complete, ordered by dependencies, free of deadlock, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Instruction]:
-    """(sender, receiver, as the receiver names it) of a SEND or a RECV."""
+    """Return (sender, receiver, the receiver's name for it) of a SEND or a RECV."""
     op, stage, micro_batch = instruction
     size = schedule.pipeline_size
     step = 1 if op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else -1
@@ -50,7 +48,7 @@ def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Ins
 def can_compute(
     schedule: Schedule, done: set[Instruction], instruction: Instruction, arrived: set[Instruction]
 ) -> bool:
-    """The dependencies, written a second time and stricter: another rank's result must have
+    """Check the dependencies, written again and stricter: another rank's result must have
     arrived.
     """
     op, stage, micro_batch = instruction
@@ -80,11 +78,11 @@ def source_done(done: set[Instruction], instruction: Instruction) -> bool:
 
 
 def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruction]]:
-    """Execute the lists; where each rank stopped, and what was done.
+    """Execute the lists; return where each rank stopped, and what was done.
 
     rendezvous=False: messages are buffered and matched per direction of a pair in order; only a
     computation waits. rendezvous=True: a send and a receive both block the rank until the other end
-    stands at the very same message.
+    has reached the same message.
     """
     position = [0] * len(schedule)
     done: set[Instruction] = set()
@@ -216,8 +214,8 @@ def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
-    """No later, so that a sender never waits for its receiver; and behind the last computation that
-    ends earlier.
+    """Receives are posted no later than the message is computed, so that a sender never waits for
+    its receiver. They follow the last computation that ends earlier.
     """
     timeline = simulate(schedule, latency=planned_latency(schedule.chunks))
     ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}

@@ -45,8 +45,10 @@ def run(
 
 
 def test_two_ranks_on_one_core() -> None:
-    """Forward passes of 1 and backward passes of 2, two micro-batches; where both ranks compute,
-    both take twice as long."""
+    """Two ranks on one core take twice as long while both compute.
+
+    Forward passes take 1 and backward passes 2, in two micro-batches.
+    """
     times = StageTimes((1.0, 1.0), (2.0, 2.0))
     one = run_pipeline(Pipeline("1f1b", 2, 1, 2, times, cores=1.0))
     first, second = ([(span.start, span.end) for span in rank] for rank in timeline(one).ranks)
@@ -72,8 +74,8 @@ def test_enough_cores_are_no_limit(
 def test_one_rank_at_a_time_keeps_the_cores_busy(
     pipeline: tuple[tuple[str, int], int, int], demand: float
 ) -> None:
-    """While a rank computes all cores are in use, and without messages one always does: the step is
-    all work.
+    """A computing rank uses all cores, and without messages one always computes: the step is all
+    work.
     """
     work = sum(run(pipeline, cores=None).busy)
     assert run(pipeline, cores=demand, demand=demand).makespan == pytest.approx(work, rel=1e-9)
@@ -101,7 +103,9 @@ def test_between_the_work_and_all_of_it_in_turn(
 
 
 def test_messages_take_no_cores() -> None:
-    """The first rank computes alone while a message travels, at full speed."""
+    """Messages take no cores: the first rank computes alone, at full speed, while a message
+    travels.
+    """
     ranks = [
         [Compute("a", 2.0), Post("m", "link", 1.0, 2.0), Compute("b", 4.0)],
         [Post("m", "link", 1.0, 2.0), Wait("m"), Compute("c", 1.0)],

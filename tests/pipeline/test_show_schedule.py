@@ -1,4 +1,4 @@
-"""The command line that shows schedules."""
+"""Command line that shows schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated step times against the closed forms of the papers."""
+"""Simulated step times, against the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tests.helpers.replay import simulate
 
 
 def busy(timeline: Timeline) -> list[float]:
-    """Time that each rank computes."""
+    """Return the computing time of each rank."""
     return [sum(span.end - span.start for span in spans) for spans in timeline.ranks]
 
 
 def bubble_time(name: str, size: int, chunks: int, micro_batches: int) -> float:
-    """Waiting time per rank, where a forward pass of one chunk takes 1 and a backward pass 2 (1 + 1
-    if split).
+    """Return the waiting time per rank.
+
+    A chunk's forward pass takes 1 and its backward pass 2 (1 + 1 if split).
 
     Small whole numbers are exact in floating point.
     """
@@ -32,8 +33,9 @@ def bubble_time(name: str, size: int, chunks: int, micro_batches: int) -> float:
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_1f1b_bubble(size: int, micro_batches: int) -> None:
-    """(p - 1)(t_f + t_b): Narayanan et al., section 2.2.1. As a fraction of the step, (p - 1) / (m
-    + p - 1).
+    """The bubble is (p - 1)(t_f + t_b), a fraction (p - 1) / (m + p - 1) of the step.
+
+    Source: Narayanan et al., section 2.2.1.
     """
     assert bubble_time("1f1b", size, 1, micro_batches) == 3 * (size - 1)
     fraction = simulate(build_schedule("1f1b", size, 1, micro_batches)).bubble_fraction
@@ -44,7 +46,9 @@ def test_1f1b_bubble(size: int, micro_batches: int) -> None:
 def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(
     size: int, chunks: int, more: int
 ) -> None:
-    """Section 2.2.2 of the same, and for every number of micro-batches from the pipeline's size on.
+    """The interleaved bubble is smaller by the number of chunks (section 2.2.2 of the same).
+
+    This holds for every number of micro-batches from the pipeline's size on.
 
     The same model without interleaving has one chunk that takes `chunks` times as long.
     """
@@ -54,11 +58,12 @@ def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(
 
 @given(st.integers(2, 8), st.integers(1, 24))
 def test_zero_bubble_h1(size: int, micro_batches: int) -> None:
-    """Qi et al., table 2: (p - 1)(t_f + t_b - t_w), a third of 1F1B's, with enough micro-batches.
+    """The bubble is (p - 1)(t_f + t_b - t_w), a third of 1F1B's, with enough micro-batches (Qi et
+    al., table 2).
 
-    With fewer, the last backward pass of inputs has gone down and up the pipeline, behind m - 1
-    others on the last rank, and one pass for weights follows it on the first rank: 2 p - 2 + 2 m +
-    1 in all.
+    With fewer, the last backward pass of inputs goes down and up the pipeline, after m - 1 others
+    on the last rank, and one pass for weights follows it on the first rank: 2 p - 2 + 2 m + 1 in
+    all.
     """
     bubble = bubble_time("zb-h1", size, 1, micro_batches)
     assert bubble == max(size - 1, 2 * size - 1 - micro_batches)
@@ -93,9 +98,7 @@ def test_latency_of_one_micro_batch() -> None:
 
 
 def test_durations_per_instruction() -> None:
-    """A last stage that takes longer is the pace of all: m passes of it, and the way there and
-    back.
-    """
+    """A slower last stage sets the pace of all: m passes of it, and the way there and back."""
 
     def duration(instruction: Instruction) -> float:
         return 5.0 if instruction.stage == 3 else 1.0

@@ -1,5 +1,5 @@
-"""The order of computations is that of torch.distributed.pipelining, an implementation by
-others.
+"""The order of computations equals that of torch.distributed.pipelining, an independent
+implementation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.pipeline.schedule import build_schedule
 Order = list[tuple[str, int, int]]  # (operation, stage, micro-batch)
 CLASSES = {
     "interleaved": torch_schedules.ScheduleInterleaved1F1B,
-    # with one stage per rank its order is that of ZB-H1
+    # With one stage per rank its order is that of ZB-H1.
     "zb-h1": torch_schedules.ScheduleInterleavedZeroBubble,
 }
 
@@ -30,7 +30,7 @@ def our_order(name: str, size: int, chunks: int, micro_batches: int) -> list[Ord
 
 
 def fake_stage(rank: int, size: int, num_stages: int) -> mock.NonCallableMagicMock:
-    """A stage without a process group."""
+    """Return a stage without a process group."""
     stage = mock.create_autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size, stage.num_stages, stage.submod = (
         rank,
@@ -43,7 +43,7 @@ def fake_stage(rank: int, size: int, num_stages: int) -> mock.NonCallableMagicMo
 
 
 def listed_order(name: str, size: int, chunks: int, micro_batches: int) -> list[Order]:
-    """The order that torch lists for every rank of a schedule with several stages per rank."""
+    """Return torch's listed order for every rank of a schedule with several stages per rank."""
     built = CLASSES[name]([fake_stage(0, size, size * chunks)] * chunks, micro_batches)
     orders = []
     for rank in range(size):
@@ -96,7 +96,7 @@ def test_1f1b(size: int, more: int) -> None:
     "name, size, chunks, micro_batches",
     [
         *[("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (p, 3 * p)],
-        # groups that have not 4 micro-batches
+        # groups without 4 micro-batches each
         *[("interleaved", 4, v, m) for v in (2, 3) for m in (1, 3, 7, 10)],
         *[("zb-h1", p, 1, m) for p in (2, 3, 4) for m in (p, 3 * p)],
     ],

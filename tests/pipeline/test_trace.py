@@ -1,4 +1,6 @@
-"""The trace of a step says what its timeline says, in the trace event format's words and units."""
+"""The trace of a step agrees with its timeline, in the words and units of the trace event
+format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of a GPT by the formulas of the papers, independent of the code that makes them."""
+"""Parameters of a GPT by the formulas of the papers, independent of the code that builds them."""
 
 from __future__ import annotations
 

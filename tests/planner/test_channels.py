@@ -1,4 +1,4 @@
-"""Seconds of messages and collectives: by hand, and every replica one by one."""
+"""Seconds of messages and collectives: by hand, and replica by replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DGX = load_cluster("dgx-h100")
 
 
 def all_groups(layout: Layout, devices: int, direction: str) -> set[frozenset[tuple[int, ...]]]:
-    """Members of each group on each node, by the layout's own lists of ranks."""
+    """Return the members of each group on each node, by the layout's own lists of ranks."""
     lines = {
         "tp": [
             layout.tensor_ranks(data=d, pipeline=p)
@@ -62,8 +62,11 @@ def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devi
 def seconds_of_all(
     layout: Layout, order: tuple[int, ...], wraps: bool
 ) -> dict[tuple[int, bool], float]:
-    """(boundary, whether on one node) -> most seconds of a byte: every message counted on all links
-    that it may take, which all have the bandwidth that so many messages leave each."""
+    """Return (boundary, whether on one node) -> most seconds of a byte.
+
+    Every message is counted on all links that it may take, each with the bandwidth left by that
+    many messages.
+    """
     devices, links = len(order), node_links(FRONTIER)
     paths, users, weights = [], Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for t in range(layout.tensor):
@@ -155,7 +158,9 @@ def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
 
 
 def test_messages_by_hand() -> None:
-    """TP 8: the eight ranks of a node send at once, two over each card of which 40 % of 25 GB/s
+    """Compute messages by hand.
+
+    With TP 8 the eight ranks of a node send at once, two over each card, for which 40 % of 25 GB/s
     were published.
     """
     config = made(8, 4, 1)
@@ -164,7 +169,7 @@ def test_messages_by_hand() -> None:
         occupies, latency = channels.boundary(sender, True, 1e6)
         assert (occupies, latency) == pytest.approx((2e6 / 10e9, 25e-6))
         assert channels.boundary(sender + 1, False, 1e6) == pytest.approx((occupies, latency))
-    # A pipeline along the eight devices of a node in an order that has a link for each step.
+    # A pipeline along the eight devices of a node, in an order with a link for each step.
     config = made(1, 8, 1)
     chosen = channels_of(config)
     order = chosen.placement.device_order
@@ -181,7 +186,7 @@ def test_latency_of_rings_and_trees() -> None:
     assert channels.tensor_s("all_gather", 0) == pytest.approx(start + 7 * within)
     assert channels.tensor_s("all_reduce", 0) == pytest.approx(start + 14 * within)
     assert channels.data_s("reduce_scatter", 0) == pytest.approx(start + 3 * between)
-    # a tree of 4 nodes is 2 deep
+    # A tree of 4 nodes is 2 deep.
     assert channels.data_s("all_reduce", 0) == pytest.approx(start + 4 * between)
     # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
@@ -237,7 +242,9 @@ def test_measured_collectives_come_before_links() -> None:
 
 @pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
 def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
-    """Noise: a larger message that took less. Beyond it the time grows with the bytes."""
+    """Measured seconds that fall with size are noise: time still grows with the bytes beyond
+    them.
+    """
     near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
     channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
     assert channels.tensor_s("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
@@ -252,7 +259,7 @@ def test_measured_messages_come_before_links() -> None:
     assert channels.boundary(0, True, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
     assert channels.boundary(1, False, 1) == pytest.approx((0.0, 2e-5))
     across = channels_of(made(8, 2, 1), cluster)
-    # one point: in proportion beyond it
+    # One point: in proportion beyond it.
     assert across.boundary(0, True, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))
 
 
@@ -278,8 +285,9 @@ def test_confidence_tells_published_from_estimated() -> None:
 
 
 def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:
-    """Azure's bus bandwidths, 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07
-    at 1 KiB on H100.
+    """All-reduces of a whole DGX node have Azure's published bus bandwidths.
+
+    They count 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07 at 1 KiB on H100.
     """
     channels = channels_of(made(8, 1, 1), DGX)
     for size, bus in ((1 << 26, 361.78), (1 << 20, 43.70), (1 << 10, 0.07), (1 << 33, 478.87)):

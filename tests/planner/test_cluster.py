@@ -1,4 +1,4 @@
-"""Descriptions of machines: the facts of Frontier, limits, and files that are wrong."""
+"""Descriptions of machines: the facts of Frontier, limits, and invalid files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRONTIER = load_cluster("frontier")
 
 
 def test_links_of_frontier() -> None:
-    """OLCF's node diagram: each device by its neighbours."""
+    """Links of OLCF's node diagram: each device by its neighbours."""
     neighbours = {
         0: {1: 200, 6: 100, 2: 50},
         1: {0: 200, 3: 50, 5: 50},
@@ -35,8 +35,9 @@ def test_links_of_frontier() -> None:
 
 
 def test_cores_and_cards_of_frontier() -> None:
-    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7; cards hang on the
-    odd devices.
+    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7.
+
+    Cards are attached to the odd devices.
     """
     for local_rank, device in enumerate(FRONTIER.local_order):
         assert FRONTIER.cores_of_device[device] == (8 * local_rank, 8 * local_rank + 7)

@@ -1,4 +1,4 @@
-"""The writer of machine descriptions: what it writes is read as the same machine."""
+"""Writer of machine descriptions: its output is read as the same machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.planner.compute import BASES, COLUMNS, SCALARS, Compute, Figure
 
 
 def facts(cluster: Cluster) -> dict[str, object]:
-    """All fields but where it was read from, and each figure with its source."""
+    """Return all fields but the file's path, and each figure with its source."""
     return {
         f.name: getattr(cluster, f.name)
         for f in dataclasses.fields(cluster)

@@ -1,4 +1,4 @@
-"""How layouts are written and read."""
+"""Writing and reading of layouts."""
 
 from __future__ import annotations
 

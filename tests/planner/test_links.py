@@ -1,5 +1,5 @@
-"""Bandwidths of groups and messages on a node: published figures come back, estimates follow from
-the links alone.
+"""Bandwidths of groups and messages on a node: published figures are kept, estimates follow from
+the links.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
 
 
 def test_four_devices() -> None:
-    """One ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s; {0, 1, 2, 3} was published to
+    """A ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s. {0, 1, 2, 3} was published to
     reach 52.
     """
     found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
@@ -45,7 +45,7 @@ def test_four_devices() -> None:
         rate = found[group]
         assert rate.gb_per_s == LINKS.rate_of_link(100) > 72 > 52
         assert rate.basis == "estimated"
-    # With the published parts of a cut it would be 52 to 72: no less than {0, 1, 2, 3} in any case.
+    # With the published parts of a cut it would be 52 to 72: in any case no less than {0, 1, 2, 3}.
     assert LINKS.cut * LINKS.narrowest_cut((0, 1, 6, 7)) == 52
 
 
@@ -57,8 +57,7 @@ def test_cuts_and_rings_by_trying_all(size: int) -> None:
             sum(FRONTIER.link_gb_per_s(a, b) for a in h for b in set(group) - h) for h in halves
         ]
         assert LINKS.narrowest_cut(group) == min(across)
-        # A ring along a tree: of the spanning trees, by their links, the one whose narrowest link
-        # is widest.
+        # A ring along a tree: the spanning tree whose narrowest link is widest.
         inner = [(a, b) for a, b in FRONTIER.links if a in group and b in group]
         widest = 0.0
         for tree in itertools.combinations(inner, size - 1) if size <= 5 else ():

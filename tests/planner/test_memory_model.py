@@ -1,4 +1,4 @@
-"""The planner's memory beside the dry run, in two layouts; the campaign "memory" compares the
+"""The planner's memory beside the dry run, in two layouts; the campaign "memory" compares
 others.
 """
 

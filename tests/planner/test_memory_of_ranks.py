@@ -1,4 +1,4 @@
-"""Memory and work of a step by counting: against closed forms, the schedules' own bounds and real
+"""Memory and work of a step by counting, against closed forms, schedules' bounds and real
 parameters.
 """
 
@@ -37,8 +37,9 @@ def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> 
 )
 @pytest.mark.parametrize("m", [1, 3, 10, 40])
 def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
-    """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are
-    made.
+    """The number of micro-batches held equals the schedule's own count.
+
+    That counts pairs (micro-batch, chunk) until their weight gradients are computed.
     """
     counted = peak_activations(build_schedule(schedule, 4, chunks, m))
     for rank in range(4):
@@ -48,8 +49,9 @@ def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 4, 16), (8, 2, 16)])
 def test_the_first_rank_in_closed_form(p, v, m):
-    """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021,
-    section 2.2.2).
+    """The first rank has a closed form: 1F1B holds p micro-batches.
+
+    Interleaved holds 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2.2).
     """
     in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
     moments = moments_of_rank("1f1b" if v == 1 else "interleaved", p, v, m, 0)
@@ -81,7 +83,10 @@ def test_recomputation_keeps_inputs():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("halves", [("backward",), ("inputs", "weights")])
 def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
-    """Every tensor of every layer by itself, from when it is made to when nothing refers to it."""
+    """Memory of a chunk equals that of its passes, tensor by tensor.
+
+    Each is held from its creation until nothing refers to it.
+    """
     options = dict(enable_zbh1_pipeline=len(halves) == 2)
     traced = trace(small(pp=4, seq_length=512, max_position_embeddings=512, **options), "cuda")
     parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
@@ -147,8 +152,9 @@ RUN = dict(
 
 
 def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
-    """Bytes of all tensors that are alive on a rank after an optimizer step, shared memory counted
-    once.
+    """Return the bytes of all tensors alive on a rank after an optimizer step.
+
+    Shared memory counts once.
     """
     import gc
 
@@ -203,8 +209,9 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
     ],
 )
 def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
-    """Weights, gradients, masters and moments; what else is alive then (masks, partial sums) is a
-    percent of them.
+    """States are those on a rank after a step: weights, gradients, masters and moments.
+
+    Other live tensors (masks, partial sums) are a percent of them.
     """
     from tests.helpers.processes import run_processes
     from tests.helpers.training import BASE
@@ -213,7 +220,7 @@ def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
     predicted = memory_of_ranks(Config.create(**{**BASE, **fields, "world_size": 2 * pp}))
     found = run_processes(2 * pp, held_after_a_step, fields)
     for rank, held in enumerate(found):
-        expected = predicted[rank // 2]  # data-parallel ranks count fastest
+        expected = predicted[rank // 2]  # the data-parallel rank varies fastest
         assert held == pytest.approx(
             expected.weights + expected.gradients + expected.optimizer, rel=0.02
         )

@@ -1,6 +1,4 @@
-"""Which placement is chosen: what is known to be right, the best of all device orders, rank tables,
-errors.
-"""
+"""Choice of a placement: known results, the best of all device orders, rank tables, errors."""
 
 from __future__ import annotations
 
@@ -31,7 +29,9 @@ LINKS = node_links(FRONTIER)
 
 
 def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
-    """(node, device) of the members of each group of a direction, by the layout's own lists."""
+    """Return (node, device) of the members of each group of a direction, by the layout's own
+    lists.
+    """
     layout = placement.layout
     t, d, p = range(layout.tensor), range(layout.data), range(layout.pipeline)
     lines = {
@@ -62,7 +62,9 @@ def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
     ],
 )
 def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
-    """Pairs on 200 GB/s; four on 200 and 100 GB/s links, never {0..3}; eight are the node."""
+    """Tensor-parallel pairs get 200 GB/s links, fours 200 and 100 GB/s links, never {0..3}; eight
+    are the node.
+    """
     if data * pipeline % 4 == 0:
         pairs = devices_of_tensor_groups(
             choose_placement(made(2, pipeline, data, chunks), FRONTIER)
@@ -100,9 +102,11 @@ def test_the_layout_of_175b() -> None:
     ],
 )
 def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str, int]) -> None:
-    """A pipeline of eight goes round a cycle; of TP 4, position k of one group stands beside
-    position k of the other. The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3
-    and 4."""
+    """Stages next to each other on a node have direct links.
+
+    A pipeline of eight goes round a cycle; with TP 4, position k of one group is next to position k
+    of the other. The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4.
+    """
     for line in groups(choose_placement(made(**layout), FRONTIER), "pp"):
         devices = [device for _, device in line]
         assert all(
@@ -113,8 +117,9 @@ def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str,
 
 
 def test_messages_leave_a_node_from_devices_with_cards() -> None:
-    """A pipeline over two nodes: its ends are odd devices, and every message on a node has a direct
-    link.
+    """Messages leave a node from devices with cards.
+
+    A pipeline over two nodes ends on odd devices, and every message on a node has a direct link.
     """
     chosen = choose_placement(made(1, 16, 1, rank_order="tp-pp-dp"), FRONTIER)
     (line,) = groups(chosen, "pp")
@@ -194,15 +199,16 @@ def test_no_order_of_devices_is_cheaper(
 
 
 def test_costs_by_hand() -> None:
-    """TP 4 x PP 2 on one node in plain order: collectives on published 52 GB/s, messages from 0-3
-    to 4-7.
+    """Compute costs of TP 4 x PP 2 on one node in plain order.
+
+    Collectives have the published 52 GB/s, messages go from 0-3 to 4-7.
     """
     config = made(4, 2, 1, sequence_parallel=False)
     cost = placement_cost(config, naive_placement(config, FRONTIER))
     tensor = 2048 * 5120 * 2
     statistics = 0.75 * 4 * 12 * 2048  # of the softmax, fp32 [3, tokens] of each rank, gathered
-    # 4 layers x 4 and 1 all-reduces; beside bytes a start and the steps of a ring, twice around for
-    # an all-reduce
+    # 4 layers x 4 and 1 all-reduces; besides bytes, a start and the steps of a ring, twice around
+    # for an all-reduce.
     latency = 17 * (10e-6 + 6 * 3.6e-6) + 10e-6 + 3 * 3.6e-6
     assert cost.seconds_of("tp") == pytest.approx(
         16 * ((17 * 1.5 * tensor + statistics) / 52e9 + latency)
@@ -217,7 +223,9 @@ def test_costs_by_hand() -> None:
 
 
 def test_cards_are_shared_by_what_crosses() -> None:
-    """TP 8: every device sends a message forward and one back, over cards of which each has two
+    """Cards are shared by messages that cross.
+
+    With TP 8 every device sends a message forward and one back, over cards that each have two
     devices.
     """
     config = made(8, 4, 1, sequence_parallel=False)
@@ -246,8 +254,9 @@ def test_given_orders_are_kept() -> None:
 
 @pytest.mark.parametrize(("data", "order"), [(3, "tp-pp-dp"), (16, "tp-dp-pp")])
 def test_the_cheapest_order_of_directions(data: int, order: str) -> None:
-    """Few replicas: stages next to each other save more than short rings; many replicas: the other
-    way round.
+    """The cheapest order depends on the number of replicas.
+
+    Few replicas: stages next to each other save more than short rings; many replicas: the reverse.
     """
     config = made(2, 4, data)
     chosen = choose_placement(config, FRONTIER)
@@ -282,7 +291,7 @@ def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("order", [None, "pp-dp-tp"])
 def test_rank_table_of_1t(order: str | None) -> None:
-    """All 3,072 ranks of the paper's largest run."""
+    """Compute all 3,072 ranks of the paper's largest run."""
     config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
     rows = list(rank_rows(config, choose_placement(config, FRONTIER)))
     assert [row.rank for row in rows] == list(range(3072))

@@ -1,4 +1,4 @@
-"""What the flags of the placement mean for a job."""
+"""Meaning of the placement flags for a job."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched() -> None:
     given = {"tensor_model_parallel_size": 2, "global_batch_size": 48, "cluster": "frontier"}
     plan = plan_ranks(config(12, **given), launched(12))
     assert (plan.placing.device_order, plan.placing.rank_order) == ((), "tp-dp-pp")
-    # a process that sees all devices still takes its own
+    # A process that sees all devices still takes its own.
     assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
     assert "12 processes" in plan.describe()[0]

@@ -1,5 +1,5 @@
-"""Processes that share work: their order, Ctrl-C, and what ends when one of them or the one that
-asked is killed.
+"""Processes that share work: order, Ctrl-C, and their end when one of them or their parent is
+killed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_errors() -> None:
         list(run(fail, [1, 2]))
 
 
-# A Ctrl-C in the first moment of each process of the pool, before anything of ours could run there.
+# A Ctrl-C in the first moment of each process of the pool, before any of our code could run there.
 AT_FORK = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
 AT_START = (
     "import os, signal, sys\nif '--multiprocessing-fork' in sys.orig_argv: "
@@ -112,7 +112,10 @@ with process_pool(2, "fork", "killed") as run:
 
 @pytest.mark.slow
 def test_they_end_with_the_process_that_was_killed() -> None:
-    """They hold its output open: it ends with the last of them."""
+    """Workers end with a killed parent.
+
+    They hold its output open: it ends with the last of them.
+    """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True

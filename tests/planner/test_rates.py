@@ -1,6 +1,4 @@
-"""Seconds of a device's work: published points, the law between them, what is assumed, and where
-all of it is from.
-"""
+"""Seconds of a device's work: published points, interpolation, assumptions, and sources."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def tflops(rates: Rates, m: int, n: int, k: int) -> float:
 
 
 def with_products(points: Points, peak: float = 200.0) -> Rates:
-    """A machine of which only these products are known."""
+    """Return a machine of which only these products are known."""
     compute = Compute(
         {
             "products.float16": Figure("products.float16", points, MEASURED, "a test"),
@@ -48,14 +46,16 @@ def with_products(points: Points, peak: float = 200.0) -> Rates:
 
 
 def test_figures_of_frontier() -> None:
-    """Published for one GCD: products of 4096 and 8192 cubed in fp16 by hipBLASLt, and a copy."""
+    """Published figures of one GCD: products of 4096 and 8192 cubed in fp16 by hipBLASLt, and a
+    copy.
+    """
     rates = Rates(FRONTIER, "float16")
     assert tflops(rates, 4096, 4096, 4096) == pytest.approx(101.5)
     assert tflops(rates, 8192, 8192, 8192) == pytest.approx(106.5)
     assert rates.memory_s(1.25e12, kernels=0) == pytest.approx(1.0)
     assert FRONTIER.compute.figures["products.float16"].basis == PUBLISHED
     assert FRONTIER.compute.figures["products.bfloat16"].basis == ASSUMED
-    # Large products tend to what the best of all shapes gave, 115.3, which the law has not seen.
+    # Large products approach the best rate of all shapes, 115.3, which was not used to fit.
     assert 106.5 < tflops(rates, 1 << 17, 1 << 17, 1 << 17) < 115.3
 
 
@@ -79,8 +79,9 @@ def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> No
 
 
 def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
-    """Two points fix seconds of an operation and of an element; any shape between follows, however
-    long its sides.
+    """Two points determine the seconds per operation and per element.
+
+    Any shape between them follows, however long its sides.
     """
     sides = (4096.0, 8192.0)
     system = np.array([[2 * s**3, 3 * s**2] for s in sides])
@@ -160,8 +161,9 @@ points_of_sides = st.lists(
 def test_any_points_come_back_and_nothing_beats_the_peak(
     points: list[tuple[float, float, float, float]],
 ) -> None:
-    """Also points that contradict each other: of one size at different rates, or slower when
-    larger.
+    """Any points are reproduced, and none exceeds the peak.
+
+    Points may contradict each other: of one size at different rates, or slower when larger.
     """
     rates = with_products(tuple(points))
     for m, n, k, rate in points:
@@ -171,7 +173,10 @@ def test_any_points_come_back_and_nothing_beats_the_peak(
 
 
 def test_a_point_speaks_for_its_neighbours_only() -> None:
-    """A skinny product at half the rate of the line pulls those beside it, not those far away."""
+    """A point affects only its neighbours.
+
+    A skinny product at half the rate of the line pulls nearby ones, not distant ones.
+    """
     line = ((1024.0, 1024.0, 1024.0, 80.0), (4096.0, 4096.0, 4096.0, 100.0))
     skinny = (32768.0, 683.0, 683.0, 45.0)
     assert size_of(*skinny[:3]) == pytest.approx(1014, rel=0.02)
@@ -197,7 +202,7 @@ def test_attention_counts_half_of_the_pairs() -> None:
     assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(
         2.5 * causal * 55 / 40
     )
-    # One rate is known: it is that of all lengths and head sizes.
+    # One rate is known: it holds for all lengths and head sizes.
     assert rates.attention_s(2, 24, 4096, 64, backward=False) == pytest.approx(2 * causal)
 
 

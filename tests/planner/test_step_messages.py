@@ -1,4 +1,4 @@
-"""What a step sends: against closed forms, and against what processes really send."""
+"""Messages of a step, against closed forms and against those that processes send."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def made(**fields: Any) -> StepMessages:
 @pytest.mark.parametrize(
     ("fields", "reduced", "gathered"),
     [
-        # A layer has 4 all-reduces, 2 more to recompute it; the embedding has one forward, the
+        # A layer has 4 all-reduces, and 2 more to recompute it; the embedding has one forward, the
         # output layer one backward.
         ({}, 4 * L + 2, 0),
         ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
-        # torch ends the recomputation of a layer at the last tensor that is kept.
+        # torch ends the recomputation of a layer at the last tensor that is saved.
         ({"recompute_granularity": "full"}, 6 * L + 2, 0),
         ({"recompute_granularity": "full", "recompute_num_layers": 4}, 6 * L + 2, 0),
         (
@@ -48,8 +48,7 @@ def made(**fields: Any) -> StepMessages:
             4 * L + 2 * 3 + 2,
             0,
         ),
-        # Each all-reduce is one of both, and inputs are gathered once more for the weight
-        # gradients.
+        # Each all-reduce is one of both, and inputs are gathered again for the weight gradients.
         ({"sequence_parallel": True}, 4 * L + 2, 6 * L + 2),
     ],
 )
@@ -79,8 +78,9 @@ def test_pipeline_messages() -> None:
 
 
 def test_data_parallel_messages() -> None:
-    """Gradients go in fp32, weights come back in 16 bit; ZeRO stage 0 sums all gradients
-    everywhere.
+    """Gradients are sent in fp32, weights come back in 16 bit.
+
+    ZeRO stage 0 sums all gradients everywhere.
     """
     layer = 12 * H * H + 13 * H
     count = V * H + S * H + L * layer + 2 * H
@@ -90,7 +90,7 @@ def test_data_parallel_messages() -> None:
     }
     assert set(made(world_size=4, zero_stage=0).data) == {Message("all_reduce", 4 * count)}
     stages = made(world_size=8, pipeline_model_parallel_size=4).data
-    first = V * H + S * H + 2 * layer  # with both embeddings the fullest
+    first = V * H + S * H + 2 * layer  # with both embeddings it has the peak
     assert Message("reduce_scatter", 4 * first) in stages
 
 
@@ -98,7 +98,7 @@ def test_data_parallel_messages() -> None:
 
 
 def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """(call, kind of group, bytes) of everything that a rank posts in one step."""
+    """Return (call, kind of group, bytes) of everything that a rank posts in one step."""
     from megatron.parallel.flight import FlightRecorder
     from megatron.pipeline.executor import Exchange
 
@@ -149,8 +149,8 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
-    """Two stages of two chunks, two replicas. gloo reduces to each owner in turn; together that is
-    all gradients.
+    """Two stages of two chunks with two replicas send as predicted. gloo reduces to each owner in
+    turn; together that is all gradients.
     """
     fields = {
         "pipeline_model_parallel_size": 2,
@@ -163,8 +163,8 @@ def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
     sends = [
         sum(call == "send" for call, kind, _ in found if kind == "pipeline") for found in ranks
     ]
-    # Those of both chunks over the boundary, and those from the first chunk to the second; in both
-    # directions.
+    # Messages of both chunks over the boundary, and those from the first chunk to the second; in
+    # both directions.
     assert sum(sends) == 2 * 2 * (messages.messages + config.num_micro_batches())
     assert {size for found in ranks for call, kind, size in found if call == "send"} == {
         messages.message_bytes

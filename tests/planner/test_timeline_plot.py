@@ -1,4 +1,4 @@
-"""What the pictures of a step show, read back from the figure."""
+"""Pictures of a step, read back from the figure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_run(
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The figures drawn, which stay open until the test ends."""
+    """Return the figures drawn, which stay open until the test ends."""
     from matplotlib import pyplot
 
     drawn: list[Any] = []

@@ -1,5 +1,5 @@
-"""A trace beside what is independent of it: the papers' formulas, the modules' own sizes, real runs
-of the code.
+"""A trace beside independent sources: the papers' formulas, the modules' sizes, real runs of the
+code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from tests.planner.closed_form import rank_parameters
 from tests.planner.timing.configs import configs, run
 
 
-# an autograd function is recomputed
+# An autograd function is recomputed.
 @example(config=run(recompute_granularity="selective"), device="cpu")
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
 def test_flops_are_those_of_the_formulas(config, device):
-    """Exactly: all are whole numbers. The vocabulary is the padded one, whose padding is
-    multiplied, too.
+    """FLOPs equal those of the formulas exactly: all are whole numbers.
+
+    The vocabulary is the padded one, whose padding is multiplied too.
     """
     if config.kernels.attention_backend == "unfused":
         return  # counted below
@@ -53,7 +54,9 @@ def test_flops_are_those_of_the_formulas(config, device):
 
 
 def test_explicit_attention_is_recomputed_as_far_as_its_weights():
-    """torch stops before the product with the values, of which no gradient needs the result."""
+    """Explicit attention is recomputed up to its weights. torch stops before the product with the
+    values, whose result no gradient needs.
+    """
     config = run(
         attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2
     )
@@ -93,7 +96,7 @@ def test_parameters_are_those_of_the_formulas(config):
     ],
 )
 def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
-    """After a backward pass, whole or split, nothing is left of what was made."""
+    """All tensors are freed after a backward pass, whole or split."""
     traced = trace(run(tensor_model_parallel_size=2, **more), device)
     for part in (traced.embedding, traced.layer, traced.again, traced.head):
         if part is not None:
@@ -103,7 +106,7 @@ def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
 
 
 def kept(*passes: Pass) -> dict[int, int]:
-    """Bytes of what is alive after these passes, by its number."""
+    """Return the bytes alive after these passes, by pass."""
     found: dict[int, int] = {}
     for each in passes:
         for step in each.steps:
@@ -115,7 +118,7 @@ def kept(*passes: Pass) -> dict[int, int]:
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_alone():
-    """And what its neighbour keeps: its output."""
+    """A recomputed layer keeps only its input and its neighbour's, which is its output."""
     config = run(recompute_granularity="full", tensor_model_parallel_size=2)
     hidden = 512 * 256 * 2
     again = trace(config, "cuda").again
@@ -130,8 +133,11 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
 def test_a_layer_keeps_what_korthikanti_et_al_count(
     t: int, sequence_parallel: bool, count: float
 ) -> None:
-    """arXiv 2205.05198, equations 1, 2 and 4: 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes
-    without scores, of which 2 are masks, functions of keys here."""
+    """A layer keeps the bytes of Korthikanti et al.
+
+    (arXiv 2205.05198), equations 1, 2 and 4. They are 34 s b h, (10 + 24/t) s b h and 34/t s b h
+    bytes without scores; 2 of them are masks, which are functions of keys here.
+    """
     config = run(
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -163,7 +169,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(
     ],
 )
 def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
-    """And what it does not depend on gives the same."""
+    """Settings that affect a trace give another trace; others give the same."""
     plain = trace(run(), "cuda")
     changed = trace(run(**more), "cuda")
     assert changed is not plain and any(
@@ -183,7 +189,10 @@ def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
 
 
 def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
-    """The names of settings that do not count exist, in the sections that have them."""
+    """New settings count unless they are listed.
+
+    The names of settings that do not count exist, in their sections.
+    """
     for listed in (traces._DOES_NOT_COUNT, traces._COUNTS):
         for section, names in listed.items():
             fields = {field.name for field in dataclasses.fields(getattr(run(), section))}
@@ -220,7 +229,9 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
 
 
 def test_to_ask_a_tensor_for_its_device_is_no_work() -> None:
-    """Tensors without data on a CPU answer such questions by operators: a CPU has about as many
+    """Asking a tensor for its device is no work.
+
+    Tensors without data on a CPU answer such questions by operators: a CPU has about as many
     kernels as a GPU.
     """
     config = run(hidden_dropout=0.0, attention_dropout=0.0)

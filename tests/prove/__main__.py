@@ -4,8 +4,8 @@
     make prove ONLY=kills                 one campaign; ONLY="kills parity": two
     make prove ONLY=planted-faults PROVE="--room data"
 
-Each says first how long it takes and ends with a line of figures. What did not run, for want of
-Slurm, root or a compiler, is reported as not proved. Exit code: 0 proved, 1 something failed, 2
+Each prints its duration first and ends with a line of figures. Parts that did not run, for lack of
+Slurm, root or a compiler, are reported as not proved. Exit code: 0 proved, 1 something failed, 2
 nothing failed but something was not proved.
 """
 
@@ -28,12 +28,13 @@ PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
 
 @dataclass(frozen=True)
 class Campaign:
-    """what      it proves
+    """Campaign of long tests and programs.
+
+    what      it proves
     minutes   on two cores, beside other work
     workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it
               has no tests
-    programs  what else belongs to it: arguments of python, whose last line of output are the
-              figures
+    programs  other parts: arguments of python, whose last line of output are the figures
     """
 
     what: str
@@ -111,12 +112,12 @@ CAMPAIGNS = {
         programs=("-m tests.prove.steady",),
     ),
 }
-# Its tests are those of hypothesis, in whatever room.
+# Its tests are those of hypothesis, in any folder.
 _SELECTED = {"hypothesis": "-m hypothesis --hypothesis-profile prove -o timeout=3600"}
 
 
 def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
-    """(verdict, figures) of a campaign."""
+    """Run a campaign; return (verdict, figures)."""
     campaign, start = CAMPAIGNS[name], time.monotonic()
     found = []
     if campaign.workers is not None:
@@ -157,8 +158,9 @@ def run_pytest(words: Sequence[str]) -> tuple[str, str]:
 
 
 def run_program(words: Sequence[str]) -> tuple[str, str]:
-    """A program's last line is its figures. It says "not proved" in it for what it could not
-    run.
+    """Run a program, whose last line is its figures.
+
+    It says "not proved" there for parts that it could not run.
     """
     last = ""
     with subprocess.Popen(

@@ -1,9 +1,9 @@
-"""Runs the engine's tests on the oldest DeepSpeed of pyproject.toml and on the newest of PyPI.
+"""Run the engine's tests on the oldest DeepSpeed of pyproject.toml and on the newest of PyPI.
 
     make prove ONLY=deepspeed
 
 Each version is installed by pip into a folder of its own, without dependencies and extensions, and
-put before the installed one on PYTHONPATH.
+precedes the installed one on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def oldest() -> str:
 
 
 def install(requirement: str, folder: Path) -> str:
-    """Return the installed version; "" where pip could not install it."""
+    """Install a version and return it; "" if pip could not install it."""
     command = [
         sys.executable,
         "-m",

@@ -3,18 +3,17 @@ every format.
 
     make prove ONLY=hostile [PROVE="--minutes 60 --seed 7 --only files"]
     python -m tests.prove.hostile --seed 7 --case files:123      one case again
-
 flags    a command line that works, with words of a tool's own parser and of the configuration
          added, changed, lost
-environ  a training under variables of launchers, and of what reads the environment
-files    a command line that works, one of whose files is damaged by its structure
+environ  a training under variables of launchers, and of other readers of the environment
+files    a command line that works, one of whose files has structural damage
          (hostile_files.py)
-runs     command lines that are accepted train two steps, in one process or in two that were not
-         given the same
+runs     accepted command lines train two steps, in one process or in two with different
+         arguments
 
-A case has to end with success or with a message: a traceback, a fatal signal, more than 30 s, more
-than 4 GiB, more than 64 processes, or code run that came from a file, is a failure. A case follows
-from seed, kind and number alone.
+A case has to end with success or with a message. A traceback, a fatal signal, more than 30 s, more
+than 4 GiB, more than 64 processes, or code run that came from a file, is a failure. A case is
+determined by seed, kind and number alone.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ KINDS = ("files", "files", "flags", "flags", "files", "runs", "files", "flags", 
 MODEL = f"{hostile_files.SMALL} --vocab-size 128 --distributed-timeout-minutes 0.1"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
 TRAIN = "pretrain_gpt.py"
-# {f} is the folder of the case; what it reads is made by the function of hostile_files with the
-# name behind it.
+# {f} is the folder of the case; the function of hostile_files with the name that follows makes the
+# files read.
 Target = tuple[str, str, str]
 TARGETS: Sequence[Target] = (
     (TRAIN, MOCK, "nothing"),
@@ -279,7 +278,7 @@ WORDS = (
     "; mkdir {f}/RAN",
     "__import__('os').mkdir('{f}/RAN')",
 )
-# What processes of our own send each other. Nothing of it ever comes from a file.
+# Messages between our own processes. Nothing in them ever comes from a file.
 OWN_PICKLES = (
     "_codecs",
     "_thread",
@@ -317,8 +316,9 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Case:
-    """A process, or several that meet. `made` are the files it reads, `damage` changes them and
-    says how.
+    """Process, or several that communicate.
+
+    `made` are the files it reads, `damage` changes them and reports how.
     """
 
     script: str
@@ -371,7 +371,7 @@ def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGE
 
 @cache
 def flags_of(script: str) -> list[tuple[str, str]]:
-    """(spelling, "" or what it takes) of a script's own parsers."""
+    """Return (spelling, "" or its argument) of the flags of a script's own parsers."""
     if script == TRAIN:
         return []
     seen: list[argparse.ArgumentParser] = []

@@ -1,4 +1,4 @@
-"""What is measured and how it becomes figures, without waiting for any clock."""
+"""Measurements and the figures derived from them, without waiting for any clock."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def test_a_point_is_a_rate_or_seconds() -> None:
 def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that says how many calls it was asked for, times a factor: one for the warm-up, then
-    three rounds.
+    """The median of all rounds counts.
+
+    The clock returns the number of its calls times a factor: one for the warm-up, then three
+    rounds.
     """
     factors = iter([9.0, 2.0, 3.0, 4.0, 9.0, 1.0, 5.0, 6.0, 9.0, 1.0, 1.0, 7.0])
     monkeypatch.setattr(
@@ -75,7 +77,9 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
 def test_measuring_ends_by_the_clock_once_all_were_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Limits by this process's clock or a partner's: one pass over all, then no more than the next
+    """Measuring ends by the clock once every task has been measured.
+
+    Limits are by this process's clock or a partner's: one pass over all, then no more than the next
     task's memory.
     """
 
@@ -91,7 +95,7 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
         return made
 
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    # another process is late; this one
+    # Another process is late; this one is.
     assert measured(lambda value: 100.0, 0.0) == measured(None, 1.0) == [0, 1, 0]
     assert measured(None, 0.1) == [0, 1] * tasks.PASSES
 
@@ -126,8 +130,10 @@ def test_groups_of_ranks() -> None:
     ],
 )
 def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each does its work once, on a small model; figures are those that the model of time asks for,
-    and products those that a trace lists."""
+    """Every task does its work once, on a small model.
+
+    Figures are those that the time model asks for, and products those that a trace lists.
+    """
     from megatron.planner.calibration import compute
 
     monkeypatch.setattr(compute, "MICRO_BATCHES", (1,))

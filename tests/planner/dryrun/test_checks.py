@@ -1,4 +1,4 @@
-"""What is compared between ranks, on messages that were changed by hand."""
+"""Comparisons between ranks, on messages changed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --dry-run`: what it prints and how it ends."""
+"""`pretrain_gpt.py --dry-run`: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ SMALL = (
 
 @pytest.mark.slow
 def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
-    """Without launcher, data or length; and under a launcher, where only the first process
-    speaks.
+    """A dry run prints once for a job of any size.
+
+    It needs no launcher, data or length; under a launcher only the first process prints.
     """
     (done,) = launch(
         1, [*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--cluster", "frontier"]
@@ -35,7 +36,10 @@ def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
 
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
-    """A layer of 12 h^2 parameters on each rank: 7.9 billion, with 18 bytes each, are 132 GiB."""
+    """A model that does not fit ends with 3.
+
+    A layer of 12 h^2 parameters on each rank, 7.9 billion with 18 bytes each, takes 132 GiB.
+    """
     sizes = ("--hidden-size", "25600", "--num-attention-heads", "128", "--cluster", "frontier")
     assert dry_run([*SMALL, *sizes], launched=4) == 3
     printed = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""The count of memory against allocations that can be added up by hand."""
+"""Counted memory, against allocations that can be added up by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def zeros(kib: int) -> torch.Tensor:
 
 
 def total(follower: Follower) -> float:
-    """Bytes that are taken and not given back."""
+    """Return the bytes allocated and not freed."""
     return float(changes(follower.steps, GPU_BLOCK, {}).sum())
 
 
 def test_peak_of_tensors_that_come_and_go() -> None:
-    """8 + 4, minus 8, plus 6: the peak is 12 KiB, not 18; what is there then are the first two."""
+    """The peak of 8 + 4, minus 8, plus 6 is 12 KiB, not 18.
+
+    At the peak, the first two tensors are live.
+    """
     follower = Follower("meta")
     with followed(follower):
         a = zeros(8)
@@ -72,7 +75,9 @@ def test_views_take_nothing_and_keep_what_they_look_at() -> None:
 
 
 def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
-    """x^3 keeps x; exp keeps its result; both are let go of."""
+    """Tensors saved by autograd are held until the backward pass. x^3 keeps x, and exp keeps its
+    result; both are then freed.
+    """
     follower = Follower("meta")
     with followed(follower):
         x = zeros(4).requires_grad_()

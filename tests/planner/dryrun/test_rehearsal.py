@@ -1,6 +1,4 @@
-"""Rehearsals of small jobs: against real steps, against each other, and with mistakes put into the
-code.
-"""
+"""Rehearsals of small jobs: against real steps, against each other, and with faults in the code."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def make(**fields: Any) -> Config:
 
 
 class _Follow(Follower):
-    """The same count of memory, on tensors with data."""
+    """Count memory in the same way, on tensors with data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class _Follow(Follower):
 
 
 def real_peak(rank: int, fields: dict[str, Any]) -> float:
-    """Bytes at most in two real steps of a rank."""
+    """Return the peak bytes in two real steps of a rank."""
     config = make(**fields)
     parallel, follower = config.parallel, _Follow()
     topology = join(
@@ -146,8 +144,11 @@ MORE = pytest.mark.campaign("memory")
     ids=lambda fields: "-".join(fields),
 )
 def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
-    """But for a number or two on one process. Between several, a message may copy what it is given,
-    unseen, and let go of it: a rehearsed one holds it until it is waited for."""
+    """A rehearsed rank allocates as much as a real one, except for a number or two on one process.
+
+    Between several, a message may copy its argument, unseen, and free it. A rehearsed one holds it
+    until it is awaited.
+    """
     real = run_processes(fields["world_size"], real_peak, fields)
     config = make(**fields)
     for rank, peak in enumerate(real):
@@ -186,8 +187,8 @@ CHUNKS: dict[str, Any] = dict(num_layers_per_virtual_pipeline_stage=1)
             {**PP4, "global_batch_size": 48, "num_layers": 7, "pipeline_layout": "1,2,2,2"},
             marks=MORE,
         ),
-        # 24 over 5 ranks pass in groups of 6. 19, which leave as many over, would begin with a
-        # group of 7.
+        # 24 over 5 ranks pass in groups of 6. 19, with the same remainder, would begin with a group
+        # of 7.
         pytest.param(
             dict(
                 num_layers=10,
@@ -205,8 +206,11 @@ CHUNKS: dict[str, Any] = dict(num_layers_per_virtual_pipeline_stage=1)
 def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(
     fields: dict[str, Any],
 ) -> None:
-    """A rank needs no more than the one that stands for it. With all micro-batches nothing is added
-    but, on the last stage, their losses: a number each, for which the allocator gives a block."""
+    """The tested ranks and micro-batches represent all.
+
+    No rank needs more than its representative. All micro-batches add nothing except, on the last
+    stage, their losses: a number each, in a block of the allocator.
+    """
     config = make(**fields)
     enough, count = enough_micro_batches(config), config.num_micro_batches()
     size = config.parallel.pipeline_model_parallel_size
@@ -232,8 +236,8 @@ def test_a_job_that_runs() -> None:
     assert found.findings == () and found.device == "gpu"
     assert sum(rank.stands_for for rank in found.ranks) == 8
     for rank in found.ranks:
-        # bf16 weights, fp32 masters over two data-parallel ranks: both 2 bytes a parameter, but for
-        # padding.
+        # bf16 weights, fp32 masters over two data-parallel ranks: both 2 bytes a parameter, except
+        # for padding.
         for name, width in (
             ("weights", 2),
             ("master", 4 / 2),
@@ -246,8 +250,10 @@ def test_a_job_that_runs() -> None:
 
 
 def test_messages_are_buffers_until_they_are_used() -> None:
-    """A middle rank has at most two receives posted (schedule.peak_receives) and SENDS_IN_FLIGHT
-    sent tensors.
+    """Messages are buffers until they are used.
+
+    A middle rank has at most two receives posted (schedule.peak_receives) and SENDS_IN_FLIGHT sent
+    tensors.
     """
     config = make(**PP4, global_batch_size=16)
     found = run_rank(config, 1, "meta", enough_micro_batches(config))
@@ -265,7 +271,7 @@ def broken(config: Config, **more: Any) -> Rehearsal:
 
 
 def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver makes up a tensor instead."""
+    """One receive is missing: the receiver makes up a tensor instead."""
     receive, take = Exchange.receive, Exchange.take
 
     def forgotten(instruction: Any) -> bool:
@@ -302,7 +308,10 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_executor_that_differs_from_the_others(
     change: dict[str, Any], kind: str, words: tuple[str, ...]
 ) -> None:
-    """It waits for another type, or its code fails, whose rank and line are named."""
+    """An executor that differs from the others is found.
+
+    It waits for another type, or its code fails, and its rank and line are named.
+    """
 
     def alter(pipeline_rank: int, executor: Any) -> None:
         if pipeline_rank == 1:

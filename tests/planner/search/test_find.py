@@ -1,4 +1,4 @@
-"""The search against an estimate of every layout of small spaces."""
+"""Search, against an estimate of every layout of small spaces."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def given(
 
 
 def every_layout(of: Search) -> list[tuple[float, Layout]]:
-    """(score, layout) of all that are valid and fit, on the best placement of a few; the best
-    first.
+    """Return (score, layout) of all valid layouts that fit, the best first.
+
+    Each is on the best of a few placements.
     """
     found = []
     for size in of.space.sizes(Rejections()):

@@ -1,4 +1,4 @@
-"""The space holds exactly the layouts that a configuration accepts; its fixed part is a model
+"""A space contains exactly the layouts that a configuration accepts; its fixed part is a model
 alone.
 """
 
@@ -75,8 +75,8 @@ def test_variants_are_those_that_validation_accepts():
             "full:uniform:1",
         }
         for layout in variants:
-            # 40 tokens are no multiple of 12 and 16 heads: the only thing that a variant alone can
-            # be refused for.
+            # 40 tokens are no multiple of 12 and 16 heads: the only reason to refuse a variant
+            # alone.
             assert is_valid(where, layout) == (not layout.sp or 40 % shape.tp == 0), layout
 
 

@@ -1,4 +1,4 @@
-"""Configurations for the tests of the time model, drawn at random, and machines for them."""
+"""Random configurations for the tests of the time model, and machines for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RECOMPUTE: tuple[dict[str, Any], ...] = (
 
 @st.composite
 def settings_of_runs(draw: Any) -> dict[str, Any]:
-    """Flat settings of a run on up to 64 devices."""
+    """Draw flat settings of a run on up to 64 devices."""
     t, p = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     d, m, b = (
         draw(st.sampled_from([1, 2, 4])),
@@ -90,6 +90,6 @@ def configs() -> st.SearchStrategy[Config]:
 
 
 def run(**more: Any) -> Config:
-    """A small run in bf16 on as many devices as its layout needs."""
+    """Return a small run in bf16 on as many devices as its layout needs."""
     t, p = more.get("tensor_model_parallel_size", 1), more.get("pipeline_model_parallel_size", 1)
     return Config.create(**{**SIZES, "bf16": True, "world_size": t * p, **more})

@@ -1,4 +1,4 @@
-"""Seconds of passes: what hides messages, against closed forms."""
+"""Seconds of passes: work that hides messages, against closed forms."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ONE = seconds_of(WORK, RATES)
 
 @given(st.floats(0, 3), st.floats(0, 3))
 def test_a_message_behind_a_computation(first, second):
-    """Two messages that are posted at once follow each other; the device waits for what its work
-    does not cover.
+    """Messages posted at once follow each other.
+
+    The device waits for the part that its work does not cover.
     """
     steps = Pass(
         (Post(Message("a", first), 1), Post(Message("b", second), 2), WORK, Wait(1), WORK, Wait(2)),
@@ -44,14 +45,14 @@ def test_a_message_behind_a_computation(first, second):
 
 @pytest.mark.parametrize("message", [0.2, 0.9, 1.0, 3.0])
 def test_products_in_chunks_in_closed_form(message):
-    """n chunks whose message takes M and whose product takes C: M + (n - 1) max(M, C) + C,
-    whichever comes first.
+    """n chunks with messages of M and products of C take M + (n - 1) max(M, C) + C, in either
+    order.
     """
     fields = dict(
         tensor_model_parallel_size=2, sequence_parallel=True, seq_length=2048, tp_comm_overlap=True
     )
     forward = trace(run(**fields), "cuda").layer.forward
-    # an input that is gathered, an output that is summed
+    # An input that is gathered, an output that is summed.
     for name in ("query_key_value", "dense_4h_to_h"):
         of_it = [
             step
@@ -68,8 +69,9 @@ def test_products_in_chunks_in_closed_form(message):
 
 
 def test_halves_of_a_backward_pass_make_the_whole():
-    """Without messages, and without the output layer, which a split pass does not cut into
-    chunks.
+    """Halves of a backward pass make the whole.
+
+    Messages are left out, and so is the output layer, which a split pass does not cut into chunks.
     """
     traced = trace(run(tensor_model_parallel_size=2, hidden_size=2048), "cuda")
     whole, halves = (

@@ -1,6 +1,4 @@
-"""Estimates of whole steps: parts, bounds, and what follows from the machine's figures in closed
-form.
-"""
+"""Estimates of whole steps: parts, bounds, and closed forms of the machine's figures."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ MACHINES = {"frontier": FRONTIER, "crowded": CROWDED}
 
 
 def with_figures(cluster: Cluster, **values: float) -> Cluster:
-    """Some of a machine's single figures replaced."""
+    """Replace some of a machine's single figures."""
     figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
     return dataclasses.replace(cluster, compute=cluster.compute.with_figures(figures))
 
@@ -112,8 +110,10 @@ def test_layouts_are_ranked_by_about_their_time(flags, off):
 @pytest.mark.slow
 @given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
-    """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time
-    of the machine.
+    """A machine n times as slow takes n times as long.
+
+    Every figure changes at once: rates are divided, latencies multiplied. Nothing is left that is
+    not a time of the machine.
     """
     config = Config.create(**flat)
     seconds = (
@@ -151,8 +151,11 @@ def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(fla
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
 def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
-    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), on links that take
-    no time, where the ends of the model are nothing beside its layers."""
+    """Equal stages have the bubble (p - 1) / (v m) of the working time (Narayanan et al.
+
+    2021, section 2.2). Links take no time, and the ends of the model are negligible beside its
+    layers.
+    """
     chunks = dict(num_layers_per_virtual_pipeline_stage=8 // (p * v)) if v > 1 else {}
     config = run(
         pipeline_model_parallel_size=p,
@@ -194,8 +197,10 @@ def test_the_update_is_divided_over_replicas_by_zero_alone():
 
 
 def test_tensor_messages_are_hidden_only_where_they_may_be():
-    """Non-sequence-parallel layers wait for two all-reduces forward; backward each hides behind a
-    weight gradient.
+    """Tensor messages are hidden only where possible.
+
+    Layers without sequence parallelism wait for two all-reduces forward; backward each hides behind
+    a weight gradient.
     """
     fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
     shown = run(**fields, async_tensor_model_parallel_allreduce=False)
@@ -226,7 +231,9 @@ def test_a_cpu_hides_nothing():
 
 
 def test_ranks_that_share_cores_take_turns():
-    """Four replicas on two cores: passes, gradients and optimizer take twice as long; the host's
+    """Ranks that share cores take turns.
+
+    With four replicas on two cores passes, gradients and optimizer take twice as long; the host's
     part does not.
     """
     config = run(world_size=4, global_batch_size=8)
@@ -277,7 +284,7 @@ def test_the_use_of_the_peak():
     ],
 )
 def test_the_explanation_adds_up(more: dict[str, Any]):
-    """Whoever has only what is printed comes to the printed sums, which are those of the
+    """The explanation adds up: printed terms give the printed sums, which are those of the
     estimate.
     """
     found = estimate(run(**more), FRONTIER)
@@ -303,8 +310,9 @@ def _seconds(text: str) -> float:
 
 
 def test_an_estimate_rests_on_its_own_figures_only():
-    """Whatever was asked of the machine before, explicit attention rests on no rate of attention's
-    kernels.
+    """An estimate uses only its own figures.
+
+    Whatever was asked of the machine before, explicit attention uses no rate of attention kernels.
     """
     estimate(run(pipeline_model_parallel_size=2), FRONTIER)
     found = estimate(run(attention_backend="unfused"), FRONTIER)

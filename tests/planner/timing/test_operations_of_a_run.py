@@ -1,4 +1,6 @@
-"""Traces against what the code runs: every matrix product and tensor-parallel message of a step."""
+"""Traces against the code's operations: every matrix product and tensor-parallel message of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ def key(m: int, n: int, k: int, batch: int) -> tuple[int, ...]:
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products of this thread by (m, n, k, batch); attention's own kernels are
-    one operator each.
+    """Count the matrix products of this thread by (m, n, k, batch).
+
+    Attention's own kernels are one operator each.
     """
 
     def __init__(self, batched: bool) -> None:
@@ -70,7 +73,8 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # else each process would import torch's compiler, for seconds, to keep it away from here
+        # Otherwise each process would import torch's compiler, for seconds, only to keep it out of
+        # here.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +130,7 @@ def _ran(topology: Any, config: Config) -> Any:
 
 @contextmanager
 def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
-    """("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
+    """Return ("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
     original, whole = collectives.start, collectives.all_reduce
 
     def post(call: str, size: int) -> int:
@@ -154,7 +158,7 @@ def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
 
 
 def listed(config: Config, rank: int) -> Any:
-    """The same from the trace."""
+    """Return the same from the trace."""
     traced, products, sent = (
         trace(config, "cpu"),
         Counter[tuple[int, ...]](),
@@ -181,7 +185,7 @@ def backend(config: Config) -> str:
 
 
 def listed_in_order(config: Config) -> list[Any]:
-    """Products, messages and the waits for them in the order of the trace, of one stage without
+    """Return products, messages and waits in the order of the trace, for one stage without
     recomputation.
     """
     found = list[Any]()
@@ -279,6 +283,6 @@ def test_a_step_multiplies_and_sends_what_the_trace_says(
             *counts, order = found[rank][i]
             for got, wanted in zip(counts, listed(config, rank // tp), strict=True):
                 assert got == wanted, f"rank {rank} of {cases[i]}"
-            explicit = backend(config) == "unfused"  # whose products autograd orders
+            explicit = backend(config) == "unfused"  # autograd orders its products
             if pp == 1 and not config.recompute.recompute_granularity and not explicit:
                 assert order == listed_in_order(config), f"rank {rank} of {cases[i]}"

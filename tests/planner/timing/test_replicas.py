@@ -1,4 +1,6 @@
-"""What replicas exchange, against the engine's own buckets, and what passes hide of it."""
+"""Exchanges between replicas, against the engine's own buckets, and how much passes hide of
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buckets_are_those_of_the_engine(layout):
-    """But for a tied embedding, which the engine puts into a bucket of its own, last as here."""
+    """Buckets equal the engine's, except a tied embedding's.
+
+    The engine puts it into a bucket of its own, last as here.
+    """
     config = run(**layout)
     where = Layout(tensor=config.parallel.tensor_model_parallel_size, pipeline=1)
     built = build_chunks(config, Topology.from_layout(where, 0, device=torch.device("cpu")))
@@ -40,7 +45,7 @@ def test_buckets_are_those_of_the_engine(layout):
     place = {p: i for i, p in enumerate(parameters)}
     for limit in (bucket_elements(0, 4), 300_000, 10_000):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
-        # as Engine._connect orders them
+        # in the order of Engine._connect
         groups.sort(key=lambda group: -min(place[p] for p in group))
         weights = weights_of(of(config), *stages_of(config), passes(config), 0)
         found = [bucket.elements for bucket in buckets_of(weights[::-1], limit)]
@@ -79,8 +84,11 @@ def passes(config, forward=1.0):
 
 @given(st.floats(0.01, 100.0))
 def test_gradients_behind_the_last_pass_in_closed_form(seconds):
-    """Four layers alike, whose gradients are there after each quarter of the last pass of two
-    seconds. Links that are slower than that are busy from the end of the first quarter on."""
+    """Gradients behind the last pass have a closed form.
+
+    Four equal layers have theirs after each quarter of the last pass of two seconds. Links slower
+    than that are busy from the end of the first quarter on.
+    """
     config = run(
         world_size=2,
         global_batch_size=4,
@@ -109,7 +117,10 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
 
 
 def test_new_weights_are_waited_for_by_the_layers_that_need_them():
-    """The last stage begins p - 1 passes later, and so much of its gather is hidden anyway."""
+    """New weights are awaited by the layers that need them.
+
+    The last stage begins p - 1 passes later, so that much of its gather is hidden anyway.
+    """
     config = run(
         world_size=8,
         pipeline_model_parallel_size=4,
