@@ -1,6 +1,4 @@
-"""Runs that end badly through pretrain_gpt.py itself: what the user reads and what is left on
-disk.
-"""
+"""Runs of pretrain_gpt.py that end badly: the user's output and the files left on disk."""
 
 from __future__ import annotations
 
@@ -62,8 +60,9 @@ def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: P
 
 
 def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path: Path) -> None:
-    """1 % of 8 documents rounds to none. That samples come in another order only a digest can
-    tell.
+    """A vanished validation part is reported and a changed index refused.
+
+    1 % of 8 documents rounds to none. Only a digest can tell that samples come in another order.
     """
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         for _ in range(8):
@@ -102,7 +101,7 @@ def lose_output(kind: str, *numbers: int) -> None:
             os.dup2(writer, number)
         else:
             os.close(number)
-            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python begins then
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python starts then
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
         outcome.output.count("standard output cannot be written") for outcome in outcomes if outcome
     ]
     assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints
-    # No file of the run has got what was printed.
+    # No file of the run contains the lost output.
     events = [record["event"] for record in read_records(tmp_path / "metrics.jsonl")]
     assert events == ["start", "iteration", "iteration", "checkpoint", "data", "end"]
 
@@ -147,8 +146,9 @@ def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, 
 
 @pytest.mark.campaign("kills")
 def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
-    """Rank 0 serves it. torch reads how much it says when it is imported: these are real
-    processes.
+    """A lost store is reported without frames of C++.
+
+    Rank 0 serves it. torch reads its verbosity when it is imported: these are real processes.
     """
     code = (
         "import runpy, sys; from tests.helpers.fault_points import strike\nif sys.argv[1] == "
@@ -178,8 +178,10 @@ def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
 
 
 def test_a_fatal_signal_says_where_it_struck() -> None:
-    """A mapped file that is cut short while it is read ends in a bus error, which no exception
-    tells of.
+    """A fatal signal reports where it struck.
+
+    A mapped file that is truncated while it is read ends in a bus error, for which there is no
+    exception.
     """
     code = (
         "import os, signal; from megatron.training.run.process import run_guarded; "

@@ -1,5 +1,7 @@
-"""Bad input through the program: one clear error on every rank, soon, without a traceback and
-without a hang. What is refused is tested where it is decided: tests/config, tests/data."""
+"""Bad input through the program: one clear error on every rank, soon, without traceback or hang.
+
+The refusals are tested where they are decided: tests/config, tests/data.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ REAL = [word for word in TINY if word != "--mock-data"]
             [*TINY, "--num-attention-heads", "5", "--fp16", "--bf16", "--seq-length", "64"],
             ["num-attention-heads", "fp16", "max-position-embeddings"],
         ),
-        # known late
+        # found late
         ([*REAL, "--data-path", "no/such/corpus", "--split", "90,10,0"], ["no/such/corpus"]),
         (
             [*TINY, "--deepspeed", "--deepspeed_config", "FILE"],

@@ -1,4 +1,4 @@
-"""Pictures are there whole or not at all, and what stands against them is said."""
+"""Pictures are written whole or not at all, and obstacles are reported."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What only a CUDA or ROCm device can show: its kernels, its communication library, its memory.
-Skipped without one.
+"""Tests that need a CUDA or ROCm device: its kernels, its communication library, its memory.
 
-The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and
-other libraries. benchmarks/parity.py has the tolerances of training and their reasons, and compares
-where there is no pytest.
+They are skipped without one. The reference is the CPU in fp32 (or float64), which the other tests
+compare with closed forms and other libraries. benchmarks/parity.py has the tolerances of training
+and their reasons, and compares where there is no pytest.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ DEVICE = torch.device("cuda", 0)
 def train(
     folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """A training of the tiny model in processes of its own: those that are forked have DeepSpeed
-    set up for the CPU.
-    """
+    """Train the tiny model in new processes: forked ones have DeepSpeed set up for the CPU."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     return parity.train(
@@ -99,7 +96,7 @@ def test_two_devices_follow_the_cpu(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: str) -> None:
-    """Dropout on: the masks after the resume are those of the run that was not interrupted."""
+    """A resumed run continues with the same dropout masks as the uninterrupted run."""
     arguments = [*PRECISION[precision], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
     whole = train(tmp_path, [*arguments, "--save", str(tmp_path / "saved"), "--save-interval", "2"])
     rest = train(tmp_path, [*arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"])
@@ -111,7 +108,7 @@ def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: 
 def test_a_checkpoint_of_a_device_loads_on_the_cpu(
     tmp_path: Path, cpu_run: dict[int, dict]
 ) -> None:
-    """Also from bf16: a checkpoint has the fp32 weights."""
+    """A checkpoint of a device loads on the CPU, also from bf16: it has the fp32 weights."""
     train(
         tmp_path, [*NO_DROPOUT, "--bf16", "--save", str(tmp_path / "saved"), "--save-interval", "2"]
     )
@@ -133,7 +130,7 @@ def test_a_checkpoint_of_a_device_loads_on_the_cpu(
 def test_loss_and_gradients_of_a_model(
     positions: str, recompute: str | None, segments: list | None
 ) -> None:
-    """The same weights are drawn on any device; fp32 there and here."""
+    """Loss and gradients match the CPU in fp32. The same weights are drawn on any device."""
     config = Config.create(
         num_layers=2,
         hidden_size=64,
@@ -169,8 +166,9 @@ def test_loss_and_gradients_of_a_model(
 
 @pytest.mark.parametrize(("shape", "dim"), [((5000, 2000), 0), ((2000, 5000), 1)])
 def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape: tuple[int, int], dim: int) -> None:
-    """Ten million elements, which travel in several pieces behind those that are drawn
-    meanwhile.
+    """Weights drawn in pieces equal the CPU's.
+
+    Ten million elements are copied in several pieces while others are drawn.
     """
     there, here = (
         ParameterFactory(1, 1, 4, torch.device(d)).create("w", shape, dim, normal(0.02))
@@ -203,8 +201,9 @@ CASES = pytest.mark.parametrize(
 
 
 def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
-    """q, k, v in float64 on the CPU, their ALiBi and lengths of documents; a size that no kernel
-    divides evenly.
+    """Return q, k, v in float64 on the CPU, their ALiBi slopes, and lengths of documents.
+
+    The size is one that no kernel divides evenly.
     """
     s, b, d = 200, 2, 64
     generator = torch.Generator().manual_seed(3)
@@ -217,7 +216,7 @@ def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tup
 
 
 def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
-    """Documents of two samples."""
+    """Return the documents of two samples."""
     return Documents(
         torch.tensor([0, *lengths.cumsum()], dtype=torch.int32, device=device), lengths, 2
     )
@@ -226,7 +225,7 @@ def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
 def run_attention(
     core, case: tuple, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Output and gradients of q, k and v, in float64 on the CPU."""
+    """Return output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
     alibi, lengths = case[3], case[4]
     documents = None if lengths is None else documents_on(device, lengths)

@@ -1,4 +1,4 @@
-"""Rooms import downwards only, nothing imports in a circle, and importing has no effects."""
+"""Subpackages import downwards only, no imports are circular, and importing has no effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.fresh_python import run_python
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron"
 
-# What each room may import, as docs/architecture.md has it.
+# Allowed imports of each subpackage, as in docs/architecture.md.
 BASE = {"config", "errors", "untrusted"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -45,7 +45,7 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package, parsed."""
+    """Return every module of the package, parsed."""
     return {
         module_name(path): ast.parse(path.read_text(), str(path))
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -96,7 +96,7 @@ def test_the_order_has_no_circle() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Not even by an import inside of a function, or for type checkers alone."""
+    """No module imports itself through others, not even inside a function or for type checkers."""
     graph = {name: set(imports(name, tree)) - {name} for name, tree in modules().items()}
     path: list[str] = []
     done: set[str] = set()
@@ -118,7 +118,9 @@ def test_no_module_imports_itself_through_others() -> None:
 
 @pytest.mark.slow
 def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
-    """No output, no file, no thread, no variable, no signal handler, no other module of ours."""
+    """Importing the package has no effects: no output, file, thread, variable, signal handler, or
+    other module of ours.
+    """
     code = f"""
 import os, signal, sys, threading
 os.chdir({str(tmp_path)!r})

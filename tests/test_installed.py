@@ -1,4 +1,4 @@
-"""The installed package away from the clone: console scripts, and its life beside megatron-core."""
+"""Installed package away from the clone: console scripts, and coexistence with megatron-core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `pip install .` installs, but for compiled files."""
+    """Provide a folder with the files that `pip install .` installs, except compiled ones."""
     folder = tmp_path_factory.mktemp("installed")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder / "site")]
     subprocess.run([*build, "--force"], cwd=ROOT, check=True, capture_output=True)
@@ -78,7 +78,10 @@ print(load_cluster("frontier").name)
 
 
 def test_megatron_core_imports_beside_it(site: Path) -> None:
-    """megatron-core installs the folder megatron/core, and no file of megatron/ itself."""
+    """megatron-core imports beside this package.
+
+    It installs the folder megatron/core, and no file of megatron/ itself.
+    """
     core = site / "megatron" / "core"
     core.mkdir()
     (core / "__init__.py").write_text("__version__ = 'core'\n")

@@ -1,4 +1,4 @@
-"""The pieces without pretrain_gpt.py: a user's own loop on two processes, and on one without
+"""The library without pretrain_gpt.py: a user's own loop on two processes, and on one without
 DeepSpeed.
 """
 

@@ -1,7 +1,7 @@
-"""No file of a checkpoint runs code: a pickle in any of them, in any format, read by anything that
-reads checkpoints.
+"""No file of a checkpoint runs code: a pickle in any file and format, under every reader of
+checkpoints.
 
-The interpreter itself tells of every class or function that a pickle asks for (the audit event
+The interpreter itself reports every class or function that a pickle looks up (the audit event
 "pickle.find_class").
 """
 
@@ -36,7 +36,7 @@ _watching: list[list[str]] = []
 
 
 class Runs:
-    """Unpickles to the result of a call."""
+    """Unpickle to the result of a call."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -67,7 +67,7 @@ def hooked() -> None:
 
 @contextlib.contextmanager
 def watched(trace: Path) -> Iterator[None]:
-    """Fails where a pickle asked for anything, or the call in the payload was made."""
+    """Fail where a pickle looked up anything, or the call in the payload was made."""
     seen: list[str] = []
     _watching.append(seen)
     try:
@@ -78,7 +78,7 @@ def watched(trace: Path) -> Iterator[None]:
 
 
 def payloads(trace: Path) -> dict[str, bytes]:
-    """A pickle, and both kinds of files that torch.save makes of it."""
+    """Return a pickle, and both kinds of files that torch.save makes of it."""
     out = {"pickle": pickle.dumps({"args": Runs(trace)}, 2)}
     for name, zipped in (("torch", True), ("old torch", False)):
         file = io.BytesIO()
@@ -91,7 +91,7 @@ SMALL = ["state.json", "config.json", "passport.json", "boxes.json", "boxes_0000
 
 
 def instead_of(name: str) -> Callable[[Path, bytes], None]:
-    """The payload instead of a file, and a manifest that says so."""
+    """Write the payload in place of a file, and a manifest that matches it."""
 
     def plant(folder: Path, payload: bytes) -> None:
         (folder / name).write_bytes(payload)
@@ -102,8 +102,9 @@ def instead_of(name: str) -> Callable[[Path, bytes], None]:
 
 
 def in_data(folder: Path, payload: bytes) -> None:
-    """The payload as all boxes of a data file, filled up to the bytes that their numbers take, with
-    sound digests.
+    """Write the payload as all shards of a data file.
+
+    It is padded to the bytes of their numbers, with valid digests.
     """
     whole = payload + bytes((folder / "__0_0.distcp").stat().st_size)
     (folder / "__0_0.distcp").write_bytes(whole)
@@ -168,8 +169,7 @@ def test_our_own_format(
             ):
                 assert inspect(list(map(str, arguments))) in (0, 1)
             found = load_weights(root, toy.build(topology), topology)
-            # What is not needed is not read; where something else is broken, the older one is
-            # taken.
+            # Unneeded data is not read; where something else is broken, the older one is loaded.
             assert found.folder == (
                 bad if kind in (".metadata", "passport.json", "tracker") else good
             )
@@ -177,7 +177,9 @@ def test_our_own_format(
 
 
 def foreign(root: Path, name: str, payload: bytes) -> None:
-    """A folder of DeepSpeed's or Megatron's, sound but for the payload in one of its files."""
+    """Return a folder of DeepSpeed's or Megatron's, valid except for the payload in one of its
+    files.
+    """
     weights = {"language_model.pooler.weight": torch.ones(2)}
     state = {"args": theirs.arguments("gpt"), "iteration": 3, "module": weights, "model": weights}
     group = "global_step3" if "_states" in name else "iter_0000003/mp_rank_00"
@@ -214,14 +216,14 @@ def test_foreign_formats(
 
 @pytest.mark.slow
 def test_whole_programs(tmp_path: Path) -> None:
-    """A resumed run and generated text: the planted checkpoints are called broken, the one before
-    them is loaded.
+    """Resume a run and generate text: planted checkpoints are reported as broken, and the one
+    before loads.
     """
     run, trace, log = tmp_path / "run", tmp_path / "trace", tmp_path / "log"
     flags = [*TINY, "--train-iters", "2", "--save", str(run)]
     (trained,) = launch(1, flags)
     assert trained is not None and trained.code == 0, trained
-    (run / TRACKER).unlink()  # it would leave the others aside
+    (run / TRACKER).unlink()  # it would make the others be ignored
     for number, plant in enumerate((of_an_old_format(1), of_an_old_format(2), in_data), 9999997):
         plant(
             shutil.copytree(run / "iter_0000002", run / f"iter_{number}"), payloads(trace)["pickle"]

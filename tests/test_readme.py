@@ -1,4 +1,4 @@
-"""What README says can be run, runs."""
+"""Commands in README run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files that others may have written: what is read of them, and that all else ends in the caller's
-error, at once.
+"""Files by other users: valid parts are read, and anything else raises the caller's error at
+once.
 """
 
 from __future__ import annotations

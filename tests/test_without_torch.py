@@ -1,5 +1,5 @@
-"""What a login node without torch can do: one process that cannot import torch or DeepSpeed does
-all of it.
+"""Commands of a login node without torch: one process that cannot import torch or DeepSpeed runs
+all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for name, words in {tools!r}:
 for name in {helps!r}:
     run(f"tools.{{name}}", ["--help"])
 '''
-# Need nothing but Python itself.
+# These need only Python itself.
 LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch "
     "megatron.parallel.topology megatron.parallel.placing megatron.model.formulas "

@@ -106,7 +106,7 @@ def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
 
 
 def kept(*passes: Pass) -> dict[int, int]:
-    """Return the bytes alive after these passes, by pass."""
+    """Return the bytes of the tensors alive after these passes, by tensor number."""
     found: dict[int, int] = {}
     for each in passes:
         for step in each.steps:
@@ -118,7 +118,9 @@ def kept(*passes: Pass) -> dict[int, int]:
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_alone():
-    """A recomputed layer keeps only its input and its neighbour's, which is its output."""
+    """A recomputed layer keeps its input alone; it hands on its output, which its neighbour
+    keeps.
+    """
     config = run(recompute_granularity="full", tensor_model_parallel_size=2)
     hidden = 512 * 256 * 2
     again = trace(config, "cuda").again

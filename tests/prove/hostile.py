@@ -394,7 +394,7 @@ def flags_of(script: str) -> list[tuple[str, str]]:
 
 @cache
 def settings() -> list[tuple[str, str]]:
-    """The same of pretrain_gpt.py."""
+    """Return the same for pretrain_gpt.py."""
     return [
         (spelling, "value" if flag.kind == "value" else "")
         for spelling, flag in sorted(flag_table().items())
@@ -402,11 +402,11 @@ def settings() -> list[tuple[str, str]]:
 
 
 def changed(script: str, words: list[str], chance: random.Random, sane: bool = False) -> list[str]:
-    """A command line with one to three words or flags added, changed or lost; `sane`: values that
-    may well be right.
+    """Add, change or lose one to three words or flags of a command line; `sane`: use plausible
+    values.
     """
     words, own = list(words), flags_of(script)
-    # without them it starts real trials
+    # Without them it starts real trials.
     kept = [word for word in words if word in ("--dry-run", "--report-only")]
     passes_on = (
         script == TRAIN
@@ -454,9 +454,7 @@ def value(spelling: str, chance: random.Random, sane: bool) -> str:
 
 @dataclass
 class Bench:
-    """A folder in which one case after the other runs. Where the files of a case lie is always the
-    same place.
-    """
+    """Folder in which cases run one after another, each with its files in the same place."""
 
     root: Path
     limit_s: float = LIMIT_S
@@ -467,7 +465,9 @@ class Bench:
         return self.root / "case"
 
     def run(self, case: Case) -> tuple[str, str, str]:
-        """("accepted", "refused" or "FAILED", signature of a failure, command and output)."""
+        """Run a case; return ("accepted", "refused" or "FAILED", signature of a failure, command
+        and output).
+        """
         self._lay_out(case.made)
         done = case.damage(self.folder) if case.damage is not None else ""
         note, outcomes = self.root / "note", []
@@ -513,7 +513,7 @@ class Bench:
         return verdict, signature, told.replace(str(self.folder), "{f}")
 
     def _lay_out(self, made: str) -> None:
-        """Put what is made for a case into its folder; it is made once, there."""
+        """Put the files made for a case into its folder; they are made once, there."""
         remove(self.folder)
         if made not in self._made:
             self.folder.mkdir(parents=True)
@@ -551,12 +551,12 @@ def judge(code: int | None, text: str) -> str:
             "?",
         )
         return f"TRACEBACK: {last.partition(':')[0]}: {place(frames)}"
-    # A long training without --save ends by the campaign's own SIGTERM; see arm.
+    # A long training without --save is ended by the campaign's own SIGTERM; see arm.
     return f"SIGNAL: {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGTERM else ""
 
 
 def place(frames: Sequence[tuple[str, str]]) -> str:
-    """The innermost two frames of this project, and the innermost of all."""
+    """Return the innermost two frames of this project, and the innermost of all."""
     ours = [
         f"{file.removeprefix(f'{ROOT}/')}:{name}"
         for file, name in frames
@@ -567,7 +567,9 @@ def place(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
-    """Before a script: work in its folder, within limits; write down what must not happen."""
+    """Prepare a process before a script: change to its folder, set limits, and record forbidden
+    actions.
+    """
     os.setsid()
     os.chdir(folder)
     faulthandler.dump_traceback_later(limit_s, exit=True)
@@ -633,8 +635,9 @@ def campaign(
     limit_s: float = LIMIT_S,
     targets: Sequence[Target] = TARGETS,
 ) -> tuple[dict[str, Counter[str]], dict[str, list[str]]]:
-    """({kind: verdicts}, {signature: cases that failed}), of cases that begin before `until` on the
-    monotonic clock.
+    """Run cases that begin before `until` on the monotonic clock.
+
+    Return ({kind: verdicts}, {signature: cases that failed}).
     """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     found: dict[str, list[str]] = defaultdict(list)
@@ -673,13 +676,13 @@ def campaign(
         try:
             for each in working:
                 each.result()
-        except KeyboardInterrupt:  # what was done is counted
+        except KeyboardInterrupt:  # keep the counts so far
             stopped.set()
     return counts, found
 
 
 def not_files(folder: str, names: list[str]) -> list[str]:
-    """Pipes, devices and files with holes, which cannot be kept."""
+    """Return the names that cannot be kept: pipes, devices and files with holes."""
     states = {name: os.lstat(os.path.join(folder, name)) for name in names}
     kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
     return [

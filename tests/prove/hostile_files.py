@@ -1,4 +1,4 @@
-"""Files of every format that this project reads, whole ones, and how they are damaged."""
+"""Whole files of every format that this project reads, and ways to damage them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def texts(folder: Path) -> None:
 
 
 def unfinished(folder: Path) -> None:
-    """A run of preprocessing that was stopped after its first block."""
+    """Stop a run of preprocessing after its first block."""
     from megatron_preparation import sources as blocks
     from megatron_preparation.preprocess import Listeners, PreprocessStopped, preprocess
 
@@ -325,7 +325,7 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
 
 
 class _Calls:
-    """Unpickles by a call that leaves a folder behind."""
+    """Unpickle by a call that leaves a folder behind."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -339,7 +339,7 @@ def payload(folder: Path) -> bytes:
 
 
 def damage(folder: Path, chance: random.Random) -> str:
-    """Change one file of the case, now and then two; what was done."""
+    """Damage one file of the case, occasionally two; report how."""
     done = dict[Path, str]()
     for _ in range(1 if chance.random() < 0.8 else 2):
         files = sorted(
@@ -378,7 +378,7 @@ _SPECIAL = ("fifo", "loop", "zero", "folder", "empty")
 
 
 def special(path: Path, what: str) -> None:
-    """Put something else in the place of a file."""
+    """Replace a file by something else."""
     path.unlink(missing_ok=True)
     if what == "fifo":
         os.mkfifo(path)
@@ -399,11 +399,11 @@ def special(path: Path, what: str) -> None:
 
 
 def _plant(path: Path, folder: Path) -> None:
-    """A pickle in place of the file, or of the pickle within what torch.save wrote."""
+    """Plant a pickle in place of the file, or of the pickle within a file by torch.save."""
     try:
         with zipfile.ZipFile(path) as old:
             members = {name: old.read(name) for name in old.namelist()}
-    except zipfile.BadZipFile:  # none, or one without sums
+    except zipfile.BadZipFile:  # none, or one without checksums
         path.write_bytes(payload(folder))
         return
     with zipfile.ZipFile(path, "w") as new:
@@ -423,7 +423,7 @@ def in_bytes(content: bytes, chance: random.Random) -> bytes:
     if not content:
         return chance.randbytes(100)
     at, way = chance.randrange(len(content)), chance.randrange(7)
-    # Half of all places are in the first hundred bytes, where heads are.
+    # Half of all places are in the first hundred bytes, where headers are.
     at = at if chance.random() < 0.5 else at % 100
     if way == 0:
         return content[:at]
@@ -444,7 +444,7 @@ def in_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_text(content: bytes, chance: random.Random) -> bytes:
-    """A word, a number, a string or a line becomes another, is doubled or lost."""
+    """Replace, double or drop a word, a number, a string or a line."""
     text, way = content.decode("utf-8", "surrogateescape"), chance.randrange(6)
     if way < 4:
         tokens = list(re.finditer(r'"[^"\n]*"|[\w.+-]+|[\[\]{}=:,]', text))
@@ -461,9 +461,7 @@ def in_text(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_json(content: bytes, chance: random.Random) -> bytes:
-    """A value somewhere in the document, or in one of its lines, becomes another, is renamed or
-    lost.
-    """
+    """Replace, rename or drop a value somewhere in the document, or in one of its lines."""
     lines: list[bytes] = [content]
     try:
         json.loads(content)
@@ -480,7 +478,7 @@ def in_json(content: bytes, chance: random.Random) -> bytes:
 
 
 def in_torch(path: Path, chance: random.Random) -> None:
-    """The same in what torch.save wrote."""
+    """Do the same in a file by torch.save."""
     import torch
 
     document = [torch.load(path, weights_only=False)]
@@ -500,7 +498,7 @@ def _change(document: list[Any], chance: random.Random) -> None:
 
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of all values within, in order."""
+    """Return (container, key) of all values within, in order."""
     found: list[tuple[Any, Any]] = []
     open_ = [value]
     while open_:

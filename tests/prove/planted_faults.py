@@ -1,11 +1,11 @@
-"""Plants each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests
+"""Plant each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests
 must find it.
 
     make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
 
 A fault is found when tests fail that pass without it. Those that `found_by` names run first, then
-all others. A fault with `campaign` is found by that campaign alone; at most ten are. A fault whose
-text is no longer in its file is out of date: write it anew for the code that took its place.
+all others. A fault with `campaign` is found by that campaign alone; at most ten have one. A fault
+whose text is no longer in its file is out of date: rewrite it for the code that replaced it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_BY_CAMPAIGN = 10
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, whole lines that stand once in `file`, become `new`.
+    """Planted fault: `old`, whole lines that occur once in `file`, become `new`.
 
     found_by  tests that find it: paths, or node ids, of pytest
     campaign  the campaign whose tests they are; "": `make test`
@@ -57,7 +57,7 @@ def faults() -> list[Fault]:
 
 
 def outdated(fault: Fault, root: Path = ROOT) -> str:
-    """Why a fault cannot be planted; "" when it can."""
+    """Return why a fault cannot be planted; "" when it can."""
     try:
         count = (root / fault.file).read_text().count(fault.old)
     except FileNotFoundError:
@@ -88,7 +88,9 @@ def copy_tree(folder: Path) -> None:
 
 
 def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
-    """Compile the part of csrc/ that a fault is in; what the compiler said where it failed."""
+    """Compile the part of csrc/ that contains the fault; return the compiler's output if it
+    failed.
+    """
     command = (
         "build_kernels --target host"
         if fault.file.startswith("csrc/kernels/")
@@ -105,7 +107,7 @@ def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
 
 
 def plant(fault: Fault, suite: str) -> tuple[str, str]:
-    """("found", by which tests), ("MISSED", ...) or ("OUT OF DATE", why)."""
+    """Plant a fault; return ("found", by which tests), ("MISSED", ...) or ("OUT OF DATE", why)."""
     if reason := outdated(fault):
         return "OUT OF DATE", reason
     with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
@@ -115,7 +117,7 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
         target.write_text(target.read_text().replace(fault.old, fault.new))
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
-        # with build_ext; the host library is built apart
+        # With build_ext; the host library is built separately.
         environ["MEGATRON_KERNELS_TARGETS"] = "none"
         if fault.file.startswith("csrc/") and (reason := build(fault, folder, environ)):
             return "OUT OF DATE", reason

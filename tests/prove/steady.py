@@ -1,7 +1,7 @@
-"""Runs `make test` again and again in random order beside busy loops; every test must answer alike
-each time.
+"""Repeat `make test` in random order beside busy loops; every test must have the same outcome each
+time.
 
-make prove ONLY=steady [PROVE="--runs 3 --seed 7"]
+    make prove ONLY=steady [PROVE="--runs 3 --seed 7"]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def answers(seed: int, workers: int) -> dict[str, str]:
-    """{test: passed, failed, error or skipped} of one run."""
+    """Return {test: passed, failed, error or skipped} of one run."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""The campaign of hostile input: a few of its cases, and that it finds what it is there for."""
+"""Campaign of hostile input: a few of its cases, and its detection of planted failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.prove.hostile import Bench, Case
 
 pytestmark = pytest.mark.slow
 
-# Those that start at once and whose files are made at once.
+# Those that start quickly and whose files are made quickly.
 CHEAP = [
     target
     for target in hostile.TARGETS

@@ -1,4 +1,4 @@
-"""The throw-away Slurm of each module, as large as its NODES."""
+"""Fixture of a throw-away Slurm for each module, with its NODES."""
 
 from __future__ import annotations
 

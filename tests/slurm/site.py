@@ -1,6 +1,4 @@
-"""What the tests here have in common: a user's settings of site.env, and the jobs of
-examples/frontier.
-"""
+"""Common parts of these tests: a user's settings of site.env, and the jobs of examples/frontier."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ CAMPAIGN = [*MARKS, pytest.mark.campaign("slurm")]
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job of examples/frontier: its number, what it writes to, and its folder below SITE_RUNS."""
+    """Job of examples/frontier: its number, its output, and its folder below SITE_RUNS."""
 
     testbed: Testbed
     number: str
@@ -41,11 +39,17 @@ class Submitted:
         return self.run / "logs" / self.number / str(start)
 
     def wait_for(self, pattern: str) -> None:
-        """Until the job's output has this. Raises Overdue, at once where the job ends without."""
+        """Wait until the job's output matches `pattern`.
+
+        Raises Overdue, at once if the job ends without it.
+        """
         self.testbed.wait_for_log(self.log, pattern, job=self.number)
 
     def wait(self, *states: str) -> str:
-        """Until the job has ended, or is in one of `states`; its state. Raises Overdue."""
+        """Wait until the job has ended, or is in one of `states`; return its state.
+
+        Raises Overdue.
+        """
         return self.testbed.wait_for_state(self.number, *(states or ENDED), log=self.log)
 
 
@@ -59,9 +63,11 @@ def submit(
     script: str = "train_22b.sbatch",
     **settings: str,
 ) -> Submitted:
-    """Submit a script as a user would: site.env is sourced, its settings and those of job.sh come
-    from the environment, `options` go to sbatch and `arguments` to the script. Files go to
-    FOLDER/NAME and FOLDER/NAME.log."""
+    """Submit a script as a user would.
+
+    site.env is sourced, its settings and those of job.sh come from the environment, `options` go to
+    sbatch and `arguments` to the script. Files go to FOLDER/NAME and FOLDER/NAME.log.
+    """
     log = folder / f"{name}.log"
     env = {**settings_of_site(folder, name), "DEVICE": "cpu", **settings}
     command = f'source {FRONTIER}/site.env && exec sbatch --parsable "$@"'

@@ -1,4 +1,4 @@
-"""Slurm takes each script of examples/frontier as it is: on a controller that believes in all 9,472
+"""Slurm accepts each script of examples/frontier unchanged, on a controller with all 9,472
 nodes.
 """
 

@@ -1,5 +1,6 @@
-"""What the scripts really start, told by a Python that only writes down what it was called with:
-the same as the check before submitting foretells."""
+"""Commands started by the scripts, recorded by a stub of Python, equal those of the check before
+submitting.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
 pytestmark = MARKS
 
 NODES = 2
-# Each task writes what it was called with and what it sees; the look at the configuration before
-# them writes nothing.
+# Each task writes its arguments and its environment; the check of the configuration before them
+# writes nothing.
 PYTHON = f"""#!{sys.executable} -S
 import json, os, sys
 if "SLURM_STEP_ID" in os.environ and sys.argv[1:2] == ["-u"]:
@@ -45,7 +46,7 @@ def foretold(
 campaign = pytest.mark.campaign("slurm")
 
 
-# Slurm's start and a job beside other work; no more than a guard against a hang
+# Slurm's start and a job beside other work; only a guard against a hang
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script, recipe",
@@ -92,7 +93,7 @@ def test_srun_starts_what_the_check_foretold(
     assert (training.words, training.nodes, training.tasks) == (flags, 2, 16)
     assert flags[-len(arguments) :] == arguments
     assert f"gpt-{script[6:-7]}{'-frontier' if recipe == 'frontier' else ''}" in flags
-    # The line in the job's log is a command that a shell would read the same.
+    # A shell would read the command in the job's log the same.
     (line,) = [
         line
         for line in job.text().splitlines()

@@ -1,5 +1,7 @@
-"""The measuring half of the preflight, as job.sh runs it: it finds what is wrong with a node, and
-the job trains on the others of its allocation."""
+"""Measuring half of the preflight, as job.sh runs it.
+
+It finds the faults of a node, and the job trains on the others of its allocation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SETTINGS = {
 
 
 def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
-    """node02 has a task that does not get going."""
+    """A node with faults is left out: node02 has a task that does not start."""
     testbed.control("slow-task", "node02", "1", "1")
     try:
         job = submit(testbed, tmp_path, TINY, options=["-N", "3"], NODES_NEEDED="2", **SETTINGS)

@@ -1,5 +1,5 @@
-"""The testbed is what the other tests take it for: nodes with eight devices, of which a task sees
-one or all.
+"""The testbed is as the other tests assume: nodes with eight devices, of which a task sees one or
+all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TASKS = "srun --ntasks-per-node=8 -c 7"
 
 
 def tasks(text: str) -> list[tuple[int, str, int, str]]:
-    """(rank, node, local rank, devices) of each task, in the order of ranks."""
+    """Return (rank, node, local rank, devices) of each task, in the order of ranks."""
     found = re.findall(r"(?m)^(\d+) (node\d\d) (\d) (\S+)$", text)
     return sorted((int(rank), node, int(local), devices) for rank, node, local, devices in found)
 

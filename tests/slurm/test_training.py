@@ -1,5 +1,5 @@
-"""examples/frontier unchanged on two virtual nodes: it trains what one process trains, and survives
-what stops it.
+"""examples/frontier, unchanged on two virtual nodes, trains like one process and survives
+interruptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 
 
 def pack(file: Path) -> None:
-    """A packed environment as job.sh takes it: bin/python at its top, here one that is this
+    """Pack an environment as job.sh expects it: bin/python at its top, here one that is this
     machine's.
     """
     import sys
@@ -51,8 +51,11 @@ def pack(file: Path) -> None:
 
 
 def placed(job: Submitted) -> None:
-    """Ranks went by devices, not by the order of tasks: a tensor-parallel pair sits on devices with
-    a link of 200 GB/s. The line names the device that each rank's task was given."""
+    """Check that ranks follow devices, not the order of tasks.
+
+    A tensor-parallel pair is on devices with a link of 200 GB/s. The line names the device that
+    each rank's task was given.
+    """
     order = [int(device) for device in re.findall(r"device order (\S+)", job.text())[0].split(",")]
     groups = re.findall(r"(?m)^ +first tensor-parallel group: +(.*)$", job.text())
     pair = [
@@ -61,7 +64,7 @@ def placed(job: Submitted) -> None:
     ]
     assert pair == [(0, "node01", order[0]), (1, "node01", order[1])]
     assert sorted(order[:2]) in ([0, 1], [2, 3], [4, 5], [6, 7])
-    assert order != NEAREST  # else all of this could be by chance
+    assert order != NEAREST  # otherwise all of this could be chance
 
 
 def _train(rank: int, arguments: Sequence[str]) -> int:
@@ -90,7 +93,7 @@ def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Pat
     placed(job)
     one = history.steps(job.checkpoints)
     assert len(one) == ITERATIONS
-    # The same layout without Slurm and without a machine whose ranks are placed.
+    # The same layout without Slurm, and without a machine to place ranks on.
     folder = tmp_path / "forked"
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *SIXTEEN, "--save", str(folder)]
     assert run_processes(16, _train, flags) == [0] * 16
@@ -122,8 +125,8 @@ itself.
 
 
 def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
-    """Give a running job a new time limit, in whole minutes as Slurm has it, with so many seconds
-    left.
+    """Give a running job a time limit that leaves the given seconds, in whole minutes as Slurm has
+    it.
     """
     hours, minutes, seconds = map(int, job.testbed.show(job.number)["RunTime"].split(":"))
     ran = 3600 * hours + 60 * minutes + seconds
@@ -141,11 +144,11 @@ def newest(job: Submitted) -> int:
 
 
 def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
-    """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an
-    undisturbed run.
+    """One job gets Slurm's signal before the time limit, then loses a node.
+
+    Its losses are those of an undisturbed run.
     """
-    # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held
-    # back.
+    # Few steps until Slurm has checked its clock, which it does every 30 s: one task is held back.
     testbed.control("slow-task", "node02", "1", "15")
     settings = {
         "PRESET": "tiny",
@@ -169,7 +172,7 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     job.wait_for(rf"(?m)^ iteration +{at_signal + 101}/")
     testbed.control("lose-node", "node02")
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
-    # the last lines of the output may have been lost with the node
+    # The last lines of the output may have been lost with the node.
     at_loss = history.steps(job.checkpoints)[-1][0]
     testbed.control("add-node", "node02")
     testbed.control("hurry", job.number)
@@ -180,7 +183,7 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     starts = (job.run / "logs" / job.number / "starts").read_text().split("\n")
     assert starts[:2] == ["0 0", f"1 {at_signal}"]
     third = int(starts[2].removeprefix("2 "))
-    assert at_loss - 2 * 50 <= third <= at_loss  # a save may be on its way for one interval
+    assert at_loss - 2 * 50 <= third <= at_loss  # a save may be in progress for one interval
     found = history.steps(job.checkpoints)
     assert [step for step, _ in found] == [
         *range(1, at_loss + 1),

@@ -1,6 +1,8 @@
-"""A search in an allocation of four virtual nodes: two trials at a time on nodes of their own, one
-of which hangs and one of which runs out of memory; killed, and gone on with; nodes that die under
-it."""
+"""Search in an allocation of four virtual nodes, with two trials at a time on nodes of their own.
+
+One trial hangs and one runs out of memory; the search is killed and resumed, and nodes die during
+it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ warm_up = 1
 """
 HANGS, TOO_BIG = "pp=1,mbs=3", "pp=1,mbs=64"
 _LIMIT = "ulimit -d 943718  # KiB, of each process"
-# Stops itself after the first step, in every rank, so that no other one can tell. More steps: it
-# must not end before.
+# Stops itself after the first step, in every rank, so that no other can report it. It has more
+# steps, so that it does not end before.
 PYTHON = f"""#!/bin/bash
 {_LIMIT}
 if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) ]]; then
@@ -59,7 +61,7 @@ if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) 
 fi
 exec {sys.executable} "$@"
 """
-# Says where it is, and does not begin before a file is there.
+# Reports its place, and does not begin before a file exists.
 HELD = f"""#!/bin/bash
 {_LIMIT}
 : >"${{0%/*}}/on.$SLURMD_NODENAME"
@@ -119,7 +121,7 @@ def journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def again(folder: Path) -> set[int]:
-    """Trials that were started more than once."""
+    """Return the trials that were started more than once."""
     return {int(path.parent.name) for path in (folder / "tune-space/trials").glob("*/attempt-1")}
 
 
@@ -128,7 +130,9 @@ def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
 
 
 def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[int]:
-    """Wait until so many more trials have ended and another one runs. Those that have ended."""
+    """Wait until `more` more trials have ended and another one runs; return those that have
+    ended.
+    """
     before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 900
     while time.monotonic() < deadline:
         records = journal(folder)
@@ -141,7 +145,7 @@ def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[in
 
 
 def running(records: list[dict[str, Any]]) -> set[int]:
-    """Trials whose last record is that they were started."""
+    """Return the trials whose last record is their start."""
     last = {record["number"]: record["event"] for record in records if "number" in record}
     return {number for number, event in last.items() if event == "started"}
 
@@ -158,9 +162,7 @@ def kill_the_tuner(folder: Path) -> None:
 
 
 def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
-    """The journal of a job that has ended, once no step, no process of a trial and no tuner is
-    left.
-    """
+    """Return the journal of a job that has ended, once no step, trial process or tuner is left."""
     deadline = time.monotonic() + 600
     while True:
         steps = testbed.ask("squeue", "--steps", "-h")
@@ -175,15 +177,15 @@ def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
 def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
     testbed: Testbed, tmp_path: Path
 ) -> None:
-    # Killed as no program can prevent.
+    # Killed, which no program can prevent.
     job = tune(testbed, tmp_path, "first")
     done = [mid_way(testbed, tmp_path, job, 1)]
     kill_the_tuner(tmp_path)
     assert job.wait() == "FAILED", job.text()
     starts = [left_behind(testbed, tmp_path)]
 
-    # Cancelled, as people do: Slurm signals the trials together with the script. It is not for the
-    # script to undo.
+    # Cancelled, as by a user: Slurm signals the trials together with the script. The script must
+    # not undo that.
     job = tune(testbed, tmp_path, "second", REQUEUE="1")
     done.append(mid_way(testbed, tmp_path, job, 1))
     testbed.ask("scancel", job.number)
@@ -191,7 +193,7 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
     starts.append(left_behind(testbed, tmp_path))
     cancelled = job
 
-    # Warned before its time is over: it goes back into the queue, and on to the end.
+    # Warned before its time is over: it is requeued, and continues to the end.
     job = tune(testbed, tmp_path, "third", REQUEUE="1")
     done.append(mid_way(testbed, tmp_path, job, 1))
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
@@ -206,7 +208,7 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
         and "back into the queue" not in cancelled.text()
     )
 
-    # Nothing that had ended was run again; what had been interrupted was, under its number.
+    # Ended trials did not run again; interrupted ones did, under their number.
     for ended, before in zip(done, starts, strict=True):
         kept = [record for record in before if record["event"] == "ended"]
         assert ended <= set(numbers(kept, "ended")) and all(record in records for record in kept)
@@ -248,7 +250,7 @@ def guarded(testbed: Testbed) -> bool:
 
 
 def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
-    """A search whose first two trials are on their nodes and wait for the file, which is
+    """Start a search whose first two trials are on their nodes and wait for the file, which is
     returned.
     """
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
@@ -268,7 +270,7 @@ def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
 
 @pytest.fixture
 def mended(testbed: Testbed) -> Iterator[list[str]]:
-    """Names of nodes that a test has lost. They come back when it ends."""
+    """Return a list for names of nodes that a test has lost. They are restored when it ends."""
     lost = list[str]()
     yield lost
     for name in lost:
@@ -316,8 +318,8 @@ def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     job.wait()
 
 
-# The guard, a step with all cores and devices of its nodes, and beside it an inquiry that tells
-# what it hears.
+# The guard, a step with all cores and devices of its nodes, and beside it an inquiry that reports
+# its answers.
 FULL = f"""
 export MEGATRON_ROOT={ROOT} SITE_FILE={FRONTIER}/site.env GUARD_S=1 REQUEUE=1
 source {FRONTIER}/allocation.sh

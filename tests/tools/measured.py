@@ -1,4 +1,4 @@
-"""Made-up runs whose figures are known: metrics files and points as programs write them."""
+"""Made-up runs with known figures: metrics files and points as programs write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEQUENCE, VOCABULARY = 2048, 51200
 
 
 def paper_flops(model: str, batch: int, k: int = 4) -> float:
-    """Dash et al.'s formula, written down a second time: FLOPs of an iteration."""
+    """Return the FLOPs of an iteration by Dash et al.'s formula, written here again."""
     layers, hidden, _ = SIZES[model]
     inner = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     return 24 * k * batch * SEQUENCE * layers * hidden**2 * inner
@@ -57,8 +57,9 @@ def records(
     first: int = 0,
     device: str = "AMD Instinct MI250X",
 ) -> list[dict[str, Any]]:
-    """Records of a run whose steps took `times` seconds; `skipped` are numbers of skipped
-    iterations.
+    """Return the records of a run whose steps took `times` seconds.
+
+    `skipped` are numbers of skipped iterations.
     """
     world, batch = config["world_size"], config["global_batch_size"]
     layers, hidden = config["num_layers"], config["hidden_size"]
@@ -120,7 +121,7 @@ def records(
 def write(
     folder: Path, written: Sequence[dict[str, Any]], point: dict[str, Any] | None = None
 ) -> Path:
-    """A run's folder."""
+    """Write a run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in written))
     if point is not None:

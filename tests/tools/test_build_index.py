@@ -1,4 +1,4 @@
-"""What tools/build_index.py builds is what the run looks for, no more and no less."""
+"""tools/build_index.py builds the indices that the run looks for, no more and no less."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(folder: Path, name: str, documents: int) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, str]:
-    """Three data sets; of the smallest, 5 % for validation round to no document."""
+    """Provide three data sets; 5 % of the smallest for validation round to no document."""
     return {
         name: write(tmp_path, name, documents)
         for name, documents in (("a", 300), ("b", 200), ("c", 8))
@@ -61,7 +61,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def run_reads(flags: list[str], world_size: int) -> None:
-    """The data sets of a run, as its processes build them."""
+    """Build the data sets of a run, as its processes do."""
     config = parse_args(flags, world_size)
     build_datasets(config, *planned_samples(config, BatchSchedule.from_config(config)))
 
@@ -137,7 +137,9 @@ def test_the_run_finds_all_and_needs_all(
 
 
 def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str, str]) -> None:
-    """Without --global-batch-size the batch, and with it the length of the indices, grows with the
+    """Another number of processes needs other indices.
+
+    Without --global-batch-size the batch, and with it the length of the indices, grows with the
     processes.
     """
     flags = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path"]
@@ -145,7 +147,7 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
         assert tool().main([*flags, str(tmp_path / world_size), "--world-size", world_size]) == 0
     assert not files(tmp_path / "2").keys() & files(tmp_path / "4").keys()
     assert tool().main([*flags, str(tmp_path / "8"), "--global-batch-size", "8"]) == 0
-    # 4 processes of micro-batches of 2
+    # 4 processes with micro-batches of 2.
     assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()
 
 
@@ -188,8 +190,10 @@ def test_a_cache_that_cannot_be_written(
 
 @pytest.mark.slow
 def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, str]) -> None:
-    """pretrain_gpt.py itself, from the beginning, and resumed with a smaller batch: the 2 x 16
-    samples of the past and 4 x 4 to come are more than the 6 x 4 of a run that begins so."""
+    """pretrain_gpt.py itself finds every index, from the beginning and when resumed with a smaller
+    batch. The 2 x 16 samples of the past and 4 x 4 to come are more than the 6 x 4 of a run from
+    the beginning.
+    """
     cache = tmp_path / "cache"
     flags = [
         *FLAGS,

@@ -1,4 +1,4 @@
-"""tools/calibrate.py: a small real calibration, and what it refuses."""
+"""tools/calibrate.py: a small real calibration, and its refusals."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def test_a_calibration_of_seconds_plans(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two processes measure together; the file loads, all figures but one are measured, a step can
-    be estimated, and the planner searches on this node or says how to measure the format that it
-    lacks."""
+    """A calibration of seconds is good enough to plan.
+
+    Two processes measure together; the file loads, all figures but one are measured, and a step can
+    be estimated. The planner searches on this node or says how to measure the format that it lacks.
+    """
     path = tmp_path / "here.toml"
     done = launch(
         processes,
@@ -114,7 +116,7 @@ def test_the_description_that_is_corrected_is_not_overwritten(
 def test_processes_that_fail_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The processes that it starts find that there is no GPU for the backend that was asked for."""
+    """Failing processes are an error: they find no GPU for the requested backend."""
     words = [
         "-o",
         str(tmp_path / "x.toml"),

@@ -1,4 +1,4 @@
-"""What tools/check_kernels.py prints, and that it sees a wrong result."""
+"""tools/check_kernels.py: its output, and its detection of a wrong result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A device that was asked for by name has to have one, and so has a path."""
+    """An explicitly named device needs a library, and so does a path."""
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
     monkeypatch.setattr(command, "LIBRARIES", tmp_path)
     assert [command.main([]), command.main(["--list"]), command.main(["--device", "cpu"])] == [
@@ -53,8 +53,8 @@ def test_without_a_library(
 def test_a_wrong_result_fails(
     kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Off by a thousandth of the largest element in fp32, not a number, of another shape, or an
-    error.
+    """A wrong result fails: off by a thousandth of the largest element in fp32, NaN, of another
+    shape, or an error.
     """
     (right,) = command.CHECKS["rotate"]
 

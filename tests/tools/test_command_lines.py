@@ -1,4 +1,6 @@
-"""What all tools share: how a mistake ends, what --help looks like, a model by its name."""
+"""Common behaviour of all tools: the end after a mistake, the form of --help, and a model by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 from tests.helpers.launching import ROOT
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-# What each tool that takes a model needs beside it.
+# Arguments that each tool with a model needs beside it.
 OF_A_MODEL = {
     "calibrate": ["-o", "x.toml"],
     "plan": ["--nodes", "1"],

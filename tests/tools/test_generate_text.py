@@ -1,4 +1,4 @@
-"""tools/generate_text.py as it is called: which checkpoint it speaks from."""
+"""tools/generate_text.py as called by a user: the checkpoint that generates the text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tests.helpers.launching import TINY, launch
 
 @pytest.mark.slow
 def test_the_checkpoint_that_is_named_speaks(tmp_path: Path) -> None:
-    """Two checkpoints of one run, between which a step changes every weight by about 1: their texts
-    differ. A folder that holds the first alone tells what its text is."""
+    """The named checkpoint generates the text.
+
+    A step between two checkpoints of one run changes every weight by about 1: their texts differ. A
+    folder with only the first shows which text is its.
+    """
     flags = [*TINY, "--lr", "1", "--train-iters", "2", "--save-interval", "1"]
     (trained,) = launch(1, [*flags, "--save", str(tmp_path / "run")])
     (alone,) = launch(1, [*flags, "--save", str(tmp_path / "first"), "--exit-interval", "1"])

@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py: what it prints, as tables and as JSON, and how it ends."""
+"""tools/inspect_checkpoint.py: its output, as tables and as JSON, and its exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Any  # Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the tool: (exit code, output)."""
+    """Call the tool; return (exit code, output)."""
     main = inspect_checkpoint.main
 
     def call(*arguments: object) -> tuple[int, str]:
@@ -80,7 +80,7 @@ def test_norms(tmp_path: Path, run: Run) -> None:
     assert "exp_avg." not in output
     found = json.loads(run(folder, "--norms", "--json")[1])
     exact = VALUES["exp_avg.embedding.weight"].double().norm().item()
-    # Both in float64; the order of 30 additions differs.
+    # Both are in float64; the order of 30 additions differs.
     assert found["tensors"]["exp_avg.embedding.weight"]["norm"] == pytest.approx(exact, rel=1e-14)
     damage(folder / "__1_0.distcp")
     code, output = run(folder, "--norms")
@@ -112,8 +112,8 @@ def test_difference(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "30 of 30" in row and row.split()[-1] == "0.5"
     found = json.loads(run("--diff", first, other, "--json")[1])
     assert found["same"] is False and list(found["tensors"]) == ["master.embedding.weight"]
-    # Each product is rounded to float32 once: relative 2**-24, over the half that the difference
-    # is.
+    # Each product is rounded to float32 once: relative 2**-24, over the half that is the
+    # difference.
     assert found["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(0.5, rel=2**-23)
     assert run("--diff", first, other, "--match", "layers.*")[0] == 0
     damage(other / "__0_0.distcp")

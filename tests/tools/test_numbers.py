@@ -1,4 +1,4 @@
-"""Numbers on the tools' command lines have ranges, as settings have."""
+"""Numbers on the tools' command lines have ranges, like settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of files that the system refuses or that are no text: every tool ends in a message, or does
+"""File names that the system refuses or that are not text: every tool ends in a message, or does
 its work.
 """
 

@@ -1,4 +1,4 @@
-"""tools/plan.py as it is called: tables, files, single layouts, explanations, exit codes and
+"""tools/plan.py as called by a user: tables, files, single layouts, explanations, exit codes,
 mistakes.
 """
 
@@ -94,7 +94,7 @@ LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recomp
 
 
 def test_a_layout_is_judged_alone(capsys, tmp_path: Path):
-    """Recomputation in full is what it is in a run: of every layer, one by one."""
+    """A single layout is judged as in a run: full recomputation is of every layer, one by one."""
     code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
     assert code == 0, text
     (row,) = csv.DictReader((tmp_path / "table.csv").open())
@@ -119,8 +119,10 @@ def test_a_rejected_layout_ends_with_3(capsys, words, named):
 
 @pytest.mark.parametrize(("sums", "code"), [("fp32", 3), ("bf16", 0)])
 def test_sums_in_bf16_make_a_layout_fit(capsys, sums, code):
-    """22B over two devices: 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free;
-    4 bytes are 41.8.
+    """Gradient sums in bf16 make a layout fit.
+
+    22B over two devices at 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free; 4
+    bytes are 41.8.
     """
     words = [
         "--preset",
@@ -143,15 +145,20 @@ def test_sums_in_bf16_make_a_layout_fit(capsys, sums, code):
     ],
 )
 def test_the_arithmetic_of_a_layout(capsys, words, code):
-    """Its sizes, and a layer's first product: 1024 tokens of width 2048 after a gather over two
-    devices, onto half of three times 2048 columns."""
+    """The arithmetic of a layout is explained: sizes, and a layer's first product.
+
+    1024 tokens of width 2048, after a gather over two devices, onto half of three times 2048
+    columns.
+    """
     ended, text = call(capsys, *SMALL, *words)
     assert ended == code and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
 
 
 def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
-    """The formula as published: 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound holds
-    what is predicted.
+    """Bounds, and the paper's formula, are options.
+
+    The formula is 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound contains the
+    prediction.
     """
 
     def cells(*words: str) -> dict[str, dict[str, str]]:
@@ -277,7 +284,9 @@ def test_the_flags_give_the_layout(preset, flags, layout):
 
 @pytest.mark.slow
 def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
-    """Nothing stands against it but what depends on this disk and environment."""
+    """The script passes the preflight check, except for findings about this disk and
+    environment.
+    """
     words = [
         "--preset",
         "gpt-22b",
@@ -305,7 +314,7 @@ def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
 
 @pytest.mark.slow
 def test_another_machine_gets_a_command(capsys, tmp_path: Path):
-    """Which says the length once."""
+    """Another machine gets a command, which gives the length once."""
     words = ["--cluster", "dgx-h100", *SMALL, "--tokens", "1e9", "--output", str(tmp_path)]
     code, text = call(capsys, *words, flags=[*MODEL, "--train-iters", "10"])
     assert code == 0, text
@@ -316,8 +325,8 @@ def test_another_machine_gets_a_command(capsys, tmp_path: Path):
 
 
 def interrupt_its_group(flag: str) -> None:
-    """Arm a process: one of those that it starts sends Ctrl-C to all of them, as a terminal does,
-    at its first task.
+    """Arm a process: one of its children sends Ctrl-C to the whole group, as a terminal does, at
+    its first task.
     """
     os.setsid()
 

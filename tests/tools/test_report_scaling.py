@@ -1,5 +1,5 @@
-"""tools/report_scaling.py: figures of known runs, what makes them invalid, efficiencies, logs,
-files and plots.
+"""tools/report_scaling.py: figures of known runs, their validity, efficiencies, logs, files and
+plots.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
 def test_published_throughput_gives_published_percentage(
     tmp_path: Path, model: str, layout: tuple[int, int], batch: int, tflops: float, percent: float
 ) -> None:
-    """The percentages of the paper are of 191.5; theirs are rounded to two decimals, the TFLOP/s to
-    one.
+    """Published throughput gives published percentages of 191.5.
+
+    These are rounded to two decimals, the TFLOP/s to one.
     """
     step_s = paper_flops(model, batch) / (layout[0] * layout[1] * tflops * 1e12)
     found = measure(tmp_path / "run", records(settings(model, *layout, 1, batch), [step_s] * 4))
@@ -108,9 +109,7 @@ def counted_four_times(written: Records) -> None:
 
 
 def four_times_too_fast(written: Records) -> None:
-    """Every figure agrees with the others, only the time is wrong: what a batch counted four times
-    looks like.
-    """
+    """Every figure agrees with the others except the time, as for a batch counted four times."""
     config = written[0]["config"]
     written[:] = records(config, [0.25 * r["step_time_s"] for r in written[1:-1]])
 
@@ -153,7 +152,7 @@ def test_a_resumed_run_counts_from_its_last_start(tmp_path: Path) -> None:
 
 
 def scaled(tmp_path: Path, kind: str, worlds: dict[int, tuple[float, int]]) -> Path:
-    """Runs of 175B in a folder: world size -> (seconds of a step, batch)."""
+    """Write runs of 175B to a folder: world size -> (seconds of a step, batch)."""
     for world, (step_s, batch) in worlds.items():
         config = settings("175b", 4, 16, world // 64, batch)
         point = {
@@ -215,7 +214,7 @@ def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
     [
         ({2: [46.0, 44.0, 48.0], 4: [45.0, 43.0, 47.0], 8: [60.0, 58.0, 62.0]}, {2, 4}),
         ({2: [46.0, 44.0, 48.0], 4: [40.0, 39.0, 43.0], 8: [60.0, 58.0, 62.0]}, {4}),
-        ({2: [46.0, 44.0, 48.0], 4: [40.0]}, {2, 4}),  # of one step no spread is known
+        ({2: [46.0, 44.0, 48.0], 4: [40.0]}, {2, 4}),  # one step has no known spread
     ],
 )
 def test_no_run_is_better_within_the_spread(
@@ -263,7 +262,7 @@ def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
 def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
-    """A folder of the user's with such a name is one."""
+    """Records that a run moved aside are no run. A user's folder of such a name is one."""
     folder = tmp_path / above
     first = write(folder / "p1", records(settings("22b", 8, 1, 1, 8), [1.0] * 3), {"name": "p1"})
     write(first / "attempt-1", records(settings("22b", 8, 1, 1, 8), [2.0] * 3), {"name": "p1"})

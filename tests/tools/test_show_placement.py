@@ -1,4 +1,4 @@
-"""tools/show_placement.py: what it prints, the table it writes, and how it ends."""
+"""tools/show_placement.py: its output, its table, and its exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run = Any  # Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Call the tool on a terminal of 100 columns: (exit code, output, errors)."""
+    """Call the tool on a terminal of 100 columns; return (exit code, output, errors)."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
     main = tool().main

@@ -1,4 +1,4 @@
-"""The command that shows a configuration's memory and where its time would go."""
+"""Command that shows a configuration's memory and the distribution of its time."""
 
 from __future__ import annotations
 

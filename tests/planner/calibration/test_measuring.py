@@ -95,7 +95,7 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
         return made
 
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    # Another process is late; this one is.
+    # First another process is late, then this one.
     assert measured(lambda value: 100.0, 0.0) == measured(None, 1.0) == [0, 1, 0]
     assert measured(None, 0.1) == [0, 1] * tasks.PASSES
 

@@ -1,5 +1,5 @@
-"""What the processes do: DeepSpeed trains a model of theirs and saves it, and we look at the state
-before and after.
+"""Processes in which DeepSpeed trains one of its models and saves it, with the state before and
+after.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ def start(topology: Topology, model: Any, config: dict[str, Any], **more: Any) -
 
 
 def link_again(engine: Any) -> None:
-    """Let DeepSpeed link its parameters to the optimizer's state at the next step too.
+    """Make DeepSpeed link its parameters to the optimizer's state at the next step too.
 
-    It does so once, after the step of the first group, when AdamW has not yet made the state of the
-    second.
+    It does so once, after the step of the first group, when AdamW has not yet created the state of
+    the second.
     """
     engine.optimizer._hp_optimizer_states_linked = False
 
 
 def whole_state(named: Any) -> dict[str, dict[str, np.ndarray]]:
-    """{kind: {parameter: values}}, as DeepSpeed's own functions give them. All data-parallel ranks
-    call it.
+    """Return {kind: {parameter: values}} from DeepSpeed's own functions.
+
+    All data-parallel ranks call it.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -82,7 +83,7 @@ def one_step(engine: Any, rows: int, seed: int, topology: Topology, vocab: int) 
 
 
 def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
-    """Return what a rank of two had when it wrote the folders of these names."""
+    """Write the folders of these names on two ranks; return this rank's state at the time."""
     topology = join()
     return {
         "llama": without_pipeline(topology, f"{root}/llama", "llama", "fp32"),
@@ -92,8 +93,9 @@ def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
 
 
 def without_pipeline(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step, on as many data-parallel ranks as there are
-    processes.
+    """Take two steps, write a checkpoint, and take a third step.
+
+    There are as many data-parallel ranks as processes.
     """
     a = theirs.arguments(style, iteration=2)
     model = theirs.GPTModel(a)
@@ -109,8 +111,9 @@ def without_pipeline(topology: Topology, root: str, style: str, precision: str) 
 
 
 def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
-    """Parts of a model, each moved by its part of given gradients, which are bf16 values: nothing
-    is rounded.
+    """Move the parts of a model by their parts of given gradients.
+
+    These are bf16 values: nothing is rounded.
     """
     a = theirs.arguments(style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64)
     model = theirs.GPTModel(a)
@@ -134,8 +137,9 @@ def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str)
 
 
 def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
-    """A stage of this program, tied and with SwiGLU, that plain DeepSpeed trains for a step,
-    without arguments.
+    """Train a stage of this program, tied and with SwiGLU, for a step by plain DeepSpeed.
+
+    There are no arguments.
     """
     from megatron.config import Config
     from megatron.data.sampler import make_micro_batch
@@ -165,14 +169,14 @@ def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
 
 
 def given_gradients(a: Any, step: int) -> dict[str, torch.Tensor]:
-    """A gradient for each whole parameter, of bf16 values."""
+    """Return a gradient of bf16 values for each whole parameter."""
     model = theirs.GPTModel(a)
     theirs.initialise(model, seed=100 + step)
     return {name: p.detach().bfloat16() for name, p in model.named_parameters()}
 
 
 def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
-    """Two stages of two tensor ranks by DeepSpeed's PipelineModule, whose engine writes files of
+    """Train two stages of two tensor ranks by DeepSpeed's PipelineModule, which writes files of
     layers.
     """
     topology = join(tensor=2, pipeline=2)
@@ -208,8 +212,8 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
         link_again(engine)
     client = {"iteration": 2, "args": a, "checkpoint_version": 3.0}
     engine.save_checkpoint(root, tag="global_step2", client_state=client)
-    # On the last stage the positions belong to the copy of the embedding that only its tied weight
-    # is used of.
+    # On the last stage the positions belong to a copy of the embedding of which only the tied
+    # weight is used.
     first = topology.pipeline.is_first
     own = [
         (pipe_name(n), p)
@@ -223,7 +227,7 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
 
 
 def pipe_name(name: str) -> str:
-    """The name in GPTModel of a parameter of the pipeline module."""
+    """Return the name in GPTModel of a parameter of the pipeline module."""
     if name.startswith("tied_modules.embed."):
         return "language_model.embedding." + name.removeprefix("tied_modules.embed.")
     number, _, rest = name.partition(".")
@@ -239,7 +243,9 @@ def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
 
 
 def one_after(topology: Topology, directory: str) -> dict[str, Any]:
-    """Load a converted checkpoint: logits for some tokens, and the weights after one step."""
+    """Load a converted checkpoint; return logits for some tokens, and the weights after one
+    step.
+    """
     from megatron.checkpoint.find import find_folder, open_checkpoint
     from megatron.checkpoint.load import load
     from megatron.config import Config

@@ -1,5 +1,5 @@
-"""Checkpoints that DeepSpeed itself wrote, converted and loaded: state, logits and the next step
-are DeepSpeed's.
+"""Checkpoints by DeepSpeed itself, converted and loaded: state, logits and next step are
+DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_tool(name: str) -> Any:
 
 
 def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
-    """Their model in fp32 with the master weights."""
+    """Return their model in fp32 with the master weights."""
     model = theirs.GPTModel(theirs.arguments(style))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -56,8 +56,8 @@ def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
 
 
 def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]]) -> None:
-    """Every tensor in our checkpoint is, to the bit, what DeepSpeed says it has; and there are no
-    others.
+    """Check that every tensor of our checkpoint has, bit for bit, DeepSpeed's values, and that
+    there are no others.
     """
     a, found = theirs.arguments(style), whole_tensors(find_folder(folder))
     expected = {
@@ -83,8 +83,8 @@ def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what DeepSpeed wrote: llama, gpt, mixed, stages; and as NAME-new what was made of
-    it.
+    """Folder of checkpoints by DeepSpeed: llama, gpt, mixed, stages; and as NAME-new the converted
+    ones.
     """
     return tmp_path_factory.mktemp("deepspeed")
 
@@ -150,8 +150,8 @@ def test_bf16_of_two_data_parallel_ranks_with_padding(
 
 
 def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
-    """One line of numbers over twelve shards, whose names in order of letters are 0, 1, 10, 11, 2,
-    ...
+    """Convert one line of numbers over twelve shards, whose names in alphabetical order are 0, 1,
+    10, 11, 2, ...
     """
     line = torch.arange(36.0)
     for data, master in enumerate(line.split(3)):
@@ -174,7 +174,7 @@ def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None:
-    """The whole state is that of torch's AdamW on the whole model with the same gradients."""
+    """The whole state equals that of torch's AdamW on the whole model with the same gradients."""
     a = theirs.arguments("mixed")
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -190,7 +190,7 @@ def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None
     state = {"master": {name: p.detach().numpy() for name, p in named.items()}}
     for kind in ("exp_avg", "exp_avg_sq"):
         state[kind] = {name: optimizer.state[p][kind].numpy() for name, p in named.items()}
-    for t, result in enumerate(wrote["mixed"]):  # that this is what DeepSpeed had, part by part
+    for t, result in enumerate(wrote["mixed"]):  # this is DeepSpeed's state, part by part
         for kind, values in result["state"].items():
             for name, value in values.items():
                 part = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
@@ -208,7 +208,7 @@ def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, our
     assert (source.tensor_size, source.pipeline_size) == (2, 2)
     a, found = theirs.arguments("gpt"), whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
-    # what the conversion joined, cut again, is what each rank had
+    # The joined tensors, cut again, are those of each rank.
     for rank, result in enumerate(results):
         for kind, values in result["state"].items():
             for name, value in values.items():
@@ -259,7 +259,7 @@ def cut_file(name: str) -> Any:
 
 
 def change(name: str, edit: Any) -> Any:
-    """Edit what is in a file of theirs; the tests made it, so it may be unpickled."""
+    """Edit a file of theirs; the tests made it, so unpickling is safe."""
 
     def action(folder: Path) -> None:
         content = torch.load(folder / name, weights_only=False)
@@ -270,7 +270,7 @@ def change(name: str, edit: Any) -> Any:
 
 
 def other_group(state: dict[str, Any]) -> None:
-    """One number of the masters of a shard is of another step."""
+    """Set one number of a shard's masters to that of another step."""
     state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].detach()[5] += 0.25
 
 
@@ -332,7 +332,7 @@ def test_damage_is_named_and_nothing_is_written(
 
 @pytest.mark.slow
 def test_without_optimizer(tmp_path: Path, folder: Path, wrote: Any) -> None:
-    """Shards that are missing do not matter then; the masters are the bf16 weights."""
+    """Missing shards do not matter without an optimizer; the masters are the bf16 weights."""
     shutil.copytree(folder / "mixed", tmp_path / "old")
     (tmp_path / "old" / "global_step2" / SHARD_1).unlink()
     plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
@@ -366,7 +366,7 @@ def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
 
 @pytest.mark.slow
 def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
-    """Without arguments, and as older versions of DeepSpeed wrote shards: without the places of
+    """Files may lack information: arguments, or, as in older versions of DeepSpeed, places of
     parameters.
     """
     shutil.copytree(folder / "gpt", tmp_path / "old")
@@ -395,7 +395,7 @@ def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
 def test_program(
     tmp_path: Path, folder: Path, wrote: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """tools/convert_checkpoint.py, and pretrain_gpt.py that goes on from what it wrote."""
+    """Run tools/convert_checkpoint.py, and resume pretrain_gpt.py from its output."""
     main, source, target = (
         load_tool("convert_checkpoint").main,
         str(folder / "gpt"),

@@ -1,5 +1,5 @@
-"""Folders as Megatron writes them without DeepSpeed, made here from whole tensors by the rules of
-its layouts.
+"""Folders as Megatron writes them without DeepSpeed, made from whole tensors by its layout
+rules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def whole_model(a: argparse.Namespace, seed: int) -> Tensors:
 
 
 def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
-    """Rows of query_key_value as older versions of Megatron ordered them, one row after another."""
+    """Return rows of query_key_value in the order of older versions of Megatron, row by row."""
     if "query_key_value" not in name or version >= 2.0:
         return part
     d, heads = theirs.HIDDEN // theirs.HEADS, part.shape[0] // (3 * theirs.HIDDEN // theirs.HEADS)
@@ -65,7 +65,9 @@ def nested(flat: Tensors) -> dict[str, Any]:
 def stages(
     whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int
 ) -> dict[tuple[int, int], Tensors]:
-    """(pipeline rank, virtual stage) -> its parameters; layers are counted from 0 in each."""
+    """Return (pipeline rank, virtual stage) -> its parameters; layers are counted from 0 in
+    each.
+    """
     each = a.num_layers // (pipeline * chunks)
     out: dict[tuple[int, int], Tensors] = {}
     for chunk in range(chunks):
@@ -95,7 +97,7 @@ def stages(
 
 
 def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
-    """Megatron's: without names, in two groups."""
+    """Return Megatron's optimizer state: without names, in two groups."""
     names = list(kinds["master"])
     decay = [
         [n for n in names if (kinds["master"][n].dim() > 1) == wanted] for wanted in (True, False)
@@ -122,7 +124,7 @@ def write(
     half: bool,
     **more: Any,
 ) -> tuple[argparse.Namespace, dict[str, Tensors]]:
-    """A Megatron folder; the arguments and whole tensors that are in it."""
+    """Write a Megatron folder; return its arguments and whole tensors."""
     a = theirs.arguments(
         style,
         num_layers=4,
@@ -220,7 +222,10 @@ def test_all_of_it_is_converted(
 
 
 def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
-    """Its tensors have no names: those that do not round to the weights are not taken."""
+    """An optimizer that does not belong to the weights is ignored.
+
+    Its tensors have no names: those that do not round to the weights are not taken.
+    """
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
     path = tmp_path / "old" / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
@@ -253,7 +258,7 @@ FORGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", [*FORGED, "a tracker without an end", "a tracker of no number"])
 def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
-    """It ends in an error, soon, and without a traceback."""
+    """Folders that no run writes end in an error, soon, and without a traceback."""
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
     path, tracker = (
         tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt",

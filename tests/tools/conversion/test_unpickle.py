@@ -1,4 +1,4 @@
-"""Nothing in a foreign pickle is executed, and what is not known is refused by name."""
+"""A foreign pickle executes nothing, and unknown names are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_conversion.unpickle import Record, attributes, load_file
 
 
 class Runs:
-    """Unpickles to the result of a call."""
+    """Unpickle to the result of a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
@@ -42,7 +42,7 @@ def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
     # as the pickle has it, which may be a name of Python 2
     name = re.search(rf"\w[\w.]*\.{function.__name__}\b", str(caught.value))
     assert name is not None
-    # Not even where a user says that it is plain: then it is read as a value, or refused still.
+    # Not even if a user says that it is plain: then it is read as a value, or still refused.
     if function is os.system:
         with pytest.raises(CheckpointError, match=r"file\.pt"):
             load_file(tmp_path / "file.pt", [name[0]])

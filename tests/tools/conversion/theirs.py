@@ -1,5 +1,5 @@
-"""A GPT under Megatron-DeepSpeed's names and shapes, in plain torch, that DeepSpeed's own engine
-trains and saves.
+"""GPT with Megatron-DeepSpeed's names and shapes, in plain torch, trained and saved by DeepSpeed's
+engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         vocab_size=50,
         padded_vocab_size=64,
     ),
-    # Rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own; nothing is
-    # padded.
+    # Rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, an untied head; no padding.
     "llama": dict(
         ffn_hidden_size=48,
         num_key_value_heads=2,
@@ -42,8 +41,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         vocab_size=64,
         padded_vocab_size=64,
     ),
-    # What has all of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm,
-    # rotary.
+    # All of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm, rotary.
     "mixed": dict(
         ffn_hidden_size=48,
         num_key_value_heads=2,
@@ -100,7 +98,7 @@ process sets one.
 
 
 class _Sum(torch.autograd.Function):
-    """Terms of a sum on every rank -> the sum; its gradient is each term's."""
+    """Sum of terms on every rank; its gradient is each term's."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +112,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """The other way round."""
+    """Copy to every rank; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +126,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Parts along the last dimension -> all of it."""
+    """Gather parts along the last dimension into the whole."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +167,7 @@ def norm(a: argparse.Namespace) -> nn.Module:
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions in halves; x [b, heads, s, d]."""
+    """Rotate positions in halves; x [b, heads, s, d]."""
     d = x.shape[-1]
     angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
     angle = torch.cat((angle, angle), -1)
@@ -268,7 +266,7 @@ class LanguageModel(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """The model without pipeline: tokens [b, s] -> logits [b, s, padded vocabulary]."""
+    """Model without pipeline: tokens [b, s] -> logits [b, s, padded vocabulary]."""
 
     def __init__(self, a: argparse.Namespace) -> None:
         super().__init__()
@@ -289,8 +287,9 @@ class GPTModel(nn.Module):
 
 
 def pipeline_layers(a: argparse.Namespace) -> list[Any]:
-    """The same model for DeepSpeed's pipeline, its layers numbered as in Megatron-DeepSpeed's
-    GPTModelPipe.
+    """Return the same model for DeepSpeed's pipeline.
+
+    Layers are numbered as in Megatron-DeepSpeed's GPTModelPipe.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
@@ -313,7 +312,7 @@ def pipeline_layers(a: argparse.Namespace) -> list[Any]:
 
 
 def initialise(model: nn.Module, seed: int = 3) -> None:
-    """Every value drawn by its name: no weight, no gain and no bias is as another."""
+    """Draw every value by its name, so that no two weights, gains or biases are equal."""
     for name, p in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) % 997)
         gain = 1.0 if p.dim() == 1 and "bias" not in name else 0.0
@@ -321,7 +320,7 @@ def initialise(model: nn.Module, seed: int = 3) -> None:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Megatron's two groups: matrices with weight decay, then vectors without."""
+    """Return Megatron's two groups: matrices with weight decay, then vectors without."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     return [
         {"params": decay, "weight_decay": WEIGHT_DECAY},
@@ -330,7 +329,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def tokens(seed: int, rows: int, vocab: int) -> torch.Tensor:
-    """[rows, S + 1]"""
+    """Draw tokens [rows, S + 1]."""
     return torch.randint(0, vocab, (rows, S + 1), generator=torch.Generator().manual_seed(seed))
 
 
@@ -358,7 +357,7 @@ def shard_of(
 
 
 def cut(model: nn.Module, a: argparse.Namespace, t: int, tp: int) -> None:
-    """Leave of every parameter what tensor rank t holds. The model can no longer compute."""
+    """Reduce every parameter to the part of tensor rank t. The model can no longer compute."""
     for name, p in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
         part = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())
@@ -367,7 +366,7 @@ def cut(model: nn.Module, a: argparse.Namespace, t: int, tp: int) -> None:
 
 
 def whole_in_our_shape(name: str, tensor: torch.Tensor, a: argparse.Namespace) -> torch.Tensor:
-    """A parameter of GPTModel as ours is: gate and value apart, without padding."""
+    """Return a parameter of GPTModel in our shape: gate and value separate, without padding."""
     if "dense_h_to_4h" in name and a.swiglu:
         return torch.stack(tensor.chunk(2))
     return tensor[: a.vocab_size] if "word_embeddings" in name or "output_layer" in name else tensor

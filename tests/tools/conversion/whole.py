@@ -1,4 +1,4 @@
-"""A checkpoint of ours as whole tensors, read with torch's own reader, which knows nothing of this
+"""Checkpoint of ours as whole tensors, by torch's own reader, which knows nothing of this
 program.
 """
 
@@ -20,7 +20,7 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
         if isinstance(t, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        # one process without a process group is what is meant
+        # One process without a process group is intended.
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return found

@@ -1,6 +1,4 @@
-"""Inspection of data sets: statistics against numpy on plain lists, and damage that is put there on
-purpose.
-"""
+"""Inspection of data sets: statistics against numpy on plain lists, and deliberate damage."""
 
 from __future__ import annotations
 
@@ -103,8 +101,9 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_decodes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through a byte-level vocabulary: what was written comes out, and ids that it lacks are shown
-    as such.
+    """Text is decoded through a byte-level vocabulary.
+
+    Written text is recovered, and unknown ids are shown as such.
     """
     (tmp_path / "vocab.json").write_text(json.dumps({**byte_letters(), "<|endoftext|>": 256}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
@@ -163,7 +162,7 @@ def index_with(at: int, kind: str, value: int) -> Damage:
     ],
 )
 def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
-    """Each kind of damage is found, named with its byte, and nothing else is reported."""
+    """Each kind of damage is found and named with its byte; nothing else is reported."""
     for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
         if content is not None:
             (tmp_path / f"a{suffix}").write_bytes(content)
@@ -194,9 +193,11 @@ def test_any_inconsistency_is_found(
     in_bin: bool,
     block: int,
 ) -> None:
-    """One byte of either file changed or the rest cut off: found, unless the result is a data set
-    in its own right: another order of ids within the vocabulary, a document that starts
-    elsewhere."""
+    """One changed byte of either file, or truncation, is found.
+
+    The exception is a result that is a valid data set: another order of ids within the vocabulary,
+    or a document that starts elsewhere.
+    """
     data, index = packed(documents, "<u2")
     content = data if in_bin else index
     at = int(place * len(content))
@@ -219,7 +220,7 @@ def test_any_inconsistency_is_found(
     elif in_bin and len(damaged) == len(data):
         consistent = max(struct.unpack(f"<{len(data) // 2}H", damaged)) < 100
     elif not in_bin and not cut and at == 17:
-        # Other types of 2 bytes hold these ids too, and without tokens any type will do.
+        # Other types of 2 bytes hold these ids too, and without tokens any type works.
         consistent = new == 3 or (not data and 1 <= new <= 8)
     else:
         consistent = False
@@ -261,7 +262,7 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full check of 200,000 documents, 4 MB of index, and 6.4 MB of tokens."""
+    """Memory is flat in a full check of 200,000 documents, 4 MB of index and 6.4 MB of tokens."""
     monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(library, "_BLOCK_BYTES", 1 << 16)
     with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:

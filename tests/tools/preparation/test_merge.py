@@ -1,4 +1,4 @@
-"""Merged data sets, against lists of documents put one after the other."""
+"""Merged data sets, against concatenated lists of documents."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_multimodal_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's form: all of a folder, by name; what is no data set is ignored."""
+    """Merge all of a folder, by name, as Megatron does. Files that are no data set are ignored."""
     folder = tmp_path / "parts"
     folder.mkdir()
     for name, token in (("b", 2), ("a.1", 1), ("c", 3)):
@@ -138,7 +138,7 @@ def test_output_is_an_input(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_inputs(tmp_path: Path, damage, message: str) -> None:
-    """Refused with the file named; nothing is left behind and an old output stays."""
+    """Damaged inputs are refused by name; nothing is left behind and an old output stays."""
     good = write(tmp_path / "a", [[[1]]])
     write(tmp_path / "all", [[[8]]])
     data, index = packed([[[1, 2, 3], [4]], [[5, 6]]], "<u2")
@@ -173,7 +173,9 @@ def test_refused(
 
 
 def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """6.4 MB of tokens in 200,000 sequences, 4 MB of index, through a few blocks of memory."""
+    """Memory is flat: 6.4 MB of tokens in 200,000 sequences, 4 MB of index, pass through a few
+    blocks.
+    """
     monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(library, "_COPY_BYTES", 1 << 16)
     monkeypatch.setattr(indexed_dataset, "_BLOCK", 1 << 12)
@@ -195,7 +197,7 @@ def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 @MOMENTS
 def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
-    """A whole merge, old or new, or none; the next one clears away what the killed one left."""
+    """A killed merge leaves the old data, the new, or none; the next one removes its leftovers."""
     inputs = [write(tmp_path / "a", [[[7] * 7]] * 40), write(tmp_path / "b", [[[8] * 8]] * 30)]
     old, new = [[[8] * 8]] * 30, [[[7] * 7]] * 40 + [[[8] * 8]] * 30
     for folder in killed_at_each(

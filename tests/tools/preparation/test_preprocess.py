@@ -1,4 +1,4 @@
-"""The data tools, from the command line to the samples."""
+"""Data tools, from the command line to the samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.build_corpus import build_corpus
 def run(
     folder: Path, *arguments: object, inputs: object = "", name: str = "o", workers: int = 1
 ) -> int:
-    """tools/preprocess_data.py, with the tokenizer whose tokens are numbers if none is named."""
+    """Run tools/preprocess_data.py, by default with the tokenizer whose tokens are numbers."""
     words = [
         "--input",
         *str(inputs or folder / "c.jsonl").split(),
@@ -46,7 +46,7 @@ def read_corpus(path: Path) -> dict[str, str]:
 def test_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_input(tmp_path / name, ["1 2 3", "", "4"])
     assert run(tmp_path, "--append-eod", "--partitions", 4, "--lang", "german", inputs=source) == 0
-    # the eod of NullTokenizer is its size
+    # The eod of NullTokenizer is its size.
     assert documents(tmp_path / "o_text_document") == [[1, 2, 3, 100], [4, 100]]
     assert IndexedDataset(tmp_path / "o_text_document").dtype == np.uint16
     out, err = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_sentences(tmp_path: Path, model: list[str]) -> None:
     ):
         assert run(tmp_path, "--split-sentences", *flags, *model, "--append-eod") == 0
         indexed = IndexedDataset(tmp_path / "o_text_sentence")
-        # eod decodes to nothing
+        # The eod decodes to nothing.
         assert [tokenizer.decode(indexed[i].tolist()) for i in range(3)] == expected
         assert [indexed[i][-1] == tokenizer.eod for i in range(3)] == [False, False, True]
         assert indexed.document_indices.tolist() == [0, 3]
@@ -96,8 +96,9 @@ def test_sentences(tmp_path: Path, model: list[str]) -> None:
 def test_corpus_vocabulary_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: list[str]
 ) -> None:
-    """The three tools in a row; tokens decode to the texts, and the number of workers changes no
-    byte.
+    """Run the three tools in a row.
+
+    Tokens decode to the texts, and the number of workers changes no byte.
     """
     texts_file = tmp_path / "corpus.jsonl"
     assert (
@@ -152,7 +153,7 @@ def test_bad_lines_are_left_out(
         f"{path}:{2 * i}" for i in range(1, 1 + count)
     ]
     assert [line in err for line in named] == [True] * 2 + [False] * (count - 2)
-    # Good input under the same name takes the file away: it would speak of data that is gone.
+    # Good input under the same name removes the file: it would describe old data.
     write_input(path, ["1"])
     assert run(tmp_path, "--on-bad-input", "skip", "--log-interval", 1) == 0
     assert not (tmp_path / "o_bad_input.txt").exists()
@@ -170,7 +171,10 @@ def test_a_failed_run_goes_on_with_skip(
 
 
 def test_a_bad_document_is_left_out_of_all_keys(tmp_path: Path) -> None:
-    """Or document i of one key would not belong to document i of the other."""
+    """A bad document is left out of all keys.
+
+    Otherwise document i of one key would not match document i of the other.
+    """
     (tmp_path / "c.jsonl").write_text(
         '{"a": "1", "b": "2"}\n{"a": "3", "b": "x"}\n{"a": "4"}\n{"a": "5", "b": "6"}\n'
     )
@@ -211,8 +215,11 @@ def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_rates_and_time_left_are_of_this_run(
     capsys: pytest.CaptureFixture[str], log_interval: int | None
 ) -> None:
-    """10 s for 20 MB of text, which are 30 of the 60 MB on disk that were left; half of it is to
-    come. Without an interval there is a line every ten seconds."""
+    """Rates and time left are those of this run.
+
+    10 s for 20 MB of text, which are 30 of the remaining 60 MB on disk; half is left. Without an
+    interval there is a line every ten seconds.
+    """
     clock = VirtualClock(100.0)
     shown = progress.Progress(log_interval, clock=clock)
     totals = Totals(
@@ -270,7 +277,7 @@ def test_corpus(tmp_path: Path) -> None:
         path = library_folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode("latin-1"))
-    os.mkfifo(library_folder / "waits.py")  # for ever, who opens it
+    os.mkfifo(library_folder / "waits.py")  # blocks for ever when opened
     (library_folder / "endless.py").symlink_to("/dev/zero")
     output = tmp_path / "c.jsonl"
     count, size = build_corpus(output, stdlib=library_folder)
@@ -301,7 +308,7 @@ def test_corpus(tmp_path: Path) -> None:
 
 
 def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The json package stands for the library: parsing all of it takes seconds.
+    # The json package stands for the library, because parsing all of that takes seconds.
     monkeypatch.setattr(
         corpus_tool.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent)
     )

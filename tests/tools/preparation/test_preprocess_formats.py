@@ -1,4 +1,4 @@
-"""The same documents give the same bytes, from any format, in blocks of any size, by any number of
+"""Equal documents give equal bytes, from any format, in any block size, by any number of
 workers.
 """
 
@@ -54,9 +54,7 @@ def tokenizer(tokenizer_arguments: dict[str, Any]) -> Tokenizer:
 def encode(
     blocks: list[Block], tokenizer: Tokenizer, append_eod: bool
 ) -> tuple[list[list[int]], list[BadInput]]:
-    """Tokens of each document of the blocks, which are written out by hand: no writer, no
-    workers.
-    """
+    """Return the tokens of each document of the blocks, by hand: no writer, no workers."""
     options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
     found: list[list[int]] = []
     bad: list[BadInput] = []
@@ -87,8 +85,9 @@ def test_every_block_boundary_is_a_place_to_go_on(
     members: int,
     name: str,
 ) -> None:
-    """The bytes of each text are its tokens, and reading that starts after any block gives what is
-    left.
+    """Every block boundary is a place to resume.
+
+    The bytes of each text are its tokens, and reading that starts after any block gives the rest.
     """
     expected = [[*text.encode(), *[EOD] * append_eod] for text in texts if text]
     with (
@@ -167,7 +166,7 @@ def test_patterns(tmp_path: Path) -> None:
         found == ["b.jsonl", "a.jsonl", "b.jsonl"]
         and len(find_sources([tmp_path / "**/*.jsonl"])) == 4
     )
-    # a file of this name comes first
+    # A file of this name comes first.
     assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"
     for wrong in ("*.txt", "deep", "none", "a.jsonl.bz2", "a.parquet.gz"):
         if wrong.startswith("a."):
@@ -220,7 +219,7 @@ def test_parquet_strings(
     block_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nulls are empty documents; row groups and batches leave no seam."""
+    """Nulls in parquet are empty documents; row groups and batches leave no trace."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     values = ["ab", None, "", "\u00e9", "ab"] * 5
     for column in (pyarrow.array([], pyarrow.string()), pyarrow.array([None, None])):
@@ -233,7 +232,7 @@ def test_parquet_strings(
 
 
 def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Arrow's strings are not checked when they are read."""
+    """Parquet that is not UTF-8 is refused. Arrow does not check its strings when it reads them."""
     offsets, data = np.array([0, 1, 3, 4], np.int32), b"a\xffbc"
     column = pyarrow.StringArray.from_buffers(
         3, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)
@@ -276,8 +275,9 @@ def test_documents_that_are_too_long_are_bad_input(
     block_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are not kept while they are read, wherever blocks begin; what comes after them keeps its
-    number.
+    """Documents that are too long are bad input.
+
+    They are not kept while they are read, wherever blocks begin; later ones keep their numbers.
     """
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 64)
@@ -287,7 +287,7 @@ def test_documents_that_are_too_long_are_bad_input(
         expected, numbers = [], [str(path)]
     else:
         write_input(path, texts, titles=[""] * 6)
-        # as long as a line may be
+        # at the maximum length of a line
         assert name == "c.parquet" or len(json_lines(texts[-1:], [""])) == 64
         expected = [[*b"a"], [*b"c"], [*b"e" * 38]]
         numbers = [f"{path}: row {i}" if name == "c.parquet" else f"{path}:{i}" for i in (2, 4, 5)]
@@ -297,8 +297,9 @@ def test_documents_that_are_too_long_are_bad_input(
 
 
 def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) -> None:
-    """A block is bounded by its bytes: twice BLOCK_BYTES for lines, that and one row for
-    parquet.
+    """Memory of a block does not grow with short documents.
+
+    It is bounded by bytes: twice BLOCK_BYTES for lines, that and one row for parquet.
     """
     with mock.patch.object(sources, "BLOCK_BYTES", 20_000):
         for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):

@@ -1,5 +1,5 @@
-"""Runs that are killed, stopped, refused or out of disk go on, and leave no data set that reads
-wrong.
+"""Runs that are killed, stopped, refused or out of disk resume, and never leave a wrong data
+set.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Job:
-    """A small job, and what it makes when nothing disturbs it."""
+    """Small job, and its output when undisturbed."""
 
     folder: Path
     inputs: list[Path]
@@ -70,7 +70,7 @@ class Job:
         restart: bool = False,
         often: bool = False,
     ) -> Totals:
-        """`often`: with a journal after each block."""
+        """Run the job. `often`: with a journal after each block."""
         return preprocess(
             self.inputs,
             self.folder / "o",
@@ -110,7 +110,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two keys; plain, packed and parquet input; lines that are left out."""
+    """Provide a job of two keys; plain, packed and parquet input; and lines that are left out."""
     folder, lines = tmp_path_factory.mktemp("job"), json_lines(TEXTS, TITLES)
     (folder / "a.jsonl").write_bytes(lines + BAD_LINE + lines)
     (folder / "b.jsonl.gz").write_bytes(pack(BAD_LINE + lines, ".gz", 2))
@@ -131,7 +131,7 @@ def job(whole: Job, tmp_path: Path) -> Job:
 
 
 def stop_after(blocks: int) -> Listeners:
-    """Listeners that ask for the end after so many blocks."""
+    """Return listeners that request the end after `blocks` blocks."""
     seen: list[int] = []
     return Listeners(
         on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= blocks
@@ -139,7 +139,7 @@ def stop_after(blocks: int) -> Listeners:
 
 
 def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
-    """Each pair opens as what it was before, or as what it shall be, or not at all."""
+    """Check that each pair opens as its old or its new version, or not at all."""
     for name in (f"o_{key}_document" for key in KEYS):
         with contextlib.suppress(DataError):
             IndexedDataset(job.folder / name)
@@ -183,7 +183,7 @@ def test_killed_while_a_run_begins_anew(job: Job, every: bool) -> None:
 
     stopped = job.at(job.folder / "stopped")
     stopped.folder.mkdir()
-    stopped.stop(14)  # some lines are left out by then
+    stopped.stop(14)  # some lines have been left out by then
 
     def prepare(here: Path) -> None:
         shutil.copytree(stopped.folder, here, dirs_exist_ok=True)
@@ -205,7 +205,10 @@ def power_cut(folder: Path, sizes: dict[int, int]) -> None:
     ids=["some", "all"],
 )
 def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs: list[int]) -> None:
-    """Killed after so many syncs."""
+    """A power cut loses only data that the journal does not count.
+
+    The run is killed after a number of syncs.
+    """
     for kill_after in syncs:
         noted, here = job.folder / f"{kill_after}.syncs", job.at(job.folder / str(kill_after))
         here.folder.mkdir()
@@ -279,7 +282,7 @@ def test_stopped_runs_go_on_with_other_workers(job: Job, workers: int) -> None:
 
 @pytest.mark.slow
 def test_workers_that_are_killed(job: Job) -> None:
-    """All of them: what one leaves undone, another could do before it is noticed."""
+    """Kill all workers, because work left by one could be done by another before it is noticed."""
 
     def kill(_: Totals) -> None:
         for process in multiprocessing.active_children():
@@ -293,15 +296,15 @@ def test_workers_that_are_killed(job: Job) -> None:
 
 @pytest.mark.slow
 def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
-    """Bad lines are named by the same numbers after a run that went on: they are in the files that
-    are compared.
+    """Bad lines have the same numbers after a resumed run: they are in the files that are
+    compared.
     """
     for blocks in (1, 12, 19):
         here = job.at(tmp_path / str(blocks))
         here.folder.mkdir()
         here.stop(blocks)
         assert here.finish().earlier_documents > 0
-    job.stop(0)  # before anything was done
+    job.stop(0)  # before any work
     assert not list(job.folder.glob("o*"))
 
 
@@ -392,7 +395,10 @@ def test_two_runs_at_once(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [60, 500, 1000])
 def test_a_full_disk(job: Job, limit: int) -> None:
-    """A limit on the size of files stands for it: the same writes fail, in the middle."""
+    """Run on a full disk.
+
+    A limit on the size of files stands for it: the same writes fail, in the middle.
+    """
 
     def limited() -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -427,7 +433,7 @@ def test_signals_stop_the_tool_and_it_goes_on(
 
     handlers = [signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS]
     assert run("whole")[0] == 0
-    # twice: at once
+    # Twice: at once.
     for number, times in ((signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)):
 
         def kill(*_: object) -> None:
@@ -451,7 +457,10 @@ def test_signals_stop_the_tool_and_it_goes_on(
 def test_a_signal_that_was_ignored_before_stays_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under nohup the end of the terminal does not end the tool."""
+    """A signal that was ignored at the start stays ignored.
+
+    Under nohup the end of the terminal does not end the tool.
+    """
     write_input(tmp_path / "c.jsonl", TEXTS)
     monkeypatch.setattr(
         preprocess_data.Progress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP)

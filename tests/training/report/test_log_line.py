@@ -1,5 +1,5 @@
-"""The lines that parsers read, against a parser written from the format's description and a line of
-a real run.
+"""Lines for parsers, against a parser written from the format's description and a line of a real
+run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ REAL_LINE = (
     "iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
 )
 
-# Fields in their order, each with the exact form of its value; those in parentheses with ? may be
-# absent.
+# Fields in order, each with the exact form of its value; those in parentheses with ? may be absent.
 SCIENTIFIC3, SCIENTIFIC6 = r"\d\.\d{3}E[+-]\d\d", r"\d\.\d{6}E[+-]\d\d"
 LINE = re.compile(
     r"^ iteration (?P<iteration>[ \d]{8})/(?P<total>[ \d]{8}) \| consumed samples: (?P<samples>[ "

@@ -1,4 +1,4 @@
-"""The figures of an interval, and the metrics file."""
+"""Figures of an interval, and the metrics file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     first.write(
         "iteration", iteration=1, lm_loss=1 / 3, grad_norm=math.inf, nested={"a": [math.nan, 1.0]}
     )
-    # Flushed: readable while the run goes on.
+    # Flushed: readable while the run continues.
     (record,) = read_records(path)
     assert record == {
         "event": "iteration",
@@ -68,7 +68,7 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     }
     first.close()
     with open(path, "a") as file:
-        file.write('{"event": "iterat')  # killed while writing
+        file.write('{"event": "iterat')  # killed during the write
     resumed = MetricsFile(path)
     resumed.write("validation", iteration=2)
     resumed.close()
@@ -90,7 +90,7 @@ def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> 
 
 def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path: Path) -> None:
     class Disk(io.RawIOBase):
-        """Takes 40 bytes of the second record and nothing of the third."""
+        """Disk that takes 40 bytes of the second record and nothing of the third."""
 
         def __init__(self) -> None:
             self.held, self.calls = b"", 0
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
     metrics, disk = MetricsFile(tmp_path / "m.jsonl", warn=said.append), Disk()
     metrics._file = disk  # type: ignore[assignment]
     (tmp_path / "full.jsonl").write_text('{"event": "iterat')
-    # a run that is resumed on it: nothing is written before there is a record
+    # A run resumed on it writes nothing before there is a record.
     MetricsFile(tmp_path / "full.jsonl")
     assert (tmp_path / "full.jsonl").read_text() == '{"event": "iterat'
     for iteration in range(1, 6):

@@ -45,7 +45,7 @@ def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
 
 
 def train_on_a_terminal(rank: int) -> tuple[int, str]:
-    """pretrain_gpt.py's exit code, and what a terminal got from it."""
+    """Return pretrain_gpt.py's exit code, and its output on a terminal."""
     from megatron import program
 
     ours, theirs = pty.openpty()
@@ -97,7 +97,7 @@ def logging_flags(folder: Path | None, **changes: Any) -> Any:
 
 
 def write_events(folder: Path, **changes: Any) -> Any:
-    """Four steps, the last skipped, and a validation; returns TensorBoard's own reader."""
+    """Write four steps, the last skipped, and a validation; return TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(logging_flags(folder, **changes), enabled=True)

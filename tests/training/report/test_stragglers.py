@@ -7,7 +7,10 @@ from megatron.training.report.metrics import summarise
 
 
 def test_ranks_are_compared_with_those_of_their_stage() -> None:
-    """The second stage does twice the work: that makes none of its ranks slow."""
+    """Ranks are compared with those of their stage.
+
+    The second stage does twice the work: that makes none of its ranks slow.
+    """
     layout = Layout(pipeline=2, data=4)
     seconds = [1.0, 1.0, 1.5, 1.0, 2.0, 2.0, 2.0, 2.2]
     places = [f"n{rank // 4}:cuda:{rank % 4}" for rank in range(8)]
@@ -18,7 +21,10 @@ def test_ranks_are_compared_with_those_of_their_stage() -> None:
 
 
 def test_stages_are_told_apart_in_any_order_of_ranks() -> None:
-    """Every second rank is of the second stage, which does twice the work."""
+    """Stages are told apart in any order of ranks.
+
+    Every second rank is of the second stage, which does twice the work.
+    """
     result = summarise([1.0, 2.0, 1.0, 2.0, 1.0, 3.0], Layout(pipeline=2, data=3, order="pp-dp-tp"))
     assert [(one["rank"], one["ratio"]) for one in result["slow"]] == [(5, 1.5)]
 

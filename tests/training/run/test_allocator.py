@@ -1,5 +1,5 @@
-"""What malloc does after tune_allocator, seen from outside: where the heap ends, and what the
-kernel was asked for.
+"""Effects of tune_allocator on malloc, seen from outside: the end of the heap, and calls to the
+kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 from tests.helpers.launching import ROOT, TINY, Script
 from tests.helpers.processes import free_port, rank_environment
 
-# Four blocks of 16 MiB are taken and given back, then one of 400 MiB is taken. glibc's own rules
-# would have them mapped or, once it has seen that size, give the end of the heap back above twice
-# 16 MiB. Then, by how much the heap grows for two blocks of 16 MiB within and after
+# Four blocks of 16 MiB are allocated and freed, then one of 400 MiB is allocated. By glibc's own
+# rules they would be mapped or, once it has seen that size, the end of the heap beyond twice 16 MiB
+# would be returned. Then measure how much the heap grows for two blocks of 16 MiB within and after
 # mapped_blocks().
 PROBE = """
 import ctypes, json, os
@@ -45,7 +45,7 @@ after, _ = grown(2)
 print(json.dumps(dict(said=said, taken=taken, kept=kept, large=large, within=within, after=after,
                       huge=os.environ.get("THP_MEM_ALLOC_ENABLE"))))
 """
-MOST = 60  # MiB: the four blocks, less what was free at the end of the heap before
+MOST = 60  # MiB: the four blocks, less the space free at the heap's end before
 SETTINGS = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +71,7 @@ def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("calls", "environment", "named", "taken", "kept", "huge"),
     [
-        # the memory goes back: else the other rows would show nothing
+        # The memory is returned: otherwise the other rows would show nothing.
         (0, {}, None, False, False, None),
         (3, {}, None, True, True, "1"),
         (
@@ -98,7 +98,7 @@ def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
     assert (found["taken"] >= MOST, found["kept"] >= MOST, found["huge"]) == (taken, kept, huge)
     assert all(named is None or named in said for said in found["said"])
     if calls and not environment:
-        # the large one is mapped, so that free gives it back
+        # The large one is mapped, so that free returns it.
         assert found["large"] == found["kept"] == found["taken"]
         assert all("256 MiB" in said for said in found["said"])
     if taken:
@@ -123,7 +123,7 @@ def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
 
 
 # Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets; and the
-# peak of the process at its start, and after it held 256 MiB for a moment.
+# peak of the process at its start, and after it held 256 MiB briefly.
 RANK_0 = """
 import torch
 from megatron.config import parse_args
@@ -153,9 +153,11 @@ for line in open("/proc/self/smaps"):
 
 @pytest.mark.slow
 def test_a_rank_asks_for_huge_pages_and_knows_its_own_peak_of_memory(tmp_path: Path) -> None:
-    """torch reads the variable once, for its first tensor: that must not be one of those that ask
-    for others' cores. And the peak is not that of the large process that started it, which the
-    system counts until its program begins."""
+    """A rank asks for huge pages and knows its own peak of memory. torch reads the variable once,
+    for its first tensor: an earlier tensor, such as one that asks for others' cores, must not be
+    it. The peak is not that of the large parent process, which the system counts until the program
+    begins.
+    """
     rank_1 = tmp_path / "rank_1.py"
     code = RANK_0.format(arguments=TINY)
     rank_1.write_text(code)
@@ -174,6 +176,6 @@ def test_a_rank_asks_for_huge_pages_and_knows_its_own_peak_of_memory(tmp_path: P
         )
         assert other.wait().code == 0
     before, after, huge = done.stdout.split()
-    # the most, not what is held now
+    # the peak, not the present value
     assert 2**24 < int(before) < 2**30 and int(after) > int(before) + 200 * 2**20
     assert huge == "True" or not os.path.exists("/sys/kernel/mm/transparent_hugepage")

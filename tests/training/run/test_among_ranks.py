@@ -1,5 +1,7 @@
-"""What ranks find out together: figures, decisions and texts that all of them must share. Four
-processes do all cases one after the other, over several layouts."""
+"""Agreement between ranks: figures, decisions and texts that all of them must share.
+
+Four processes run all cases one after another, over several layouts.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def agree(topology: Topology, folder: str) -> Any:
 
     agreement, on, rank, own = Agreement(topology), [False], topology.rank, [10 + topology.rank]
     agreement.add("signal", lambda: own[0], lambda: on[0])
-    # what rank 1 would decide does not count
+    # A decision of rank 1 does not count.
     agreement.add_first("save", lambda: rank == 1, lambda: on[0])
     agreement.add_first("late", lambda: rank == 0, lambda: on[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +74,7 @@ def agree(topology: Topology, folder: str) -> Any:
         answers = [dict(agreement.read())]
         on[0] = True
         word = torch.zeros(1)
-        if rank == 0:  # the others ask when it is through: whoever asks waits for nobody
+        if rank == 0:  # the others ask when it is done: no rank waits for another
             agreement.post()
             for other in range(1, RANKS):
                 dist.send(word, other)
@@ -87,7 +89,7 @@ def agree(topology: Topology, folder: str) -> Any:
 
 
 def stop(topology: Topology, folder: str) -> Any:
-    """A signal on rank 1 alone, then a file that only rank 0 may decide on."""
+    """Stop on a signal on rank 1 alone, then on a file that only rank 0 may act on."""
 
     def reason(iteration: int, signals: Signals, switch: str | None) -> bool:
         settings: Any = SimpleNamespace(
@@ -105,7 +107,7 @@ def stop(topology: Topology, folder: str) -> Any:
         if topology.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         seen = [reason(1, signals, None)]
-    # Ranks look for different files: rank 0's answer must win over the others' own views.
+    # Ranks look for different files: rank 0's answer must override the others' own views.
     switch, nothing = (
         os.path.join(folder, "stop") if topology.rank == 0 else os.devnull,
         Signals(enabled=False),
@@ -118,15 +120,16 @@ def stop(topology: Topology, folder: str) -> Any:
 
 # -- figures ---------------------------------------------------------------------------------------
 
-# Bytes that each rank has held, which single precision could not tell apart; ranks 2 and 3 the
+# Bytes held by each rank, too close for single precision to tell apart; ranks 2 and 3 hold the
 # most.
 HELD = (2**52 - 1, 2**40, 2**52 + 3, 2**52 + 3)
 RESERVED = (2**52, 2**52 + 7, 2**52 + 6, 2**52 + 6)
 
 
 def figures(topology: Topology, folder: str) -> Any:
-    """Only the last stage has losses, its tensor ranks the same ones. The last step's are not
-    finite.
+    """Return the figures.
+
+    Only the last stage has losses, equal on its tensor ranks. The last step's are not finite.
     """
     losses: list[torch.Tensor] = []
     if topology.pipeline.is_last:
@@ -149,7 +152,7 @@ def tokens_of(first_sample: int) -> int:
 
 
 class MaskedStream(PlaceholderStream):
-    """Placeholders with a loss mask of as many ones as tokens_of says."""
+    """Stream of placeholders whose loss mask has as many ones as tokens_of says."""
 
     def take(self, n: int) -> list[MicroBatch]:
         masks = torch.arange(5)
@@ -175,8 +178,8 @@ def evaluate(topology: Topology, folder: str) -> Any:
 
 
 def stragglers(topology: Topology, folder: str) -> Any:
-    """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the
-    same pass.
+    """Slow down ranks 1 and 3 in every forward pass; 0 and 2 wait for them in a collective of
+    it.
     """
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
     with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +251,7 @@ def bound_cores(topology: Topology, folder: str) -> Any:
     mine, rank = os.sched_getaffinity(0), topology.rank
     cores = sorted(mine)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    # which must not keep the others waiting
+    # It must not keep the others waiting.
     before = os.environ.pop("OMP_NUM_THREADS") if rank == 0 else ""
     try:
         masks = masks_on_this_node(os.sched_getaffinity(0))
@@ -365,7 +368,7 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
     for losses, memory in found(figures, tensor, pipeline):
         np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
-        # beside the losses, of whatever value, and exact
+        # Beside the losses, whatever their value, and exact.
         assert memory == Peak(2**52 + 3, 2, 2**52 + 7)
 
 
@@ -373,7 +376,7 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
 def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
     found: Found, tensor: int, pipeline: int, replicas: int
 ) -> None:
-    # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; replicas take turns.
+    # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; replicas alternate.
     firsts = [12 + 3 * i for i in range(3 * 2 * replicas)]
     losses, tokens = (
         np.array([loss_of(f) for f in firsts]),
@@ -386,8 +389,7 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
 
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
     record, *_ = found(stragglers, 2)
-    # The median of 2, 60, 2 and 60 ms is 31; with the passes that were paused the longest would be
-    # 120.
+    # The median of 2, 60, 2 and 60 ms is 31; with the paused passes the longest would be 120.
     assert [one["rank"] for one in record["slow"]] == [1, 3]
     assert record["max_ms"] == pytest.approx(60.0) and record["min_ms"] == pytest.approx(2.0)
 
@@ -415,8 +417,8 @@ def one_process() -> tuple[Config, torch.nn.ModuleDict]:
 
 
 def greedy_by_hand() -> list[list[int]]:
-    """One prompt at a time through the whole model, no padding, the most probable token each
-    time.
+    """Generate from one prompt at a time through the whole model, the most probable token each
+    time. There is no padding.
     """
     _, chunks = one_process()
     chunks.eval()
@@ -436,7 +438,7 @@ def greedy_by_hand() -> list[list[int]]:
 
 def test_text_does_not_depend_on_the_layout(found: Found) -> None:
     greedy = greedy_by_hand()
-    # A test that can fail: the texts differ and do not repeat one token.
+    # The test can fail: the texts differ and do not repeat one token.
     assert (
         len({tuple(text) for text in greedy}) == 3
         and len({token for text in greedy for token in text}) > 5

@@ -1,4 +1,4 @@
-"""--stage-data-to in a run, and whose turn it is to build: who works, who waits, and that nobody is
+"""--stage-data-to in a run, and building in turn: which ranks work, which wait, and that none is
 left behind.
 """
 

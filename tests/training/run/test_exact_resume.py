@@ -1,5 +1,5 @@
-"""Exact resumption from end to end: killed with SIGKILL on four ranks, resumed on that layout and
-on another.
+"""Exact resumption end to end: killed with SIGKILL on four ranks, resumed on that layout and
+another.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from benchmarks import prove_resume
 from benchmarks.faults.corpus import make_corpus
 from benchmarks.prove_resume import Case, Layout, compare, prove
 
-# of the two checkpoints before it, one may be incomplete when the kill comes
+# One of the two checkpoints before it may be incomplete when the kill comes.
 ITERATIONS, STEP = 12, 10
-KILLED_IN = STEP - 1  # what is reported by then
+KILLED_IN = STEP - 1  # reported by then
 PIPELINES = Layout("PP2 DP2", 4, ("--pipeline-model-parallel-size", "2"))
-# Without a pipeline the same two ranks add up the same gradients. Two things would be other sums:
-# the gradient of a head that is tied to the embedding, and the norm over all gradients, by which
+# Without a pipeline the same two ranks add up the same gradients. Two sums would differ: the
+# gradient of a head that is tied to the embedding, and the norm over all gradients, by which
 # clipping divides.
 UNCUT = Layout("DP2", 2)
 CASE = Case(
@@ -35,7 +35,10 @@ CASE = Case(
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
-    """Dropout, two blended data sets, validation and asynchronous saves in between."""
+    """A killed and resumed run equals an uninterrupted one.
+
+    It has dropout, two blended data sets, validation and asynchronous saves in between.
+    """
     data = make_corpus(tmp_path / "data")
     rows = list(prove(CASE, tmp_path / "case", data, ITERATIONS, STEP))
     assert [row.faults for row in rows] == [(), ()]

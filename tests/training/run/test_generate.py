@@ -1,4 +1,4 @@
-"""Generated text against a plain forward pass on several layouts; the choice of tokens against its
+"""Generated text against a plain forward pass on several layouts; choice of tokens against its
 definition.
 """
 
@@ -57,7 +57,9 @@ def test_a_text_ends_with_the_end_token() -> None:
 
 
 def test_choice_follows_the_probabilities() -> None:
-    """20,000 draws: the largest deviation of a frequency is below 5 standard errors (0.0177 at p =
+    """The choice follows the probabilities.
+
+    Over 20,000 draws the largest deviation of a frequency is below 5 standard errors (0.0177 at p =
     0.5).
     """
     scores = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
@@ -69,11 +71,11 @@ def test_choice_follows_the_probabilities() -> None:
     def close(sampling: Sampling, expected: list[float]) -> bool:
         return bool((frequencies(sampling) - torch.tensor(expected)).abs().max() < 0.0177)
 
-    # temperature 1/2 squares the probabilities
+    # Temperature 1/2 squares the probabilities.
     squares = torch.tensor([0.25, 0.0625, 0.0225, 0.01])
     assert close(Sampling(temperature=0.5), (squares / squares.sum()).tolist())
     assert close(Sampling(top_k=2), [2 / 3, 1 / 3, 0.0, 0.0])
-    # 0.75 is not enough, 0.9 is
+    # 0.75 is not enough, 0.9 is.
     assert close(Sampling(top_p=0.8), [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0.0])
     assert frequencies(Sampling(top_p=0.01))[0] == frequencies(Sampling(temperature=0))[0] == 1.0
 

@@ -1,4 +1,4 @@
-"""How many threads a process takes."""
+"""Number of threads of a process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_cores_are_shared_by_those_that_may_use_them(
 
 
 def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP takes it for none, too."""
+    """An empty setting counts as none, as in OpenMP."""
     chosen: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

@@ -1,5 +1,5 @@
-"""How often the host waits for its device: in passes and optimizer without data, in whole runs on
-the CPU.
+"""Number of times the host waits for its device: in passes and optimizer without data, and in whole
+runs on the CPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_each_way_to_wait_is_seen() -> None:
 
 
 def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable[..., Any]:
-    """The same, which notes under its name the waits of its last call."""
+    """Do the same, and record under its name the waits of its last call."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         with HostWaits("meta") as waits:
@@ -96,7 +96,7 @@ def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable
 
 
 def count(config: Config, rank: int) -> dict[str, list[str]]:
-    """The waits of the last step of a rank whose device has no data."""
+    """Count the waits of the last step of a rank whose device has no data."""
     found: dict[str, list[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
         for of, name in ((Executor, "train"), (Engine, "start_step"), (Engine, "finish_step")):
@@ -133,9 +133,7 @@ def test_a_step_has_no_wait_before_its_figures_are_read() -> None:
 
 
 def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
-    """The waits of each step of the training loop; of the CPU's tensors, which stand for a
-    device's.
-    """
+    """Count the waits of each step of the training loop; CPU tensors stand for a device's."""
     waits, steps = HostWaits("cpu"), list[list[str]]()
     plain, after = loop.train_steps, loop.between_steps
 

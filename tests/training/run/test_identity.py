@@ -1,5 +1,5 @@
-"""What all ranks must have alike: a difference ends the run on each of them, and says which rank
-has what.
+"""Settings and files that all ranks must share: a difference ends the run on each rank, and says
+which rank has what.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FIELDS: dict[str, Any] = dict(
 
 
 def meet(alike: list[Alike | None]) -> list[Any]:
-    """None of each rank that met the others, or its error."""
+    """Return None for each rank that met the others, or its error."""
     return ranks_in_threads(range(len(alike)), len(alike), alike=alike)
 
 
 def refused(found: list[Any], *words: str) -> None:
-    """All say the same, with these words, after their own names."""
+    """Check that all report the same, with these words, after their own names."""
     assert all(isinstance(error, LaunchError) for error in found), found
     assert len({str(error) for error in found}) == 1 and all(
         word in str(found[0]) for word in words
@@ -96,8 +96,10 @@ def test_of_a_random_value_on_every_rank_some_are_named() -> None:
 
 
 def test_another_file_of_the_same_name_and_size_on_one_node_ends_all(tmp_path: Path) -> None:
-    """Code, tokenizer and index. Only the first process of a node reads them; the second has none
-    to tell.
+    """Another file of the same name and size on one node ends all ranks.
+
+    It is code, tokenizer or index. Only the first process of a node reads them; the second has none
+    to report.
     """
     package, prefix, vocabulary = tmp_path / "megatron", tmp_path / "text", tmp_path / "vocab.json"
     package.mkdir()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run that made it."""
+"""Provenance of a checkpoint: the run that made it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run loads, and which settings it takes from it."""
+"""Choice of the checkpoint that a run loads, and of the settings that it takes from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 class Listener:
-    """Stands in for the reporter; remembers what was said."""
+    """Stand-in for the reporter that remembers all lines."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -49,7 +49,7 @@ def config(**changes: Any) -> Config:
 
 
 def store(folder: Path, stored: Config) -> Path:
-    """A checkpoint's folder as far as settings go."""
+    """Write a checkpoint's folder, as far as settings are concerned."""
     checkpoint = folder / "iter_0000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(plain(stored)))
@@ -98,7 +98,9 @@ def test_settings_are_taken_where_flags_ask_for_them(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_says_the_vocabulary_itself(tmp_path: Path) -> None:
-    """NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 given to it again would
+    """A tokenizer determines the vocabulary itself.
+
+    NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 passed to it again would
     become 26.
     """
     checkpoint = store(tmp_path, config(hidden_size=32, vocab_size=25))

@@ -1,6 +1,4 @@
-"""Whole runs through `pretrain`: what they write, how they end, and that a resumed one is the same
-one.
-"""
+"""Whole runs through `pretrain`: their output, their ends, and equality of resumed ones."""
 
 from __future__ import annotations
 
@@ -87,8 +85,7 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     ]
     assert values(found["checkpoint"], "iteration") == [(2,), (4,), (5,)]
     assert (end["iteration"], end["reason"]) == (5, "done")
-    # An untrained model with small weights gives every one of the 24 entries about the same
-    # probability.
+    # An untrained model with small weights gives all 24 entries about the same probability.
     assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
 
 
@@ -106,7 +103,11 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
 def test_a_resumed_run_on_other_ranks_is_the_same_run(
     tmp_path: Path, orders: tuple[str, str], sizes: dict[str, int]
 ) -> None:
-    """Saved under one order of ranks, resumed under another one and on devices in another order."""
+    """A run resumed on other ranks is the same run.
+
+    It is saved under one order of ranks, and resumed under another one and on devices in another
+    order.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     (samples,) = run_processes(1, run_and_note, dict(save=str(whole), eval_iters=0))
     world = 2 * sizes["pipeline_model_parallel_size"] * sizes.get("tensor_model_parallel_size", 1)
@@ -136,16 +137,14 @@ def test_a_resumed_run_on_other_ranks_is_the_same_run(
 
 
 def write_numbers(prefix: Path, tokens: int) -> str:
-    """One document of tokens that count up, so that the first token of a sample says which one it
-    is.
-    """
+    """Write one document of ascending tokens, so that a sample's first token tells its number."""
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_document(range(tokens))
     return str(prefix)
 
 
 def run_and_note(rank: int, fields: dict[str, Any]) -> list[tuple[int, list[int]]]:
-    """The run's training samples on this rank: (number of the first of a micro-batch, first token
+    """Return the training samples on this rank: (number of the first of a micro-batch, first token
     of each).
     """
     noted: list[tuple[int, list[int]]] = []
@@ -165,7 +164,9 @@ def run_and_note(rank: int, fields: dict[str, Any]) -> list[tuple[int, list[int]
     "kind", ["single", pytest.param("cyclic", marks=pytest.mark.campaign("kills"))]
 )
 def test_resizes_in_mid_run_drop_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
-    """Data-parallel size 2, 4, 1 and 2, with checkpoints between, while the batch grows and
+    """Resizes in mid-run drop and repeat no sample.
+
+    Data-parallel size is 2, 4, 1 and 2, with checkpoints between, while the batch grows and
     micro-batches change.
     """
     prefix, save = write_numbers(tmp_path / "x", 8 * 96 + 1), str(tmp_path / "run")
@@ -209,7 +210,7 @@ def test_resizes_in_mid_run_drop_and_repeat_no_sample(tmp_path: Path, kind: str)
 
 
 def run_and_listen(rank: int, fields: dict[str, Any]) -> list[str]:
-    """The lines about data that the run prints."""
+    """Return the lines about data that the run prints."""
     said: list[str] = []
     Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
     run(rank, fields)
@@ -233,8 +234,8 @@ def test_the_ledger_outlives_a_change_of_the_blend(tmp_path: Path) -> None:
     assert all(figure in said[1] for figure in ("192", "a 1.400", "b 0.800", "c 0.200"))
     first, last = records(tmp_path / "run")["data"]
     assert {name: count["samples"] for name, count in first["sources"].items()} == {a: 8, b: 8}
-    # 8 of 24 samples are left; 3 : 1 of the blend as a whole, of which the first 16 samples were
-    # not read from it
+    # 8 of 24 samples are left; 3 : 1 holds for the blend as a whole, whose first 16 samples were
+    # not read from it.
     assert {name: count["samples"] for name, count in last["sources"].items()} == {
         a: 8 + 6,
         b: 8,
@@ -244,8 +245,9 @@ def test_the_ledger_outlives_a_change_of_the_blend(tmp_path: Path) -> None:
 
 
 def test_a_run_on_packed_documents(tmp_path: Path) -> None:
-    """Three stages, of which the middle one needs the bounds of the documents too, and no
-    end-of-document id.
+    """Run on packed documents with three stages.
+
+    The middle one needs the bounds of the documents too, but no end-of-document id.
     """
     sizes = np.random.RandomState(1).randint(1, 30, 60)
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
@@ -264,8 +266,8 @@ def test_a_run_on_packed_documents(tmp_path: Path) -> None:
     said = run_processes(1, run_and_listen, dict(fields, save=str(whole)))[0]
     run_processes(3, run, dict(fields, save=str(parts), pipeline_model_parallel_size=3))
     one, two = records(whole), records(parts)
-    # Under 8 of 8 predictions in each of 24 samples: what is across documents or padding is not
-    # trained on.
+    # Fewer than 8 of 8 predictions in each of 24 samples: predictions across documents or of
+    # padding are not trained on.
     tokens = one["data"][-1]["sources"][str(tmp_path / "x")]["tokens"]
     assert 24 * 4 < tokens < 24 * 8 and f" {tokens} " in said[-1]
     assert two["data"][-1]["sources"] == one["data"][-1]["sources"]
@@ -274,7 +276,7 @@ def test_a_run_on_packed_documents(tmp_path: Path) -> None:
 
 
 def run_with_bad_micro_batch(rank: int, fields: dict[str, Any]) -> None:
-    """Step 2's loss is infinite on data-parallel rank 1 alone."""
+    """Make step 2's loss infinite on data-parallel rank 1 alone."""
     plain = gpt.GPTChunk.forward
 
     def forward(self: Any, batch: Any, hidden: Any, **options: Any) -> Any:
@@ -305,7 +307,7 @@ def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def run_and_fail(rank: int, fields: dict[str, Any]) -> None:
-    """Rank 1 has a defect after its second step."""
+    """Fail on rank 1 after its second step."""
     if rank == 1:
         strike("megatron.run.step", 2, "fail")
     run(rank, fields)
@@ -321,7 +323,7 @@ def test_when_one_rank_fails_the_others_name_it() -> None:
 
 
 def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
-    """Not the dropout of the steps after it, nor their data."""
+    """An evaluation changes neither the dropout of later steps nor their data."""
     losses = []
     for iterations in (0, 2):
         fields = dict(

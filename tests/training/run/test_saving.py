@@ -1,4 +1,4 @@
-"""When a run saves, and that a save that fails costs it nothing but that save."""
+"""Times of a run's saves; a failed save costs nothing but that save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 class FakeSaver:
-    """A Saver without a disk: what it was asked for, in order; `broken` names the calls that
+    """Saver without a disk, which records its calls in order; `broken` names the calls that
     fail.
     """
 
@@ -60,7 +60,7 @@ class FakeSaver:
 
 
 class Listener:
-    """Stands in for the reporter."""
+    """Stand-in for the reporter."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -75,7 +75,7 @@ class Listener:
 
 
 class Case:
-    """Saves over a FakeSaver, with a clock that a test moves."""
+    """Saves over a FakeSaver, with a clock that the test moves."""
 
     def __init__(self, saved: int | None = None, **changes: Any) -> None:
         values = dict(
@@ -150,13 +150,13 @@ def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
     case.step(2)
     case.step(3)
     assert case.saver.calls == [("start", 2, True)] and case.saves.saved_iteration is None
-    # the last, the pending and, at 4, the one that is due
+    # The last one, the pending one and, at 4, the one that is due.
     assert case.saves.ahead(4) == 3 and case.saves.ahead(3) == 2
     case.saver.written = True
     case.step(4)
     assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 4, True)]
     case.step(5)
-    case.step(6)  # the one of 4 is not written: it is waited for
+    case.step(6)  # the one of 4 is not written: it is awaited
     case.saves.save(6, {}, last=True)
     assert case.saver.calls[3:] == [("commit", 4), ("start", 6, True), ("commit", 6)]
     assert case.saves.saved_iteration == 6 and not case.saves.settle()
@@ -185,7 +185,7 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     case.saver.broken = set()
     for i in range(27, 34):
         case.step(i, seconds=11.9)
-    # the regular one comes before the minute is over
+    # The regular one comes before the minute is over.
     assert [call[1] for call in case.saver.calls[3:]] == [30]
     assert case.failure is None and case.saves.saved_iteration == 30
 
@@ -216,7 +216,10 @@ def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -
 
 
 def test_other_errors_are_not_taken_for_a_full_disk() -> None:
-    """A lost peer, for one, must end the run at once."""
+    """Other errors are not taken for a full disk.
+
+    A lost peer, for example, must end the run at once.
+    """
     case = Case(save_interval=1)
 
     def start(*_: Any, **__: Any) -> None:

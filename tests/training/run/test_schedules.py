@@ -1,5 +1,6 @@
-"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule;
-counters of a run.
+"""Batch ramp-up and run length, against a step-by-step count and Megatron's floating-point rule.
+
+Also the counters of a run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def test_ramp_up_is_the_start_plus_whole_shares(
     schedule = BatchSchedule(end, 1, (start, increment, samples))
     expected = end
     if consumed < samples and steps:
-        # As many increments as whole shares of samples / steps fit into what was consumed.
+        # As many increments as whole shares of samples / steps fit into the consumed samples.
         expected = start + increment * max(
             k for k in range(steps + 1) if k * samples <= consumed * steps
         )

@@ -1,4 +1,4 @@
-"""Reasons to stop, and that all ranks take the same decision."""
+"""Reasons to stop, on which all ranks take the same decision."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_kill_switch(tmp_path: Path) -> None:
     switch.touch()
     assert str(switch) in str(rules.check(2))
     stop = rules.rules.check(2, rules.agreement.now())
-    # somebody wants the run to end, not to begin again
+    # A user wants the run to end, not to begin again.
     assert stop is not None and not stop.requeue
 
 
@@ -110,7 +110,7 @@ def test_only_the_first_signal_counts() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "stopped"),
-    # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
+    # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125.
     [(1000.0, False), (100.0, True)],
 )
 def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
@@ -127,8 +127,9 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
 
 
 def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
-    """It would come and go for ever. A signal before the first step is another matter: the node is
-    wanted elsewhere.
+    """A job too short for a step does not come back, because it would never make progress.
+
+    A signal before the first step is another matter: the node is needed elsewhere.
     """
     wall_time = WallTime(lambda: 20.0, checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)

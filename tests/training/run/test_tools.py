@@ -1,4 +1,4 @@
-"""The picture of a run, and the whole example from corpus to text on a tiny model."""
+"""Picture of a run, and the whole example from corpus to text on a tiny model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def what_was_made(folder: Path) -> int:
 def test_the_example_trains_and_keeps_what_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its parts run in processes that are forked."""
+    """The example trains and keeps its outputs. Its parts run in forked processes."""
 
     def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         with Script(command[1], command[2:], tmp_path / "log") as script:

@@ -1,4 +1,4 @@
-"""The time that a job has left: what Slurm says, and what is enough."""
+"""Remaining time of a job: Slurm's answer, and how much is enough."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Command = Callable[[str, str], Path]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Puts a shell script of that name before all others; what it was called with is in the file
-    that is returned.
+    """Put a shell script of that name before all others on the path; return the file that records
+    its arguments.
     """
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
 
@@ -31,7 +31,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 
 
 def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
-    """After the first answer, with everything said; no second question follows."""
+    """Return the inquiry and all its messages after the first answer; no second question
+    follows.
+    """
     said: list[str] = []
     end = SlurmEnd(
         {"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600
@@ -57,7 +59,7 @@ def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command)
     end.thread.join()
     now[0] = 100.0
     assert end.left_s() == 500
-    command("squeue", "echo 30:00")  # somebody extended the job
+    command("squeue", "echo 30:00")  # the job was extended
     end.ask()
     assert end.left_s() == 1800
     command("squeue", "echo slurm_load_jobs >&2; exit 1")
@@ -77,8 +79,9 @@ def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> N
 
 
 def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
-    """One task has the number of the array, of which squeue tells all tasks, and scontrol puts back
-    all.
+    """The task of a job array asks for itself.
+
+    One task has the array's number, for which squeue lists all tasks, and scontrol requeues all.
     """
     task = {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
     called = command("squeue", '[ "$3" = 4711 ] && echo 2:00:00; echo 1:00')
@@ -110,7 +113,7 @@ def test_without_squeue_slurms_promise_is_believed(
 def test_what_must_be_left() -> None:
     now = [0.0]
     wall_time = WallTime(lambda: 1100.0 - now[0], checkpoint_bytes=2e9, eval_iters=10)
-    # Nothing is known but the size: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
+    # Only the size is known: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
     assert wall_time.needed_s == 60.0
     wall_time.after_step(4.0)
     wall_time.after_step(2.0)
@@ -122,7 +125,7 @@ def test_what_must_be_left() -> None:
     wall_time.after_save(10.0)
     wall_time.after_save(8.0)
     wall_time.after_step(2.0, saves_ahead=2)
-    # 4 + 2 * 15 + 30: a save is due, or under way, and then comes the last
+    # 4 + 2 * 15 + 30: a save is due, or in progress, and then comes the last one.
     assert wall_time.needed_s == 64.0
     now[0] = 1036.0
     assert not wall_time.is_ending()
@@ -130,7 +133,7 @@ def test_what_must_be_left() -> None:
     assert wall_time.is_ending()
     for _ in range(100):
         wall_time.after_step(1.0)
-    assert wall_time.needed_s == 46.0  # steps of long ago are forgotten
+    assert wall_time.needed_s == 46.0  # old steps are forgotten
     wall_time.steps_ahead = 2
     wall_time.after_step(1.0, evaluations=2, saves_ahead=2)
     assert wall_time.needed_s == 2 * 1 + 2 * 7 + 2 * 15 + 30
@@ -141,7 +144,7 @@ def test_a_job_goes_back_into_the_queue(command: Command) -> None:
     called, said = command("scontrol", "exit 0"), list[str]()
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
     assert called.read_text() == "requeue 4711\n" and len(said) == 1 and "4711" in said[0]
-    # Slurm ends all processes of the job then, at times also the scontrol that asked for it.
+    # Slurm ends all processes of the job then, sometimes also the scontrol that asked for it.
     command("scontrol", "kill -TERM $$")
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) and said[1:] == said[:1]
 
@@ -162,6 +165,6 @@ def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:
     assert not requeue({}, said.append)
     assert len(said) == 1 and "--requeue" in said[0]
     command("squeue", r"printf '\377 None'; exit 1")
-    command("scontrol", r"printf '\377 disabled' >&2; exit 1")  # which is no text
+    command("scontrol", r"printf '\377 disabled' >&2; exit 1")  # which is not text
     assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
     assert "ERROR" in said[1] and "4711" in said[1] and "disabled" in said[1]

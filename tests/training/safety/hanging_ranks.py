@@ -1,9 +1,9 @@
-"""Ranks that train a toy over each kind of group and hang in different ways, with a watchdog.
+"""Ranks that train a toy over each kind of group and hang in different ways, under a watchdog.
 
-Their time stands still until all of them are where they will stay: the one that hangs is stuck, the
-others wait for it. Then hours pass at once, and whoever is asked has all the time that it needs.
-What is seen does not depend on how fast the machine is. With `real` all limits are a few seconds of
-the real clock instead.
+Their time stands still until each has reached the place where it will stay: the victim is stuck,
+the others wait for it. Then hours pass at once, and a rank that is asked has all the time that it
+needs. The results do not depend on the speed of the machine. With `real` all limits are a few
+seconds of the real clock instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron.training.safety import watchdog
 from megatron.training.safety.watchdog import Watchdog
 
 SHAPE = (2, 4)
-# the step, in the first of three micro-batches: whoever is stopped later may still have something
-# to send
+# The step, in the first of three micro-batches: a rank stopped later may still have something to
+# send.
 HANGS_AT = 3
 HOURS_S = 1e4
 WAITS_IN = "BACKWARD of stage 0, micro-batch 0"  # for the second stage, which hangs
@@ -46,7 +46,7 @@ def endless_loop() -> None:
 
 
 def hold_interpreter() -> None:
-    """A call of C that keeps the interpreter's lock for days."""
+    """Hold the interpreter's lock for days in a call of C."""
     sum(range(10**14))
 
 
@@ -58,7 +58,7 @@ WAYS: dict[str, Callable[[], object]] = {
 
 
 class Board:
-    """Memory that all ranks share: which of them are there, have answered, leave, and may go on."""
+    """Memory shared by all ranks: which of them have arrived, answered, left, and may continue."""
 
     MARKS = ("there", "answered", "leaving", "alive", "cleared")
 
@@ -80,7 +80,7 @@ class Board:
 
 
 class Time:
-    """A clock for a rank's watchdog that moves only when all that can happen before has
+    """Clock for a rank's watchdog that moves only when all possible earlier events have
     happened.
     """
 
@@ -147,8 +147,11 @@ class Time:
 
 
 class Toy:
-    """One step: forward and backward through the pipeline, a sum over the tensor group in each
-    pass, a sum of the gradient over the data-parallel group, a sum over the world."""
+    """Toy step: forward and backward through the pipeline, and sums.
+
+    The sums are one over the tensor group in each pass, one of the gradient over the data-parallel
+    group, and one over the world.
+    """
 
     def __init__(self, topology: Topology, hang: Callable[[], object] | None, skips: bool) -> None:
         self.topology, self.skips, self.step = topology, skips, 0
@@ -185,7 +188,10 @@ def train(
     folder: str,
     real: bool,
 ) -> str:
-    """Returns "done" only where nothing hung. On several nodes the ranks share no flight file."""
+    """Train; return "done" only if nothing hung.
+
+    On several nodes the ranks share no flight file.
+    """
     torch.set_num_threads(1)
     with open(Path(folder) / f"output_{rank}", "wb") as output:
         os.dup2(output.fileno(), 2)
@@ -206,7 +212,7 @@ def train(
         try:
             board = Board(Path(folder), rank, size)
             steps(topology, meeting, Path(folder), board, victims, way, real, here)
-        # as training/run/setup.py does: the watchdog knows more
+        # Like training/run/setup.py, because the watchdog knows more.
         except (LaunchError, RuntimeError) as error:
             raise meeting.explain(error) from error
     return "done"
@@ -286,8 +292,9 @@ def be_slow(board: Board, recorder: flight.FlightRecorder, limit_s: float, real:
 
 
 def end_lost_node(board: Board, victims: list[int], here: int) -> None:
-    """No neighbour can end the processes of a node without a living rank: a rank of another node
-    does, at its end.
+    """End the processes of a node without a living rank, which no neighbour can do.
+
+    A rank of another node does it, at its end.
     """
     lost = [
         v

@@ -1,6 +1,4 @@
-"""Runs in which what several ranks hold copies of is no longer the same: they end, and nothing of
-it is saved.
-"""
+"""Runs in which copies on several ranks differ: they end, and nothing of them is saved."""
 
 from __future__ import annotations
 

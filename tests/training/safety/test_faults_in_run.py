@@ -34,9 +34,7 @@ def iterations(folder: Path) -> list[int]:
 
 
 def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> str | None:
-    """Rank 0 cannot begin a checkpoint of the `broken` iterations; what the run raises at its
-    end.
-    """
+    """Make rank 0 fail to begin checkpoints of the `broken` iterations; return the run's error."""
     from megatron.checkpoint import save
     from megatron.errors import CheckpointError
 
@@ -76,13 +74,13 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
     found = records(tmp_path)
     assert values(found["end"], "iteration", "reason") == [(3, "done")]
     assert iterations(tmp_path) == [2]
-    # goes on from there
+    # continues from there
     run_processes(1, run, dict(SMALL, save=str(tmp_path), load=str(tmp_path), train_iters=3))
     assert iterations(tmp_path) == [2, 3]
 
 
 def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
-    """The third step cannot be taken, on any rank."""
+    """Make the third step impossible on any rank."""
     from megatron.errors import TrainingError
     from megatron.training.run import loop
 
@@ -111,8 +109,8 @@ def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path
 def run_and_signal(
     rank: int, fields: dict[str, Any], where: str, nth: int, number: int
 ) -> int | None:
-    """The signal comes twice on the last rank, in the nth call of the function `where` of a module;
-    the exit code.
+    """Send the signal twice on the last rank, in the nth call of the function `where` of a module;
+    return the exit code.
     """
     module, _, name = where.rpartition(".")
     holder: Any = importlib.import_module(module)
@@ -132,10 +130,10 @@ def run_and_signal(
 @pytest.mark.parametrize(
     ("ranks", "where", "nth", "stopped", "evaluations"),
     [
-        (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before anything
-        # the evaluation before the first step
+        (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before all else
+        # The evaluation before the first step.
         (1, "megatron.training.run.loop.open_stream", 1, 0, 0),
-        # the ranks tell each other while step 3 runs
+        # The ranks tell each other while step 3 runs.
         (2, "megatron.training.run.loop.train_step", 2, 3, 1),
         # of iteration 2, noticed after step 3
         (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),
@@ -170,7 +168,7 @@ def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path:
 
 
 def slurm(folder: Path, left: str) -> dict[str, str]:
-    """An environment in which squeue says `left`, and scontrol notes what it is asked for."""
+    """Provide an environment in which squeue reports `left`, and scontrol notes its arguments."""
     answers = {
         "squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac',
         "scontrol": "",
@@ -184,7 +182,7 @@ def slurm(folder: Path, left: str) -> dict[str, str]:
 
 def asked_back(folder: Path) -> list[str]:
     """Return the calls of scontrol."""
-    asked = folder / "asked"  # by nobody where the run was over before squeue had begun
+    asked = folder / "asked"  # absent if the run was over before squeue had begun
     return (
         [line for line in asked.read_text().splitlines() if line.startswith("scontrol")]
         if asked.exists()
@@ -193,7 +191,7 @@ def asked_back(folder: Path) -> list[str]:
 
 
 def run_until_late(rank: int, fields: dict[str, Any]) -> None:
-    """After the third step the two hours that squeue speaks of are over but for 20 s, less than the
+    """Run until, after the third step, 20 s of squeue's two hours are left, less than the
     margin.
     """
     from megatron.training.run import loop
@@ -236,7 +234,7 @@ def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_pa
 def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     tmp_path: Path, died_at: int, victim: int, put_back: bool
 ) -> None:
-    """Rank 0 serves the store."""
+    """A lost rank is named and the job is requeued once it has saved. Rank 0 serves the store."""
     arguments = [
         *TINY,
         "--train-iters",
@@ -257,8 +255,9 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
 
 
 def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
-    """29 s are less than the margin: not even the first evaluation is begun, and nothing asks
-    Slurm.
+    """A given wall time counts from the start.
+
+    29 s are less than the margin: not even the first evaluation begins, and Slurm is not asked.
     """
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
     run_processes(
@@ -274,7 +273,9 @@ def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
 
 
 def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
-    """It would lose the same steps again and again."""
+    """A failed last save keeps the job out of the queue: it would lose the same steps again and
+    again.
+    """
     save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
     fields = dict(save=str(save), train_iters=3000, requeue=True)
     outcomes = run_processes_raw(1, run_on_full_disk, fields, list(range(3000)), env=environment)

@@ -1,4 +1,4 @@
-"""From what ranks were seen to do to who is at fault, for cases that are known."""
+"""The culprit by the observed states of ranks, for known cases."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_a_node_without_a_sign_of_life_is_named_by_its_places() -> None:
 
 
 def test_a_lost_process_explains_more_than_one_that_is_stuck() -> None:
-    """Which may wait, in a call that was not recorded, for the one that is lost."""
+    """A lost process explains more than a stuck one.
+
+    The latter may wait, in an unrecorded call, for the lost one.
+    """
     layout = Layout(data=3)
     ranks = {
         0: seen(0, collective("data", 5), data=5),
@@ -123,7 +126,7 @@ def test_a_collective_that_all_have_entered_and_none_leaves() -> None:
     ranks = {r: seen(r, collective("data", 5), data=5) for r in (0, 1)}
     verdict = judge(ranks, layout, LIMIT)
     assert verdict is not None and verdict.culprits == [0, 1]
-    ranks[1] = seen(1, collective("data", 5), quiet_s=1.0, data=5)  # it has only just come
+    ranks[1] = seen(1, collective("data", 5), quiet_s=1.0, data=5)  # it has only just arrived
     assert judge(ranks, layout, LIMIT) is None
 
 

@@ -60,7 +60,7 @@ def weights(run: Any) -> list[np.ndarray]:
 
 
 def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None) -> tuple[str, str]:
-    """The error that ends a run, and whether this rank's weights stayed what they were from the
+    """Return the error that ends a run, and whether this rank's weights are unchanged from the
     first bad step on.
     """
     from megatron.training.run import setup
@@ -111,8 +111,8 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
             ("layers.2.mlp.dense_4h_to_h.weight", "1 of 1024"),
             id="weight",
         ),
-        # Layer 2 is of the second chunk of rank 0; the stage behind it sees the value too, and so
-        # do backward passes.
+        # Layer 2 is of the second chunk of rank 0; the stage after it sees the value too, and so do
+        # backward passes.
         pytest.param(
             2,
             INTERLEAVED,
@@ -127,7 +127,7 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
             ("gradient", "layers.3.self_attention"),
             id="zero-bubble",
         ),
-        # The row-parallel product behind it is a sum over both ranks: on rank 0 the bad value comes
+        # The row-parallel product after it is a sum over both ranks: on rank 0 the bad value comes
         # later.
         pytest.param(
             2,
@@ -172,7 +172,7 @@ def test_the_first_bad_value_is_named(
 
 @pytest.mark.slow
 def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
-    # three steps of four micro-batches
+    # Three steps of four micro-batches.
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=2, times=12)
     ((text, state),) = run_processes(1, end_of_run, {}, poison)
     assert "2 to 4" in text and "layers" not in text
@@ -181,7 +181,9 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
 
 @pytest.mark.slow
 def test_gradients_beyond_the_range_are_named() -> None:
-    """Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are
+    """Gradients beyond the range are named.
+
+    Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are
     skipped.
     """
     ((text, state),) = run_processes(1, end_of_run_with_large_loss, {})
@@ -208,8 +210,9 @@ FP16 = dict(fp16=True, loss_scale_window=1000, hysteresis=1, initial_loss_scale=
 
 @pytest.mark.slow
 def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
-    """A scale of 2^28 makes the loss' own gradient overflow at first, many times more often than
-    3.
+    """In fp16 a scale that can fall is no fault.
+
+    A scale of 2^28 makes the loss's own gradient overflow at first, far more than 3 times.
     """
     ((text, _),) = run_processes(1, end_of_run, {**FP16, "save": str(tmp_path)}, None)
     skipped = [r["skipped"] for r in read_records(tmp_path / "metrics.jsonl", "iteration")]
@@ -231,7 +234,9 @@ def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale() -> None:
 
 @pytest.mark.slow
 def test_the_program_ends_with_the_name_on_all_ranks() -> None:
-    """Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the
+    """The program ends with the name on all ranks.
+
+    Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the
     last stage.
     """
     poison = dict(what="forward", module="layers.3.self_attention.query_key_value", rank=3, step=2)
@@ -257,7 +262,7 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
 
 
 class Quiet:
-    """Stands in for a run that nobody looks into."""
+    """Stand-in for a run that is never inspected."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.topology, self.skips = config, SINGLE, Skips()
@@ -270,7 +275,9 @@ class Quiet:
 def steps_until_error(
     monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any
 ) -> int | None:
-    """The number of the step that raises; each is (skipped, loss scale), with finite losses."""
+    """Return the number of the step that raises; each is (skipped, loss scale), with finite
+    losses.
+    """
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
     run = Quiet(Config.create(**{**options, **fields}))
@@ -300,8 +307,8 @@ def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None:
-    """fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and
-    its gradient.
+    """An infinite loss makes finite gradients count as bad. fp32 holds neither the logit of label
+    1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its gradient.
     """
     weight = torch.nn.Parameter(torch.tensor([[1.0], [-2e38]]))
     x = torch.full((2, 1, 1), 2.0, requires_grad=True)

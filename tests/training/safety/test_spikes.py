@@ -1,6 +1,4 @@
-"""When a loss is a spike, and what a run does then: back to a checkpoint, around the samples, and
-on.
-"""
+"""Loss spikes: the rule, and a run's response, back to a checkpoint, around the samples, and on."""
 
 from __future__ import annotations
 
@@ -109,9 +107,12 @@ def run_and_note(
     around: tuple[int, int] = (0, 0),
     poison: dict[str, Any] | None = None,
 ) -> tuple[list[int], str]:
-    """(numbers of the training samples that were read, in order; the error). Every sample is the
-    same but the `bad` ones, whose tokens no other has: their loss jumps. Sample `around[0]` is read
-    as `around[1]` and so on: the data as if those between had never been there."""
+    """Return (numbers of the training samples that were read, in order; the error).
+
+    All samples are equal except the `bad` ones, whose tokens occur nowhere else: their loss jumps.
+    Sample `around[0]` is read as `around[1]` and so on: the data as if those between had never
+    existed.
+    """
     noted: list[int] = []
     plain = MockDataset.__getitem__
 
@@ -132,7 +133,7 @@ def run_and_note(
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The loss of each iteration; of those that were taken again the last one."""
+    """Return the loss of each iteration; for repeated ones, the last loss."""
     return {
         r["iteration"]: r["lm_loss"] for r in read_records(folder / "metrics.jsonl", "iteration")
     }
@@ -154,8 +155,11 @@ def state(folder: Path, iteration: int) -> dict[str, Any]:
 def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """Some samples of step 16 (60 to 63) are bad and, once those are left out, of what is then step
-    16 too. The checkpoint of step 15 is still being written with --async-save."""
+    """A run goes back and around as if the samples had not existed.
+
+    Some samples of step 16 (60 to 63) are bad and, once those are left out, some of what is then
+    step 16 too. The checkpoint of step 15 is still being written with --async-save.
+    """
     saved, plain = tmp_path / "saved", tmp_path / "plain"
     fields = dict(more, save=str(saved), load=str(saved), **RULE)
     run_processes(2, run_and_note, dict(fields, exit_interval=20), BAD)
@@ -218,8 +222,10 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Path) -> None:
-    """Both times that step 16 is taken it is NaN, which would be one skip too many without the
-    returns between.
+    """A loss that is not finite is a spike, and skips are not consecutive.
+
+    Step 16 is NaN both times that it is taken, which would be one skip too many without the returns
+    between.
     """
     fields = dict(
         save=str(tmp_path), load=str(tmp_path), train_iters=20, max_consecutive_skips=2, **RULE

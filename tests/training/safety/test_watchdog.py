@@ -1,5 +1,7 @@
-"""When a rank that makes no progress is given up, and jobs of real processes that hang: who is at
-fault is named, and all end with the exit code of a hang."""
+"""Watchdog: when a rank without progress is given up, and real jobs that hang.
+
+The culprit is named, and all ranks end with the exit code of a hang.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ KILLED = "ended with exit code -9 and no result"
 
 
 def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
-    """A rank with a limit of 30 s, 300 s for what is done for the first time; `changes` come after
-    so many seconds.
+    """Watch a rank with a limit of 30 s, 300 s for first-time operations; `changes` come after the
+    given seconds.
     """
     flight._clock = clock
     recorder = flight.FlightRecorder()
@@ -62,7 +64,7 @@ def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
         ({}, 30.0),
         ({20.0: "alive", 40.0: "alive"}, 70.0),
         ({0.0: "first"}, 300.0),
-        ({10.0: "suspended"}, 3630.0),  # the job as a whole: an hour in which nobody could work
+        ({10.0: "suspended"}, 3630.0),  # the job as a whole: an hour in which no rank could work
         ({29.0 * i: "alive" for i in range(1, 30)} | {870.0: "end"}, None),
     ],
 )
@@ -87,7 +89,7 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
         assert code == 0 and not (tmp_path / REPORT_NAME).exists()
         return
     assert code == EXIT_LOST_RANK and "rank 0" in (tmp_path / REPORT_NAME).read_text()
-    # looks once a second, and takes its time to report
+    # It looks once a second, and takes its time to report.
     assert at <= float((tmp_path / "at").read_text()) <= at + 6
 
 
@@ -95,8 +97,9 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
 def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: float | None, ends_at: float
 ) -> None:
-    """Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with
-    it.
+    """An error of NCCL is examined at once, and the flight recorder is written.
+
+    Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with it.
     """
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "traces" / "rank_"))
     clock, gone = VirtualClock(), forked(lambda: None)
@@ -195,7 +198,7 @@ def hang(
     nodes: int = 1,
     real: bool = False,
 ) -> tuple[list[str], str, list[str]]:
-    """The conclusions, the whole report, and how each rank ended."""
+    """Return the conclusions, the whole report, and how each rank ended."""
     arguments = (size, tensor, pipeline, nodes, victims, way, str(folder), real)
     ends = [str(value) for _, value in run_processes_raw(size, train, *arguments)]
     path = folder / REPORT_NAME
@@ -244,7 +247,10 @@ def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path: Path, victim: int) -> None:
-    """Rank 0 serves the store: without it the other node can tell no more than that."""
+    """A node that is silent as a whole is named.
+
+    Rank 0 serves the store: without it the other node cannot tell more.
+    """
     (conclusion,), _, ends = hang(tmp_path, 2, [victim], "stop", nodes=2)
     expected = ["rank 1 (", "node1", "rank 0 waits for it"] if victim else ["store", "rank 0"]
     assert all(words in conclusion for words in expected), conclusion
