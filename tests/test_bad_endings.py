@@ -62,7 +62,7 @@ def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: P
 def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path: Path) -> None:
     """A vanished validation part is reported and a changed index refused.
 
-    1 % of 8 documents rounds to none. Only a digest can tell that samples come in another order.
+    1 % of 8 documents rounds to none. Only a digest reveals that samples come in another order.
     """
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         for _ in range(8):

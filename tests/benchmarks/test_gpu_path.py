@@ -112,8 +112,8 @@ def event(category: str, name: str, start: float, length: float, stream: int = 7
 def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> None:
     """Gaps are those of the busiest stream and name the host's activity.
 
-    Kernels run at 0 to 100, beside it 10 to 20 and 50 to 120, then 300 to 400 and 405 to 500: idle
-    from 120 to 300, and for 5.
+    Kernels run at 0 to 100, in parallel 10 to 20 and 50 to 120, then 300 to 400 and 405 to 500:
+    idle from 120 to 300, and for 5.
     """
     trace = [
         event("kernel", "a", 0, 100),

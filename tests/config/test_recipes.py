@@ -74,10 +74,8 @@ def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
 )
 @pytest.mark.parametrize("kind", ["", "-frontier"])
 def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
-    """Batches of the scaling experiments are legal.
-
-    Weak scaling has a fixed number per 64 (512) GCDs. Strong scaling has one total where it divides
-    into the replicas, and an error elsewhere.
+    """Batches of the scaling experiments are legal. Weak scaling has a fixed number per 64 (512)
+    GCDs. Strong scaling has one total where it divides into the replicas, and an error elsewhere.
     """
     preset = f"gpt-{model.lower()}{kind}"
     for n in nodes:

@@ -13,7 +13,7 @@ CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u
 
 
 def packed(documents: Documents, dtype: str, modes: list[int] | None = None) -> tuple[bytes, bytes]:
-    """Return the contents of (.bin, .idx)."""
+    """Return the bytes of (.bin, .idx)."""
     code = CODES[dtype]
     letter = "<" + LETTERS[code]
     sequences = [sequence for document in documents for sequence in document]

@@ -142,9 +142,9 @@ def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
-    """A staged copy is read instead of the data.
+    """A staged copy is read in place of the data.
 
-    The copy differs, so that the test can tell which one is read; the index belongs to the data's
+    The copy differs, so that the test can tell which one is read; the index is that of the data's
     own name and place.
     """
     (tmp_path / "node").mkdir()

@@ -22,7 +22,7 @@ from tests.helpers.poison import flip_bit
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble, train_in_process, train_plainly
 
-# -- a layer of one's own, on two tensor-parallel ranks --------------------------------------------
+# -- a user's own layer, on two tensor-parallel ranks ----------------------------------------------
 
 FIELDS: dict[str, Any] = dict(num_layers=2, global_batch_size=2)
 TENSOR: dict[str, Any] = dict(FIELDS, tensor_model_parallel_size=2)

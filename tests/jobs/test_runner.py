@@ -245,7 +245,7 @@ def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]
         source.end.note({})
 
 
-# -- ends of whoever started them ------------------------------------------------------------------
+# -- ends of the starter ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -336,7 +336,7 @@ def test_what_ends_with_its_allocation_is_interrupted(
 ) -> None:
     """Jobs that end with their allocation are interrupted.
 
-    A stub of squeue answers for a cancelled job, for a running one, and not at all; it heeds the
+    A stub of squeue answers for a cancelled job, for a running one, and not at all; it applies the
     filters of a user's shell.
     """
     monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 143"])

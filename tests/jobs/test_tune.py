@@ -334,7 +334,7 @@ def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
     capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
 ) -> None:
-    """A dry run tells which flags win and counts all trials.
+    """A dry run reports which flags win and counts all trials.
 
     Trials last half an hour on one node; a single layout needs no confirmation.
     """
@@ -449,9 +449,8 @@ def test_exit_codes_of_what_has_no_best(
     done: int,
     code: int,
 ) -> None:
-    """Exit codes of searches without a best trial.
-
-    One that started nothing would start nothing again.
+    """Exit codes of searches without a best trial. One that started nothing would start nothing
+    again.
     """
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)

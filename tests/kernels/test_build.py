@@ -22,7 +22,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Provide compilers("hipcc", ...): a search path with these alone, and no variable that names
     one.
 
-    They record their calls and copy what `-DMK_SOURCES` says into their output.
+    They record their calls and copy the value of `-DMK_SOURCES` into their output.
     """
     folder, log = tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
@@ -240,8 +240,8 @@ def needs(target: str) -> None:
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
 def test_a_real_build(target: str, tmp_path: Path) -> None:
-    """A real build holds its own description, which tells whether it is current, and every exported
-    function.
+    """A real build contains every exported function, and its own description, which shows whether
+    it is current.
     """
     needs(target)
     path = build.build(target, folder=tmp_path)

@@ -99,9 +99,9 @@ def test_each_rule(
 
 
 def test_announced_narrow_accesses(rules: resources.Rules) -> None:
-    """Narrow accesses announced by an operation, a struct argument or a __global__ function.
+    """Narrow accesses may be announced by an operation, a struct argument or a __global__ function.
 
-    Their numbers are in V and ITEMS.
+    Their number is expressed in V and ITEMS.
     """
     streaming = MASKED.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<512, 8>")
     allowed = {

@@ -102,7 +102,7 @@ def test_documents_by_their_end_equal_the_pieces():
 def test_positions_that_restart_without_a_mask():
     """Rotation has no effect where every token is the first of its document, but otherwise has.
 
-    It attends across documents in both cases.
+    Tokens are attended to across documents.
     """
     fields, batch = dict(reset_position_ids=True), micro_batch(tokens())
     firsts = dataclasses.replace(batch, position_ids=torch.zeros_like(batch.position_ids))

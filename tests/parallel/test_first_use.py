@@ -1,5 +1,5 @@
-"""Groups of real processes are used once at the start; if one hangs, every rank tells who is in
-which.
+"""Groups of real processes are used once at the start; if one hangs, every rank lists its
+members.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.planner.layouts import made
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
 
-# -- how groups and messages lie on nodes, against all ranks of all nodes --------------------------
+# -- groups and messages on nodes, against all ranks of all nodes ----------------------------------
 
 
 def all_groups(layout: Layout, devices: int, direction: str) -> set[frozenset[tuple[int, ...]]]:
@@ -201,7 +201,7 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert channels.confidence.used == ()
 
 
-# -- what was measured -----------------------------------------------------------------------------
+# -- measured figures ------------------------------------------------------------------------------
 
 
 def measured(**points: tuple[tuple[float, ...], ...]) -> Cluster:

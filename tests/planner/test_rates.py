@@ -208,7 +208,7 @@ def test_attention_counts_half_of_the_pairs() -> None:
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
 def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, float]) -> None:
-    """Times grow with length and never exceed the peak rate.
+    """Times grow with length, and rates stay within the peak.
 
     Where rates grow faster than lengths, as small measured ones do, the extrapolated line would end
     at zero time.

@@ -94,7 +94,7 @@ def test_data_parallel_messages() -> None:
     assert Message("reduce_scatter", 4 * first) in stages
 
 
-# -- against what is really sent -------------------------------------------------------------------
+# -- against the messages of real processes --------------------------------------------------------
 
 
 def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:

@@ -135,10 +135,10 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
 def test_a_layer_keeps_what_korthikanti_et_al_count(
     t: int, sequence_parallel: bool, count: float
 ) -> None:
-    """A layer keeps the bytes of Korthikanti et al.
+    """A layer keeps the bytes of Korthikanti et al. (arXiv 2205.05198), equations 1, 2 and 4.
 
-    (arXiv 2205.05198), equations 1, 2 and 4. They are 34 s b h, (10 + 24/t) s b h and 34/t s b h
-    bytes without scores; 2 of them are masks, which are functions of keys here.
+    They are 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores; 2 of them are masks,
+    which are functions of keys here.
     """
     config = run(
         hidden_dropout=0.0,

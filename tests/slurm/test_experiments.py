@@ -80,8 +80,8 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
 
 
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
-    # The second point has to last until Slurm itself is told: srun loses a signal that arrives
-    # while its tasks start.
+    # The second point has to last until Slurm itself gets the request: srun loses a signal that
+    # arrives while its tasks start.
     settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "300"}
     job = experiment(testbed, tmp_path, "first", **settings)
     job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
@@ -99,8 +99,8 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
 def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step told to end while its tasks start ends without force. srun asks Slurm once to end such
-    a step; a node whose daemon is slow may hear that before it has the tasks.
+    """A step asked to end while its tasks start ends without force. srun asks Slurm once to end
+    such a step; a slow node daemon may get that before the tasks.
     """
     script = tmp_path / "hold.sh"
     script.write_text("#!/bin/bash\nsleep 3600\n")

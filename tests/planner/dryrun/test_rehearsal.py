@@ -224,7 +224,7 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(
         assert run_rank(config, kind.pipeline_rank, "meta", count).peak.total == first + losses
 
 
-# -- what is found ---------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------
 
 
 def test_a_job_that_runs() -> None:
