@@ -118,8 +118,9 @@ def test_no_module_imports_itself_through_others() -> None:
 
 @pytest.mark.slow
 def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
-    """Importing the package has no effects: no output, file, thread, variable, signal handler, or
-    other module of ours.
+    """Importing the package has no effects.
+
+    There is no output, file, thread, variable, signal handler, or other module of ours.
     """
     code = f"""
 import os, signal, sys, threading

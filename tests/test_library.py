@@ -1,6 +1,4 @@
-"""The library without pretrain_gpt.py: a user's own loop on two processes, and on one without
-DeepSpeed.
-"""
+"""Library without pretrain_gpt.py: a user's own loop, on two processes and without DeepSpeed."""
 
 from __future__ import annotations
 

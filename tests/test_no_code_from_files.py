@@ -1,5 +1,4 @@
-"""No file of a checkpoint runs code: a pickle in any file and format, under every reader of
-checkpoints.
+"""No file of a checkpoint runs code: a pickle in any file and format, under any reader.
 
 The interpreter itself reports every class or function that a pickle looks up (the audit event
 "pickle.find_class").
@@ -177,9 +176,7 @@ def test_our_own_format(
 
 
 def foreign(root: Path, name: str, payload: bytes) -> None:
-    """Return a folder of DeepSpeed's or Megatron's, valid except for the payload in one of its
-    files.
-    """
+    """Return a folder of DeepSpeed's or Megatron's, valid except for the payload in one file."""
     weights = {"language_model.pooler.weight": torch.ones(2)}
     state = {"args": theirs.arguments("gpt"), "iteration": 3, "module": weights, "model": weights}
     group = "global_step3" if "_states" in name else "iter_0000003/mp_rank_00"
@@ -216,8 +213,9 @@ def test_foreign_formats(
 
 @pytest.mark.slow
 def test_whole_programs(tmp_path: Path) -> None:
-    """Resume a run and generate text: planted checkpoints are reported as broken, and the one
-    before loads.
+    """Resume a run and generate text.
+
+    Planted checkpoints are reported as broken, and the one before loads.
     """
     run, trace, log = tmp_path / "run", tmp_path / "trace", tmp_path / "log"
     flags = [*TINY, "--train-iters", "2", "--save", str(run)]

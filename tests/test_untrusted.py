@@ -1,6 +1,4 @@
-"""Files by other users: valid parts are read, and anything else raises the caller's error at
-once.
-"""
+"""Files by other users: valid parts are read; anything else raises the caller's error at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Commands of a login node without torch: one process that cannot import torch or DeepSpeed runs
-all.
-"""
+"""Commands of a login node without torch, in one process that cannot import torch or DeepSpeed."""
 
 from __future__ import annotations
 

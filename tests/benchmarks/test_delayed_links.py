@@ -21,7 +21,7 @@ BYTES = 1_000_000  # 20 ms on such a link
 
 
 def delayed_links() -> Any:
-    """Load the module, which lies beside a program and in no package."""
+    """Load the module, which is a script's neighbour and in no package."""
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "delayed_links.py"
     spec = importlib.util.spec_from_file_location("delayed_links", path)
     assert spec and spec.loader

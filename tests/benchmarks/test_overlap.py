@@ -47,10 +47,11 @@ def window(overlap: bool) -> dict[str, Any]:
 def test_step_time_follows_the_link(
     overlap_replay: Any, gigabytes_per_s: float | None, carrying: float
 ) -> None:
-    """Without overlap, computing and messages add up: 3 + 2 (transfer + latency).
+    """Step time follows the link.
 
-    With overlap the step is 4 s of computing or the time of the last message. They are posted after
-    1 and 2 s, on one link.
+    Without overlap, computing and messages add up: 3 + 2 (transfer + latency). With overlap the
+    step is 4 s of computing or the time of the last message. They are posted after 1 and 2 s, on
+    one link.
     """
     latency = 0.25
     for overlap in (False, True):

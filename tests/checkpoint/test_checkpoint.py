@@ -1,5 +1,6 @@
-"""Contents of a checkpoint: shards of tensors in files, listed whole or in pieces. torch reads them
-too.
+"""Contents of a checkpoint: shards of tensors in files, listed whole or in pieces.
+
+They can be read by torch too.
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
 
 
 def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
-    """Files are synced before their folder is named, and the names before the tracker tells of
-    them.
-    """
+    """Files are synced before their folder is renamed, and names before the tracker is written."""
     events: list[tuple[str, str]] = []
     armed = True
 

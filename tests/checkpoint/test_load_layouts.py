@@ -1,5 +1,6 @@
-"""A GPT with every kind of split tensor, written on one layout and loaded on others: every number
-comes back.
+"""GPT with every kind of split tensor, written on one layout and loaded on others.
+
+Every number is recovered.
 
 Grouped queries, SwiGLU, an untied head, and rotary positions. A vocabulary of 50 is padded to 56
 without tensor parallelism and to 64 with it. Stages share the layers evenly or not.

@@ -209,8 +209,9 @@ def test_stages_that_cannot_be_had():
 
 
 def test_a_layout_takes_the_place_of_a_presets():
-    """A layout flag replaces the layout of a preset. gpt-22b-frontier has 48 layers on 4 ranks in
-    chunks of 3.
+    """A layout flag replaces the layout of a preset.
+
+    The preset gpt-22b-frontier has 48 layers on 4 ranks in chunks of 3.
     """
     for flags, layout, per_chunk, chunks in (
         ("", None, 3, 4),

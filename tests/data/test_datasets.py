@@ -155,9 +155,7 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
 
 
 def test_exact_epochs(tmp_path: Path) -> None:
-    """Training epochs have 80 tokens: three make 239 // 8 = 29 samples, however many the run
-    takes.
-    """
+    """Training epochs have 80 tokens: three make 239 // 8 = 29 samples, whatever the run takes."""
     prefix = write(tmp_path, "a", 10)
 
     def build(samples: int, epochs: int | None, **data: Any) -> Datasets:

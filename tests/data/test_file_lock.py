@@ -29,8 +29,9 @@ def without_flock(*_: object) -> None:
 
 @pytest.fixture(params=["flock", "soft"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Provide a file system with flock, and one without, as Lustre mounted with neither `flock` nor
-    `localflock`.
+    """Provide a file system with flock, and one without.
+
+    The latter is like Lustre mounted with neither `flock` nor `localflock`.
     """
     if request.param == "soft":
         monkeypatch.setattr(fcntl, "flock", without_flock)

@@ -35,9 +35,7 @@ def build(
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
-    """Numbers need 64 bits from a limit on, which is 2^32 - 2 as in Megatron; the order is the
-    same.
-    """
+    """Numbers need 64 bits from 2^32 - 2 on, as in Megatron; the order stays the same."""
     request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3, np.empty(0, np.int32))
     narrow = build(module, [4000, 5000, 1], request, uint32_limit=9001)
     wide = build(module, [4000, 5000, 1], request, uint32_limit=9000)

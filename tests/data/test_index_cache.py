@@ -187,8 +187,8 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (4, 2)])
 def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """Files equal numpy.save's, so that Megatron-DeepSpeed's caches are found here, and ours
-    there.
+    """Files equal numpy.save's, so that Megatron-DeepSpeed and this package read each other's
+    caches.
     """
     array = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
     assert same(
@@ -248,9 +248,7 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_while_it_replaces_what_did_not_fit(tmp_path: Path, every: bool) -> None:
-    """Old and new parts together have the right shape and wrong contents: they must never be
-    read.
-    """
+    """Old and new parts together are never read. They have the right shape and wrong contents."""
 
     def replace(folder: Path) -> None:
         load(folder, lambda: VALUE, fits=lambda found: found["a"][0] == 0)

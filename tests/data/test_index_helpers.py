@@ -170,9 +170,7 @@ def test_blend_index(module: ModuleType, weights: list[float], size: int) -> Non
 @NEEDS_COMPILED
 @pytest.mark.parametrize("count", [1, 7, 8, 15, 16, 17, 24, 25, 31, 255, 256, 400])
 def test_blend_of_many(count: int) -> None:
-    """Equal and random weights cover all the ways in which the compiled loop is cut into
-    vectors.
-    """
+    """Equal and random weights cover all the ways of cutting the compiled loop into vectors."""
     for weights in (
         [1.0] * count,
         np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist(),

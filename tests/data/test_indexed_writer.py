@@ -137,9 +137,7 @@ def old_or_new_or_none(prefix: Path) -> None:
 @pytest.mark.slow
 @MOMENTS
 def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
-    """A killed writer leaves a whole data set or none, never a mixture; its parts do not
-    accumulate.
-    """
+    """A killed writer leaves a whole data set or none, and its parts do not accumulate."""
 
     def write(folder: Path, documents: Documents = NEW) -> None:
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:

@@ -38,8 +38,9 @@ Documents = list[list[list[float]]]
 
 
 def documents_of(dtype: str) -> Documents:
-    """Return documents of several sequences, empty sequences, documents without any, and the limits
-    of the type.
+    """Return documents of several sequences, with extreme values of the type.
+
+    Some sequences are empty, and some documents have none.
     """
     if np.dtype(dtype).kind == "f":
         low, high = -1.5, float(np.finfo(np.float32).max)
@@ -66,9 +67,7 @@ def digest_of(prefix: Path) -> str:
 
 
 def orders(count: int) -> list[dict[str, Any]]:
-    """Return splits of some documents, some empty or of one token, and up to 6 epochs of
-    samples.
-    """
+    """Return splits of documents, some empty or of one token, and up to 6 epochs of samples."""
     random, found = np.random.RandomState(7), []
     for _ in range(count):
         number = int(random.randint(1, 60))

@@ -49,9 +49,7 @@ def dataset(
 
 
 def predictions_of(data: PackedDataset, sample: int) -> list[tuple[int, int]]:
-    """Return the counted pairs (token before, token predicted) of `sample`: those inside a
-    piece.
-    """
+    """Return the pairs (token before, token predicted) that count in `sample`: those in a piece."""
     tokens, found, at = data[sample].tolist(), [], 0
     for length in data.segments(sample).tolist():
         found += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))

@@ -268,8 +268,9 @@ def updated(
 
 
 def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
-    """Continue training on one engine, and on a fused one that loads its state by fragments and
-    scalars.
+    """Continue training on one engine, and on a fused one with its state.
+
+    The state is loaded by fragments and scalars.
     """
     first, second = (
         fused_engine(topology, precision, 1, from_fused),

@@ -165,9 +165,7 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
 
 
 def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """Change one bit; pairs of signs, which a plain sum of words would miss; swap words or
-    chunks.
-    """
+    """Change one bit; pairs of signs, which a plain sum of words misses; swap words or chunks."""
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
     word = 8 // x.element_size()
 

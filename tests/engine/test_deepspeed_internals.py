@@ -1,6 +1,4 @@
-"""DeepSpeed's start-up and internals: no compilation, output or side effects; arguments and
-names.
-"""
+"""DeepSpeed's start-up (no compilation, output or side effects), its arguments and its names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engine against torch's AdamW on whole tensors in float64, on several layouts and in all
-precisions.
+"""Engine against torch's AdamW on whole tensors in float64, on several layouts, in all precisions.
 
 Variants: plain, with reduction behind backward passes and gathering behind forward passes, and with
 FusedAdamW.
@@ -288,8 +287,9 @@ def test_gradients_after_the_last_are_refused(runs: dict[str, list[Any]]) -> Non
 
 
 def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
-    """Deferred weight gradients, those of a tied embedding, and autograd's all arrive through hooks
-    and sinks.
+    """All weight gradients arrive through hooks and sinks.
+
+    Some are deferred, of a tied embedding, or from autograd.
     """
     for a, b in zip(runs["gpt True"], runs["gpt False"], strict=True):
         assert a["history"] == b["history"]

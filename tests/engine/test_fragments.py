@@ -33,8 +33,9 @@ def test_boxes_are_the_stretch_in_order(shape: tuple[int, ...], data: st.DataObj
 def test_real_boxes_put_every_element_in_its_place(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
-    """Shards cut over ranks with padding, and over stretches of each rank, together form the
-    tensor.
+    """Shards form the tensor together.
+
+    They are cut over ranks with padding, and over stretches of each rank.
     """
     dim = data.draw(st.integers(0, len(shape) - 1))
     size = data.draw(st.integers(1, 3))

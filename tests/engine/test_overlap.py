@@ -50,9 +50,7 @@ def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
 def test_gpt_waits_for_each_weight_before_it_is_used(
     fields: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every weight is NaN until it is awaited; loss and logits must be those of the real
-    weights.
-    """
+    """Every weight is NaN until it is awaited; loss and logits must use the real weights."""
     from megatron.config import Config
     from megatron.model.gpt import build_chunks
     from tests.helpers.training import batches

@@ -1,5 +1,6 @@
-"""The optimizers are torch's, bit for bit. test_deepspeed_internals.py tests that they import no
-compiler.
+"""The optimizers are torch's, bit for bit.
+
+The test that they import no compiler is in test_deepspeed_internals.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh: points, costs, and running the
-points.
+"""Scaling scripts and sweep_tp_pp_mbs.sh: points, costs, and running the points.
+
+The scaling scripts are weak_scaling.sh and strong_scaling.sh.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
 
 
 def test_scaling_is_the_papers() -> None:
-    """Scaling points have the paper's devices and sequences, whatever a replica takes in our
-    recipe.
-    """
+    """Scaling points have the paper's devices and sequences, whatever a replica takes here."""
     for model, each, weak, strong, replicas in (
         ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)),
         ("1t", 512, 1600, 8016, (1, 2, 3, 4, 6)),
@@ -454,8 +453,9 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
 
 @pytest.mark.slow
 def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
-    """Submission asks for one job of the largest size, or one for each point. sbatch is a stub that
-    notes its arguments.
+    """Submission asks for one job of the largest size, or one for each point.
+
+    A stub of sbatch notes its arguments.
     """
     stub = tmp_path / "bin/sbatch"
     stub.parent.mkdir()

@@ -1,5 +1,6 @@
-"""examples/frontier: calls of a job, with stubs of Slurm; tests/slurm runs the scripts under a real
-one.
+"""Calls of a job of examples/frontier, with stubs of Slurm.
+
+The scripts run under a real Slurm in tests/slurm.
 """
 
 from __future__ import annotations
@@ -281,8 +282,9 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
-    """A dry run fails on whatever would end the job: flags that do not resolve, modules that do not
-    load, and no Python. The commands are shown all the same.
+    """A dry run fails on whatever would end the job, but still shows the commands.
+
+    Causes are flags that do not resolve, modules that do not load, and no Python.
     """
     module = {"BASH_FUNC_module%%": "() { [[ $2 != gone ]]; }", "DEVICE": "gpu", "DRY_RUN": "1"}
     for broken in (

@@ -1,6 +1,4 @@
-"""examples/frontier/job.sh: environment on every node's drive, preflight, training on good
-nodes.
-"""
+"""examples/frontier/job.sh: environment on each node's drive, preflight, training on good nodes."""
 
 from __future__ import annotations
 

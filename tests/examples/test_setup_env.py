@@ -25,8 +25,9 @@ echo "$*" >>"$CALLS"
 
 
 def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables: str):
-    """Run the script on a machine with or without a module command, which sets what a rocm module
-    sets.
+    """Run the script on a machine with or without a module command.
+
+    The command sets what a rocm module sets.
     """
     python = folder / "python3"
     python.write_text(_PYTHON)

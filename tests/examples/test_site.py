@@ -1,5 +1,5 @@
-"""examples: clean scripts, complaints of site.env about missing values, and env.sh as OLCF and HPE
-recommend.
+"""Scripts of examples: they are clean, site.env asks for missing values, and env.sh is as
+recommended. The recommendations are OLCF's and HPE's.
 """
 
 from __future__ import annotations

@@ -193,8 +193,9 @@ def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
 
 
 def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
-    """Filters of a user's shell do not hide the job. squeue heeds SQUEUE_STATES and others: a job
-    that it does not show has not ended.
+    """Filters of a user's shell do not hide the job.
+
+    A job that squeue does not show has not ended: squeue heeds SQUEUE_STATES and others.
     """
     hides = "[[ -n ${SQUEUE_STATES-} ]] || echo COMPLETING None"
     ended = tune(tmp_path, ENDS="3", STUB_squeue=hides, SQUEUE_STATES="PENDING")

@@ -14,8 +14,9 @@ from megatron.layers.context import LayerContext
 
 
 class Operators:
-    """Count our operators by name, in forward and backward, in seen.calls of `with Operators() as
-    seen`.
+    """Count our operators by name, forward and backward.
+
+    The counts are in seen.calls of `with Operators() as seen`.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Kernels built for the simulator of GPU lanes (csrc/kernels/simulator.h), and programs that use
-them.
+"""Kernels built for the simulator of GPU lanes (csrc/kernels/simulator.h), and their programs.
 
 A simulator library replaces the host library, so the numerical tests need not know of it. They run
 in processes of their own: AddressSanitizer has to be loaded before Python, and misuse found by the
@@ -87,8 +86,9 @@ def sanitizers() -> str:
 
 
 def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
-    """Return the variables of a process that uses this library, with the same random examples each
-    time.
+    """Return the variables of a process that uses this library.
+
+    Random examples are the same each time.
     """
     variables = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")

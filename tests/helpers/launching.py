@@ -147,8 +147,7 @@ def launch(
     script: str = "pretrain_gpt.py",
     arm: Mapping[int, tuple[Any, ...]] | None = None,
 ) -> list[Outcome | None]:
-    """Start the ranks of a world of n (without those in `absent`) and wait for them; None for an
-    absent rank.
+    """Start the ranks of a world of n and wait for them; None for a rank in `absent`.
 
     arm  {rank: (function, *args)}, called in that rank's process before the script
 

@@ -1,6 +1,4 @@
-"""Runs with one bad value, by hooks on a model of an otherwise normal training; and flipped
-bits.
-"""
+"""Runs with one bad value, by hooks on the model of a normal training; and flipped bits."""
 
 from __future__ import annotations
 

@@ -50,8 +50,9 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
 
 
 def accepted(script: Path, folder: Path, *words: str) -> Job:
-    """Check a script and accept only findings about things missing here, such as room for
-    checkpoints.
+    """Check a script and accept only findings about things missing here.
+
+    One example is the room for checkpoints.
     """
     job = checked([script, "--mock-data", *words], folder)
     # Room on this disk, an environment that is not packed, and a length left to the caller.

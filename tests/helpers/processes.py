@@ -79,7 +79,7 @@ def _body(
 
 
 def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
-    """Return (succeeded, result or error text) of a process that has sent one or ended; otherwise
+    """Return (succeeded, result or error text) of a process that has reported or ended, else
     None.
     """
     # Asked before the pipe: its last message has arrived by then.
@@ -131,8 +131,9 @@ def run_processes_raw(
     timeout_s: float | None = None,
     env: dict[str, str] | None = None,
 ) -> list[tuple[bool, Any]]:
-    """Call like run_processes, but return (succeeded, result or error text) for each rank instead
-    of raising.
+    """Call like run_processes, but do not raise.
+
+    Return (succeeded, result or error text) for each rank.
     """
     timeout_s = timeout_s or limit_s()
     port = free_port()

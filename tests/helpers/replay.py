@@ -1,5 +1,4 @@
-"""Simulation of ranks that compute, post messages and wait for them over slow links; pure
-arithmetic.
+"""Simulation of ranks that compute, post messages and wait over slow links, by pure arithmetic.
 
 Messages behave as in a network: both sides have to post them, those of one link follow each other,
 and a rank can be blocked by its own sends. Any program can be expressed this way; `actions_of`
@@ -38,8 +37,7 @@ class Compute(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send, to receive, or to take part in `message`, which goes over `link`, and
-    continue.
+    """Start to send, receive or take part in `message`, which goes over `link`, and continue.
 
     The message begins when all its ranks have posted it. It departs when the older messages of its
     link, in the order of posting, have left the link; `occupies` it; and arrives `latency` later.
@@ -79,8 +77,8 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay: `computed` and `waited` of each rank in order of time, zero waits left
-    out.
+    """Result of a replay: `computed` and `waited` of each rank in order of time, without zero
+    waits.
     """
 
     computed: tuple[tuple[Lane, ...], ...]
@@ -106,9 +104,7 @@ def replay(
 
 
 class _Link:
-    """Messages of one link that are not yet in flight, in the order in which the first rank
-    posts.
-    """
+    """Messages of one link not yet in flight, in the order of posting by the first rank."""
 
     def __init__(self) -> None:
         self.order: dict[Hashable, int] = {}  # and the number of missing posts
@@ -307,9 +303,7 @@ def simulate(
     durations: Durations = NOMINAL_DURATIONS,
     latency: Latency = 0.0,
 ) -> Timeline:
-    """Run the computations of all ranks on a clock, with results that travel by themselves in
-    `latency`.
-    """
+    """Run the computations of all ranks on a clock. Results travel by themselves in `latency`."""
     done = replay(actions_of(ranks, durations, latency=latency, posted=False))
     return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
 

@@ -1,6 +1,4 @@
-"""One small GPT trained twice: through the whole stack on any layout, and by plain torch in one
-process.
-"""
+"""Training of one small GPT twice: through the whole stack on any layout, and by plain torch."""
 
 from __future__ import annotations
 
@@ -88,11 +86,11 @@ def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def batches(
     config: Config, step: int, data_rank: int = 0, packed: bool = False
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of
-    mbs*dp.
+    """Return the micro-batches of one data-parallel rank.
 
-    With `packed` the documents are pieces of packed samples: full ones, ones that end in a token of
-    padding, and ones whose last document is padding.
+    They are items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp. With `packed` the documents are
+    pieces of packed samples: full ones, ones that end in a token of padding, and ones whose last
+    document is padding.
     """
     model, batch, dp = config.model, config.batch, config.parallel.data_parallel_size
     b, s = batch.global_batch_size, model.seq_length

@@ -1,6 +1,4 @@
-"""Searches without processes: trials take turns, a function gives the truth, and nodes are
-counted.
-"""
+"""Searches without processes: trials take turns, a function is the truth, nodes are counted."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ Truth = Callable[[dict[str, Any]], float | Ending]
 
 
 def truth(values: dict[str, Any]) -> float | Ending:
-    """Return the seconds of a step: one best, mbs = 4 and seed = 1; mbs = 8 with seed = 2
+    """Return the seconds of a step; mbs = 4 and seed = 1 are best, mbs = 8 with seed = 2
     crashes.
     """
     if (values["mbs"], values["seed"]) == (8, 2):

@@ -117,9 +117,7 @@ def play(
 def trials_to_good(
     search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int
 ) -> int:
-    """Return the trials until one within 3 % of the best; one more than `trials` if there is
-    none.
-    """
+    """Return the trials until one within 3 % of the best, or one more than `trials`."""
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1
 

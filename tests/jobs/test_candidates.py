@@ -1,6 +1,4 @@
-"""List of candidates, against every combination put to pretrain_gpt.py's parser and to the
-planner.
-"""
+"""List of candidates against every combination, by pretrain_gpt.py's parser and the planner."""
 
 from __future__ import annotations
 

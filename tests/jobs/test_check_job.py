@@ -1,5 +1,6 @@
-"""tools/preflight.py check: no findings on a sound job, one for each mistake, costs, and what was
-not checked.
+"""tools/preflight.py check: no findings on a sound job, one for each mistake, and costs.
+
+Unchecked parts are listed.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 def sbatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Provide a folder, an environment and an sbatch that finds no Slurm; return that program's
-    path.
+    """Provide a folder, an environment and an sbatch without Slurm; return the path of the
+    latter.
     """
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)

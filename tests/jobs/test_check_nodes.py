@@ -1,6 +1,4 @@
-"""tools/preflight.py measure: started by srun on two nodes of two processes, and its verdict on
-reports.
-"""
+"""tools/preflight.py measure, started by srun on two nodes of two processes, and its verdicts."""
 
 from __future__ import annotations
 

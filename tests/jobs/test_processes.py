@@ -143,9 +143,7 @@ def test_ranks_know_their_place_and_nothing_of_a_launcher(
 
 
 def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
-    """Start a run in another process, kill that once the run has begun, and wait for the run to
-    end.
-    """
+    """Start a run in another process, kill that process, and wait for the run to end."""
 
     def starter() -> None:
         kept = start()

@@ -1,6 +1,4 @@
-"""Refinement by runs, on made-up metrics files whose times are known multiples of the
-estimate's.
-"""
+"""Refinement by runs: made-up metrics files with times at known multiples of the estimate's."""
 
 from __future__ import annotations
 

@@ -55,11 +55,11 @@ def settings(candidate: Candidate) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes_of_batch", [(4, 20), pytest.param(range(4, 21), marks=WHOLE)])
 def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
-    """Table V has PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no},
-    nodes {12,16}, and ten iterations.
+    """Table five has all of its combinations.
 
-    If the device's memory is unknown, TP x PP must divide the GCDs of 12 or 16 nodes, and no other
-    condition applies; with one replica ZeRO-1 has no effect.
+    PP is {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes
+    {12,16}; there are ten iterations. Without a device's memory TP x PP must divide the GCDs of 12
+    or 16 nodes, and no other condition applies; with one replica ZeRO-1 has no effect.
     """
     space = load_space("paper-175b")
     values = {parameter.name: parameter.values for parameter in space.parameters}

@@ -1,6 +1,4 @@
-"""tools/tune.py: searches without processes, killed anywhere; output before a search; real
-trials.
-"""
+"""tools/tune.py: searches without processes, killed anywhere; first output; real trials."""
 
 from __future__ import annotations
 
@@ -449,7 +447,7 @@ def test_exit_codes_of_what_has_no_best(
     done: int,
     code: int,
 ) -> None:
-    """Exit codes of searches without a best trial. One that started nothing would start nothing
+    """Exit codes of searches without a best trial. One that started no trial would start none
     again.
     """
     monkeypatch.setattr(module, "Runner", Ends)

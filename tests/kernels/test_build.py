@@ -19,8 +19,7 @@ from tests.helpers.kernels import ROOT
 
 @pytest.fixture
 def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Provide compilers("hipcc", ...): a search path with these alone, and no variable that names
-    one.
+    """Provide compilers("hipcc", ...): a search path with only these, and no variable naming one.
 
     They record their calls and copy the value of `-DMK_SOURCES` into their output.
     """
@@ -220,8 +219,9 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """Nothing heavy is imported. setup.py runs in pip's build environment, which has neither torch
-    nor numpy.
+    """Nothing heavy is imported.
+
+    setup.py runs in pip's build environment, which has neither torch nor numpy.
     """
     program = "import runpy, sys; runpy.run_path('megatron/kernels/build.py'); print(*sys.modules)"
     loaded = subprocess.run(
@@ -240,8 +240,9 @@ def needs(target: str) -> None:
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
 def test_a_real_build(target: str, tmp_path: Path) -> None:
-    """A real build contains every exported function, and its own description, which shows whether
-    it is current.
+    """A real build contains its own description and every exported function.
+
+    The description shows whether it is current.
     """
     needs(target)
     path = build.build(target, folder=tmp_path)

@@ -1,6 +1,4 @@
-"""Operators that go through the kernels: by flags, by the loaded library, and on a CPU by
-measurements.
-"""
+"""Operators that go through the kernels: by flags, by library, and on a CPU by measurements."""
 
 from __future__ import annotations
 

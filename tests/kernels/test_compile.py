@@ -1,8 +1,7 @@
-"""torch.compile passes through every fused operator in one graph, forward and backward, with eager
-results.
+"""torch.compile passes through every fused operator in one graph, with the results of eager mode.
 
-This also holds without a compiled library, where an operator consists of torch's own. numerics/
-tests the numbers themselves.
+This holds forward and backward, and also without a compiled library, where an operator consists of
+torch's own. The numbers themselves are tested in numerics/.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ def lists(rows: int, seed: int) -> list[torch.Tensor]:
 
 
 def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
-    """Run a block of queries with all their keys, then the gradients of the block of its last
-    keys.
-    """
+    """Run a block of queries with all keys, then the gradients of the block of the last keys."""
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
     scores, law = (
@@ -317,8 +314,10 @@ def registered() -> list[str]:
 
 @pytest.mark.parametrize("name", registered())
 def test_registration(name: str, kernels: str) -> None:
-    """Registrations pass torch's own checks: schema, autograd registration, fake tensors, and
-    dynamic shapes. The compiler's view does not depend on the implementation that computes.
+    """Registrations pass torch's own checks.
+
+    These are schema, autograd registration, fake tensors, and the compiler's view with dynamic
+    shapes, which does not depend on the implementation.
     """
     calls = recorded()[name]
     for operator, arguments in calls:

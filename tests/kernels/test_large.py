@@ -1,6 +1,4 @@
-"""Sizes beyond the numerical tests: more than 2^31 elements, and rows of 65,536 columns and
-more.
-"""
+"""Sizes beyond the numerical tests: more than 2^31 elements, and rows of 65,536 columns or more."""
 
 from __future__ import annotations
 
@@ -65,8 +63,9 @@ def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
 def check_rows(
     run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor
 ) -> None:
-    """Compare each row of the large result, bit for bit, with that of the row alone, by the same
-    code.
+    """Compare each row of the large result, bit for bit, with the result of that row alone.
+
+    Both use the same code.
     """
     whole, part = run(*large), run(*(x[LOOKED_AT] for x in large))
     if isinstance(whole, torch.Tensor):
@@ -122,8 +121,9 @@ def test_softmax_past_2_31(device: str) -> None:
 
 @large_devices
 def test_attention_past_2_31(device: str) -> None:
-    """Compute squares of scores before and after the boundary, with dropout by global place, bit
-    for bit.
+    """Compute squares of scores before and after the boundary, bit for bit.
+
+    Dropout uses the place in the whole.
     """
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
@@ -232,8 +232,9 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
 @devices
 @wide
 def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
-    """Compute the last eight queries of a sequence with all keys, then gradients of the second half
-    of the scores.
+    """Compute the last eight queries of a sequence with all keys.
+
+    Then compute the gradients of the second half of the scores.
     """
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may

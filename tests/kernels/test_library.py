@@ -153,8 +153,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
 
 
 def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a GPU in a library of several, also with the ECC and XNACK modes that ROCm appends to
-    the architecture.
+    """Find a GPU in a library of several. ROCm may append ECC and XNACK modes to the
+    architecture.
     """
     gpu(monkeypatch, "gfx90a:sramecc+:xnack-", "6.4")
     fake(folder / "libmegatron-hip-gfx942.so", current("hip", "gfx942"))

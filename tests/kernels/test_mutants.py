@@ -875,8 +875,9 @@ def test_planted_faults(name: str, sanitized: bool, tmp_path: Path) -> None:
 
 
 def check_norms(built: str, number: int, check_norm: Callable[..., None]) -> None:
-    """Check tensors around a pack, a block and a chunk, aligned or not, with the fault of this
-    number.
+    """Check tensors around a pack, a block and a chunk with the fault of this number.
+
+    They are aligned or not.
     """
     if number:  # its outcome does not matter
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -32,8 +32,9 @@ ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", ONCE)
 def test_second_derivatives_are_refused(name: str) -> None:
-    """Second derivatives are refused. torch would take the gradient for a constant and print a
-    warning.
+    """Second derivatives are refused.
+
+    torch would take the gradient for a constant and print a warning.
     """
     x = torch.randn(4, 8, requires_grad=True)
     y = ONCE[name](x * 1.0)

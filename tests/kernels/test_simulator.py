@@ -1,5 +1,6 @@
-"""Simulator of GPU lanes: it finds the misuse that it is meant to find. test_mutants.py runs
-numerical tests on it.
+"""Simulator of GPU lanes: it finds the misuse that it is meant to find.
+
+test_mutants.py runs numerical tests on it.
 """
 
 from __future__ import annotations

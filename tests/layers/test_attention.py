@@ -130,9 +130,7 @@ def test_strided_inputs_in_bf16(alibi):
 
 
 class Largest(TorchDispatchMode):
-    """Record the largest number of elements of any tensor that an operation returns, forward and
-    backward.
-    """
+    """Record the largest size of a tensor returned by an operation, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,8 +281,7 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
 
 
 class Copies(TorchDispatchMode):
-    """Count the operators that do nothing but copy at least `elements` elements into another
-    layout.
+    """Count the operators that only copy `elements` or more elements into another layout.
 
     Before its backward pass each of torch's kernels copies an output and a gradient that are not
     contiguous as [samples, s, heads, d]

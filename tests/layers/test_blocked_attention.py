@@ -25,8 +25,9 @@ def dense_of(mixed, slopes, lengths):
 
 
 def compare(mixed, slopes, lengths, documents, fused, bound):
-    """Compare output and gradient with float64, within `bound` in the Frobenius norm relative to
-    the whole.
+    """Compare output and gradient with float64.
+
+    `bound` is in the Frobenius norm relative to the whole.
     """
     found = output_and_gradients(
         lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed]
@@ -175,8 +176,9 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype,
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_documents_have_masks_of_their_own(fused):
-    """Documents have their own masks, even those of different lengths, which are in different
-    batches. Other seeds give other masks.
+    """Documents have their own masks, even in different batches.
+
+    Documents of different lengths are in different batches. Other seeds give other masks.
     """
     p, lengths, heads = 0.5, [[31, 20, 4], [31, 20, 4]], 2
     s = sum(lengths[0])
@@ -228,8 +230,9 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_gradients_with_dropout(fused):
-    """Gradients with dropout equal autograd's through a dense softmax with the same mask, in
-    float64. The mask is read from outputs for one-hot values.
+    """Gradients with dropout equal autograd's through a dense softmax with the same mask.
+
+    They are compared in float64; the mask is read from outputs for one-hot values.
     """
     p, s, heads, d = 0.4, 75, 2, 75
     mixed = projection(s, 1, heads, 1, d, torch.float32)

@@ -1,6 +1,4 @@
-"""Order of messages and products in chunks, with fake messages that only record when they were
-sent.
-"""
+"""Order of messages and products in chunks, with messages that only record their sending."""
 
 import pytest
 import torch

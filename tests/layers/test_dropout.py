@@ -1,6 +1,4 @@
-"""Dropout masks: keyed, with the right probability, equal where they must be and otherwise
-independent.
-"""
+"""Dropout masks: keyed, with the right probability, equal where required, otherwise independent."""
 
 import pytest
 import torch

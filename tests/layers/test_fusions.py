@@ -1,5 +1,4 @@
-"""Layers with and without the fused kernels: equal to rounding, and kernels run exactly where
-chosen.
+"""Layers with and without the fused kernels: equal to rounding; kernels run exactly where chosen.
 
 Both ways compute in fp32 inside. In fp32 they differ by the order of a few operations: some units
 in the last place of the largest number, 2^-23 each, so 1e-5 relative to it leaves room for sums of
@@ -36,9 +35,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def settle(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Set weights that are neither 0 nor 1, in the dtype, with the same values for equal
-    modules.
-    """
+    """Set weights that are neither 0 nor 1, in the dtype and equal for equal modules."""
     for i, p in enumerate(module.parameters()):
         p.data = (p.data + 0.3 * randn(*p.shape, seed=i)).to(dtype)
 
@@ -269,8 +266,9 @@ LAYER = dict(
 
 
 def layer_results(fusions, dtype, key=None, rounded=None, **fields):
-    """Return the results of one layer in `dtype`; `rounded`: weights and input have passed through
-    this dtype.
+    """Return the results of one layer in `dtype`.
+
+    `rounded`: weights and input have passed through this dtype.
     """
     config = Config.create(**{**LAYER, **fields})
     layer = TransformerLayer(context(fusions), config, 0)
@@ -309,8 +307,10 @@ def test_whole_layer(fields):
 @pytest.mark.slow
 @SHAPES
 def test_kernels_round_no_more_than_torch(fields):
-    """Kernels round no more than torch. bf16 is compared with the same layer in fp32: a kernel has
-    one rounding where torch has several, so torch's error is the bound.
+    """Kernels round no more than torch.
+
+    bf16 is compared with the same layer in fp32: a kernel has one rounding where torch has several,
+    so torch's error is the bound.
 
     Both errors are sums of some dozen roundings with independent signs, so that the smaller one may
     by chance come out larger in one tensor. Half as much again is enough for tensors of 32 numbers

@@ -10,8 +10,8 @@ from megatron.layers.positions import Alibi, RotaryEmbedding, alibi_bias, alibi_
 
 
 def test_slopes():
-    """Slopes of 12 heads are the 8 of the next lower power of two, then every second of the 16 of
-    the next higher one.
+    """Slopes for 12 heads are the 8 for the next lower power of two, then every second of the 16
+    for the next.
     """
     eight = [2.0**-i for i in range(1, 9)]
     expected = eight + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]

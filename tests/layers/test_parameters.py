@@ -88,8 +88,9 @@ def test_seed_changes_everything():
 
 @pytest.mark.parametrize(("shape", "dim"), [((1000, 24), 0), ((24, 1000), 1), ((2, 1000, 12), 1)])
 def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
-    """Threads draw the same as block after block, even where a shard begins and ends inside a
-    block. Parts are 250 long.
+    """Threads draw the same as block after block, even if a shard begins and ends inside a block.
+
+    Parts are 250 long.
     """
     blocks = []
     for block in range(-(-1000 // BLOCK)):

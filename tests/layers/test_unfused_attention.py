@@ -1,6 +1,4 @@
-"""--attention-backend unfused: an explicit softmax, against a dense one in float64 and torch's
-attention.
-"""
+"""--attention-backend unfused: explicit softmax, against a dense one in float64 and torch."""
 
 from __future__ import annotations
 

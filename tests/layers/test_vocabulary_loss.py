@@ -1,6 +1,4 @@
-"""Output layer with cross entropy in chunks of tokens, against plain torch on the whole vocabulary
-in float64.
-"""
+"""Output layer with cross entropy in chunks of tokens, against plain torch in float64."""
 
 from __future__ import annotations
 
@@ -164,8 +162,8 @@ def test_everything_masked_gives_zero():
 
 
 class Products(TorchDispatchMode):
-    """Record each product's shape, the memory of the logits, and the bytes of the largest tensor
-    returned.
+    """Record each product's shape and its logits' memory, and the largest tensor returned, in
+    bytes.
     """
 
     def __init__(self):

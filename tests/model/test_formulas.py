@@ -1,6 +1,4 @@
-"""Counts of parameters and operations, against published totals, closed forms and torch's own
-counter.
-"""
+"""Counts of parameters and operations, against published totals, closed forms and torch."""
 
 from __future__ import annotations
 

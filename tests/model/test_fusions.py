@@ -1,6 +1,4 @@
-"""A whole stage through the kernels: equal to rounding, bitwise under recomputation, and by each
-flag.
-"""
+"""A stage through the kernels: equal to rounding, bitwise under recomputation, by each flag."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One stage in one process: documents, masks, padding, recomputation, residual precision,
-dropout.
-"""
+"""One stage in one process: documents, masks, padding, recomputation, residuals and dropout."""
 
 from __future__ import annotations
 
@@ -57,8 +55,9 @@ def tokens(seed=0, s=S, b=B):
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
 def test_packed_documents_equal_documents_alone(positions):
-    """Packed documents equal documents alone: each piece of a packed sample is run as a batch of
-    its own. The rest of a sample is padding.
+    """Packed documents equal documents alone.
+
+    Each piece of a packed sample is run as a batch of its own; the rest of a sample is padding.
     """
     fields = dict(position_embedding_type=positions, num_key_value_heads=2)
     model, t = build(**fields), tokens()

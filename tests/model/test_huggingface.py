@@ -53,8 +53,9 @@ NEOX = dict(
 
 
 def fuse(q, k, v, heads, groups):
-    """Fuse rows of separate projections in the order [group][queries ..., key, value][head
-    dimension].
+    """Fuse rows of separate projections.
+
+    The order is [group][queries ..., key, value][head dimension].
     """
     d = q.shape[0] // heads
     q = q.reshape(groups, heads // groups, d, *q.shape[1:])

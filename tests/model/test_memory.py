@@ -126,8 +126,9 @@ def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
     [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}],
 )
 def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> None:
-    """Recomputation is bitwise the same, also where a kernel adds the residual and normalises in
-    one pass.
+    """Recomputation is bitwise the same.
+
+    This includes a kernel that adds the residual and normalises in one pass.
     """
     kept, made = (
         gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm"))

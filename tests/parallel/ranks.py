@@ -26,10 +26,10 @@ ANSWER_S, LINGER_S = 40.0, 20.0  # instead of 5 s each: no rank times out by the
 
 
 class Patience:
-    """Clock that stands still until all expected messages have arrived, for code that polls and
-    sleeps by it.
+    """Clock that stands still until all expected messages have arrived.
 
-    For each of `over`, in their order: once it returns true, `passing` seconds have passed.
+    The code under test polls and sleeps by it. For each of `over`, in their order: once it returns
+    true, `passing` seconds have passed.
     """
 
     def __init__(self, *over: Callable[[], bool], passing: float = ANSWER_S + 1) -> None:
@@ -77,9 +77,7 @@ def patient_connection(
 
 
 class Apart(Rendezvous):
-    """One of several ranks in this process: everything but torch.distributed, over a store on a
-    port.
-    """
+    """Rank of several in this process: everything but torch.distributed, over a store on a port."""
 
     def _initialise(self) -> None:
         pass

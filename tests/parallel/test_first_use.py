@@ -1,5 +1,6 @@
-"""Groups of real processes are used once at the start; if one hangs, every rank lists its
-members.
+"""Groups of real processes are used once at the start.
+
+If one hangs, every rank lists its members.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ def test_each_group_and_each_neighbour_once_over_two_connections_to_the_store() 
 
 
 def held(rank: int) -> tuple[str, str]:
-    """Hang rank 1 in the tensor group of ranks 0 and 1; ranks 2 and 3 wait for them in their data
-    groups. Rank 0's time limit expires when all have arrived.
+    """Hang rank 1 in the tensor group of ranks 0 and 1.
+
+    Ranks 2 and 3 wait for them in their data groups. Rank 0's time limit expires when all have
+    arrived.
     """
     met = patient_connection(detect_launch(), range(RANKS))
     topology = Topology.create(2, 1, flight=met.flight)

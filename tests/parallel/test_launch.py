@@ -325,8 +325,10 @@ def test_devices(
 
 
 def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices are told apart by bus address for two dies of one card, and by number for two parts
-    of one die. ROCm uses these, and CUDA the uuid.
+    """Devices are told apart by bus address, number or uuid.
+
+    Two dies of one card differ in bus address, two parts of one die in number, both on ROCm; CUDA
+    has uuids.
     """
 
     def identity(index: int, **properties: Any) -> str:

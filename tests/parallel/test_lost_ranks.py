@@ -1,6 +1,4 @@
-"""Real processes: they meet as launchers start them, and die or fail while the others are in
-gloo.
-"""
+"""Real processes that meet as launchers start them, and die or fail while others are in gloo."""
 
 from __future__ import annotations
 
@@ -260,8 +258,7 @@ def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_other
 
 
 class LastWords(dist.Store):
-    """Store in which a rank publishes gloo's address, with a port where nothing listens, before it
-    ends.
+    """Store in which a rank publishes gloo's address, with a dead port, before it ends.
 
     The port is the highest, and of two ranks the one with the lower port waits to be called. So all
     others wait, for five times their time limit, and nothing interrupts gloo.

@@ -1,5 +1,6 @@
-"""Ranks that meet, leave, fail and never come, as threads of one process. test_lost_ranks.py has
-gloo and real deaths.
+"""Ranks that meet, leave, fail and never come, as threads of one process.
+
+test_lost_ranks.py has gloo and real deaths.
 """
 
 from __future__ import annotations
@@ -362,8 +363,9 @@ def test_a_rank_connects_twice() -> None:
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store of several nodes asks no name server while ranks join. benchmarks/slow_names.py has a
-    real one, which needs root.
+    """A store of several nodes asks no name server while ranks join.
+
+    benchmarks/slow_names.py has a real one, which needs root.
     """
     told: list[bytes] = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
@@ -390,8 +392,9 @@ def test_a_second_connection_is_refused() -> None:
 
 
 def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host name may not resolve. gloo then gets the loopback interface, for processes of one
-    host.
+    """A host name may not resolve.
+
+    gloo then gets the loopback interface, for processes of one host.
     """
     monkeypatch.setattr(rendezvous, "host_name_is_local", lambda: False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

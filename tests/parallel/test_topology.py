@@ -17,9 +17,7 @@ LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDER
 
 
 def grid(layout: Layout) -> np.ndarray:
-    """Return global ranks as an array [pipeline, data, tensor], in the memory order of the
-    layout.
-    """
+    """Return global ranks as an array [pipeline, data, tensor], in the layout's memory order."""
     sizes = {"tp": layout.tensor, "dp": layout.data, "pp": layout.pipeline}
     slowest_first = layout.order.split("-")[::-1]
     ranks = np.arange(layout.world_size).reshape([sizes[direction] for direction in slowest_first])

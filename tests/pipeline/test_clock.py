@@ -66,8 +66,9 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
 @pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
 def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
-    """The bubble is (p - 1)(t_f + t_b) of one chunk (section 2.2.2 of the same), here for any m >=
-    p.
+    """The bubble is (p - 1)(t_f + t_b) of one chunk, here for any m >= p.
+
+    Source: section 2.2.2 of the same.
     """
     run = run_pipeline(
         Pipeline("interleaved", size, chunks, m, even(size * chunks, forward, backward))
@@ -83,8 +84,9 @@ def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: f
     "forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)]
 )
 def test_zb_h1(size: int, more: int, forward: float, backward: float, weight: float) -> None:
-    """The bubble is (p - 1)(t_f + t_b - t_w): Qi et al., arXiv 2401.10241, table 2, with enough
-    micro-batches.
+    """The bubble is (p - 1)(t_f + t_b - t_w), with enough micro-batches.
+
+    Source: Qi et al., arXiv 2401.10241, table 2.
     """
     m = 2 * size + more
     run = run_pipeline(Pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight)))
@@ -98,9 +100,9 @@ positive = st.integers(1, 6).map(float)
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
 def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
-    """ZB-H1 is never slower than 1F1B with an undivided backward pass, and never below the general
-    bounds. These are the first micro-batch's way there and back, and the last rank's work behind p
-    - 1 forward passes.
+    """ZB-H1 is never slower than 1F1B with an undivided backward pass, nor faster than general
+    bounds. The bounds are the first micro-batch's way there and back, and the last rank's work
+    behind p - 1 forward passes.
     """
     whole = run_pipeline(
         Pipeline("1f1b", size, 1, m, even(size, forward, backward + weight))

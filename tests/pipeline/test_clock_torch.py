@@ -1,6 +1,4 @@
-"""Order lists of torch.distributed.pipelining on our clock: schedules that we have too, and
-others.
-"""
+"""Order lists of torch.distributed.pipelining on our clock: our schedules and others."""
 
 from __future__ import annotations
 

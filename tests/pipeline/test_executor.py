@@ -399,8 +399,9 @@ def die_in_the_middle(rank: int, dying: int) -> None:
 
 @pytest.mark.slow
 def test_a_dead_neighbour_is_named_on_both_sides() -> None:
-    """A dead neighbour is named on both sides, and so is a hanging one when its group's time limit
-    has passed. torch raises the same error then.
+    """A dead neighbour is named on both sides.
+
+    So is a hanging one when its group's time limit has passed: torch raises the same error then.
     """
     outcomes = run_processes_raw(3, die_in_the_middle, 1)
     for rank in (0, 2):

@@ -46,8 +46,9 @@ class Recorder:
 def test_messages_are_posted_in_the_order_of_the_schedule(
     name: str, chunks: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages are posted in the order of the schedule: the log of a rank of four equals it without
-    computations.
+    """Messages are posted in the order of the schedule.
+
+    The log of a rank of four equals its schedule without the computations.
     """
     log: list[Any] = []
     monkeypatch.setattr(executor_module, "Exchange", Recorder)

@@ -1,6 +1,4 @@
-"""Programs over slow links against closed forms, and schedules against the simulator without
-links.
-"""
+"""Programs over slow links against closed forms, and schedules against the simulator."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_without_delay_it_is_the_simulated_step(
     schedule: Schedule, sends_in_flight: int, ahead: bool
 ) -> None:
-    """Without delay, and for any limit on sends, the step is the simulated one.
+    """A step without delay is the simulated one, for any limit on sends.
 
     Small whole numbers are exact in floating point.
 

@@ -48,9 +48,7 @@ def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Ins
 def can_compute(
     schedule: Schedule, done: set[Instruction], instruction: Instruction, arrived: set[Instruction]
 ) -> bool:
-    """Check the dependencies, written again and stricter: another rank's result must have
-    arrived.
-    """
+    """Check the dependencies, written again and stricter: remote results must have arrived."""
     op, stage, micro_batch = instruction
     last = schedule.num_stages - 1
     local = schedule.pipeline_size == 1
@@ -214,8 +212,9 @@ def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
-    """Receives are posted no later than the message is computed, so that a sender never waits for
-    its receiver. They follow the last computation that ends earlier.
+    """Receives are posted no later than the message is computed.
+
+    A sender never waits for its receiver; receives follow the last computation that ends earlier.
     """
     timeline = simulate(schedule, latency=planned_latency(schedule.chunks))
     ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}

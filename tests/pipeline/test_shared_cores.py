@@ -1,6 +1,4 @@
-"""Ranks that share cores: by hand, by conservation of work, and against ranks that share
-nothing.
-"""
+"""Ranks that share cores: by hand, by conservation of work, and against unshared cores."""
 
 from __future__ import annotations
 
@@ -74,8 +72,9 @@ def test_enough_cores_are_no_limit(
 def test_one_rank_at_a_time_keeps_the_cores_busy(
     pipeline: tuple[tuple[str, int], int, int], demand: float
 ) -> None:
-    """A computing rank uses all cores, and without messages one always computes: the step is all
-    work.
+    """A computing rank uses all cores, and one always computes without messages.
+
+    The step is all work.
     """
     work = sum(run(pipeline, cores=None).busy)
     assert run(pipeline, cores=demand, demand=demand).makespan == pytest.approx(work, rel=1e-9)
@@ -103,9 +102,7 @@ def test_between_the_work_and_all_of_it_in_turn(
 
 
 def test_messages_take_no_cores() -> None:
-    """Messages take no cores: the first rank computes alone, at full speed, while a message
-    travels.
-    """
+    """Messages take no cores: the first rank computes alone, at full speed, during one."""
     ranks = [
         [Compute("a", 2.0), Post("m", "link", 1.0, 2.0), Compute("b", 4.0)],
         [Post("m", "link", 1.0, 2.0), Wait("m"), Compute("c", 1.0)],

@@ -58,12 +58,11 @@ def test_interleaved_bubble_is_smaller_by_the_number_of_chunks(
 
 @given(st.integers(2, 8), st.integers(1, 24))
 def test_zero_bubble_h1(size: int, micro_batches: int) -> None:
-    """The bubble is (p - 1)(t_f + t_b - t_w), a third of 1F1B's, with enough micro-batches (Qi et
-    al., table 2).
+    """The bubble is (p - 1)(t_f + t_b - t_w), a third of 1F1B's, with enough micro-batches.
 
-    With fewer, the last backward pass of inputs goes down and up the pipeline, after m - 1 others
-    on the last rank, and one pass for weights follows it on the first rank: 2 p - 2 + 2 m + 1 in
-    all.
+    Source: Qi et al., table 2. With fewer, the last backward pass of inputs goes down and up the
+    pipeline, after m - 1 others on the last rank, and one pass for weights follows it on the first
+    rank: 2 p - 2 + 2 m + 1 in all.
     """
     bubble = bubble_time("zb-h1", size, 1, micro_batches)
     assert bubble == max(size - 1, 2 * size - 1 - micro_batches)

@@ -1,6 +1,4 @@
-"""The order of computations equals that of torch.distributed.pipelining, an independent
-implementation.
-"""
+"""Order of computations, compared with torch.distributed.pipelining, which is independent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of a step agrees with its timeline, in the words and units of the trace event
+"""Trace of a step: it agrees with the timeline, in the words and units of the trace event
 format.
 """
 

@@ -8,12 +8,11 @@ from megatron.config.model import ModelConfig
 def rank_parameters(
     model: ModelConfig, layers: int, *, first: bool, last: bool, tensor_size: int, vocab_size: int
 ) -> int:
-    """Return the parameters of one tensor rank of a stage with `layers` layers; `vocab_size` is the
-    padded one.
+    """Return the parameters of one tensor rank of a stage with `layers` layers.
 
-    Matrices and the biases of column-parallel products are divided; norms and the biases of
-    row-parallel ones are not. `first` has the embedding and `last` the output, which is a copy of a
-    tied embedding unless the stage is both.
+    `vocab_size` is the padded one. Matrices and the biases of column-parallel products are divided;
+    norms and the biases of row-parallel ones are not. `first` has the embedding and `last` the
+    output, which is a copy of a tied embedding unless the stage is both.
     """
     h, bias = model.hidden_size, int(model.add_bias_linear)
     norm = h * (2 if model.normalization == "layernorm" else 1)

@@ -8,9 +8,7 @@ from megatron.config import Config
 
 
 def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
-    """Return a GPT-3 of 13B on this layout, with 2 layers for each chunk and sequence
-    parallelism.
-    """
+    """Return a GPT-3 of 13B on this layout, with 2 layers a chunk and sequence parallelism."""
     layers = max(8, 2 * pipeline * chunks)
     virtual = (
         {"num_layers_per_virtual_pipeline_stage": layers // pipeline // chunks}

@@ -242,9 +242,7 @@ def test_measured_collectives_come_before_links() -> None:
 
 @pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
 def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
-    """Measured seconds that fall with size are noise: time still grows with the bytes beyond
-    them.
-    """
+    """Measured seconds that fall with size are noise: time still grows with the bytes there."""
     near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
     channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
     assert channels.tensor_s("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)

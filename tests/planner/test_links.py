@@ -1,6 +1,4 @@
-"""Bandwidths of groups and messages on a node: published figures are kept, estimates follow from
-the links.
-"""
+"""Bandwidths of groups and messages on a node: published figures, and estimates from the links."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
 
 
 def test_four_devices() -> None:
-    """A ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s. {0, 1, 2, 3} was published to
-    reach 52.
+    """A ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s.
+
+    The published rate of {0, 1, 2, 3} is 52.
     """
     found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
     for group in (frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})):

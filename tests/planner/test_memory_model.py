@@ -1,5 +1,6 @@
-"""The planner's memory beside the dry run, in two layouts; the campaign "memory" compares
-others.
+"""The planner's memory beside the dry run, in two layouts.
+
+The campaign "memory" compares others.
 """
 
 from __future__ import annotations

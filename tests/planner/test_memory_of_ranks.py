@@ -1,6 +1,4 @@
-"""Memory and work of a step by counting, against closed forms, schedules' bounds and real
-parameters.
-"""
+"""Memory and work of a step, against closed forms, schedules' bounds and real parameters."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ LINKS = node_links(FRONTIER)
 
 
 def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
-    """Return (node, device) of the members of each group of a direction, by the layout's own
-    lists.
-    """
+    """Return (node, device) of the members of a direction's groups, by the layout's own lists."""
     layout = placement.layout
     t, d, p = range(layout.tensor), range(layout.data), range(layout.pipeline)
     lines = {
@@ -62,8 +60,9 @@ def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
     ],
 )
 def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
-    """Tensor-parallel pairs get 200 GB/s links, fours 200 and 100 GB/s links, never {0..3}; eight
-    are the node.
+    """Tensor-parallel groups get the widest links.
+
+    Pairs are on 200 GB/s, fours on 200 and 100 GB/s links, never {0..3}; eight are the node.
     """
     if data * pipeline % 4 == 0:
         pairs = devices_of_tensor_groups(

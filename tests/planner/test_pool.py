@@ -1,4 +1,4 @@
-"""Processes that share work: order, Ctrl-C, and their end when one of them or their parent is
+"""Processes that share work: order, Ctrl-C, and the end when one of them or the parent is
 killed.
 """
 

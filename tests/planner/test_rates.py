@@ -46,8 +46,9 @@ def with_products(points: Points, peak: float = 200.0) -> Rates:
 
 
 def test_figures_of_frontier() -> None:
-    """Published figures of one GCD: products of 4096 and 8192 cubed in fp16 by hipBLASLt, and a
-    copy.
+    """Published figures of one GCD: products in fp16 by hipBLASLt, and a copy.
+
+    The products are of 4096 and 8192 cubed.
     """
     rates = Rates(FRONTIER, "float16")
     assert tflops(rates, 4096, 4096, 4096) == pytest.approx(101.5)

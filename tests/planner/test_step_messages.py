@@ -149,8 +149,9 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
-    """Two stages of two chunks with two replicas send as predicted. gloo reduces to each owner in
-    turn; together that is all gradients.
+    """Two stages of two chunks with two replicas send as predicted.
+
+    gloo reduces to each owner in turn; together that is all gradients.
     """
     fields = {
         "pipeline_model_parallel_size": 2,

@@ -1,6 +1,4 @@
-"""A trace beside independent sources: the papers' formulas, the modules' sizes, real runs of the
-code.
-"""
+"""Trace against independent sources: the papers' formulas, modules' sizes, and real runs."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ def test_flops_are_those_of_the_formulas(config, device):
 
 
 def test_explicit_attention_is_recomputed_as_far_as_its_weights():
-    """Explicit attention is recomputed up to its weights. torch stops before the product with the
-    values, whose result no gradient needs.
+    """Explicit attention is recomputed up to its weights.
+
+    torch stops before the product with the values, whose result no gradient needs.
     """
     config = run(
         attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2
@@ -118,9 +117,7 @@ def kept(*passes: Pass) -> dict[int, int]:
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_alone():
-    """A recomputed layer keeps its input alone; it hands on its output, which its neighbour
-    keeps.
-    """
+    """A recomputed layer keeps only its input; it hands on its output, kept by its neighbour."""
     config = run(recompute_granularity="full", tensor_model_parallel_size=2)
     hidden = 512 * 256 * 2
     again = trace(config, "cuda").again

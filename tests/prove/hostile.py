@@ -1,5 +1,4 @@
-"""Hostile input through every entry point: random command lines and environments, damaged files of
-every format.
+"""Hostile input through every entry point: random command lines, environments, damaged files.
 
     make prove ONLY=hostile [PROVE="--minutes 60 --seed 7 --only files"]
     python -m tests.prove.hostile --seed 7 --case files:123      one case again
@@ -402,8 +401,9 @@ def settings() -> list[tuple[str, str]]:
 
 
 def changed(script: str, words: list[str], chance: random.Random, sane: bool = False) -> list[str]:
-    """Add, change or lose one to three words or flags of a command line; `sane`: use plausible
-    values.
+    """Add, change or lose one to three words or flags of a command line.
+
+    `sane`: use plausible values.
     """
     words, own = list(words), flags_of(script)
     # Without them it starts real trials.
@@ -465,8 +465,9 @@ class Bench:
         return self.root / "case"
 
     def run(self, case: Case) -> tuple[str, str, str]:
-        """Run a case; return ("accepted", "refused" or "FAILED", signature of a failure, command
-        and output).
+        """Run a case; return its verdict, the signature of a failure, and command and output.
+
+        Verdicts are "accepted", "refused" and "FAILED".
         """
         self._lay_out(case.made)
         done = case.damage(self.folder) if case.damage is not None else ""
@@ -567,7 +568,7 @@ def place(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
-    """Prepare a process before a script: change to its folder, set limits, and record forbidden
+    """Prepare a process before a script: set its folder and limits, and record forbidden
     actions.
     """
     os.setsid()

@@ -1,11 +1,11 @@
-"""Plant each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests
-must find it.
+"""Plant each deliberate fault into a copy of the tree; the tests must find it.
 
     make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
 
-A fault is found when tests fail that pass without it. Those that `found_by` names run first, then
-all others. A fault with `campaign` is found by that campaign alone; at most ten have one. A fault
-whose text is no longer in its file is out of date: rewrite it for the code that replaced it.
+The faults are those of tests/planted_faults/*.toml. A fault is found when tests fail that pass
+without it. Those that `found_by` names run first, then all others. A fault with `campaign` is found
+by that campaign alone; at most ten have one. A fault whose text is no longer in its file is out of
+date: rewrite it for the code that replaced it.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
-    """Compile the part of csrc/ that contains the fault; return the compiler's output if it
-    failed.
-    """
+    """Compile the part of csrc/ that contains the fault; return the output if it failed."""
     command = (
         "build_kernels --target host"
         if fault.file.startswith("csrc/kernels/")

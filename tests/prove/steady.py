@@ -1,5 +1,6 @@
-"""Repeat `make test` in random order beside busy loops; every test must have the same outcome each
-time.
+"""Repeat `make test` in random order beside busy loops.
+
+Outcomes must be the same each time.
 
     make prove ONLY=steady [PROVE="--runs 3 --seed 7"]
 """

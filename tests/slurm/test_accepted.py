@@ -1,6 +1,4 @@
-"""Slurm accepts each script of examples/frontier unchanged, on a controller with all 9,472
-nodes.
-"""
+"""Slurm accepts each script of examples/frontier unchanged, with all 9,472 nodes configured."""
 
 from __future__ import annotations
 

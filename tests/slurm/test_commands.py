@@ -1,5 +1,6 @@
-"""Commands started by the scripts, recorded by a stub of Python, equal those of the check before
-submitting.
+"""Commands started by the scripts equal those of the check before submitting.
+
+A stub of Python records them.
 """
 
 from __future__ import annotations

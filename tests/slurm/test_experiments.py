@@ -1,6 +1,4 @@
-"""Scaling experiments in an allocation of two virtual nodes: side by side, interrupted, and
-resumed.
-"""
+"""Scaling experiments on two virtual nodes: side by side, interrupted, and resumed."""
 
 from __future__ import annotations
 
@@ -99,8 +97,9 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
 def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step asked to end while its tasks start ends without force. srun asks Slurm once to end
-    such a step; a slow node daemon may get that before the tasks.
+    """A step asked to end while its tasks start ends without force.
+
+    srun asks Slurm once to end such a step; a slow node daemon may get that before the tasks.
     """
     script = tmp_path / "hold.sh"
     script.write_text("#!/bin/bash\nsleep 3600\n")

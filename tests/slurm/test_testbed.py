@@ -1,6 +1,4 @@
-"""The testbed is as the other tests assume: nodes with eight devices, of which a task sees one or
-all.
-"""
+"""Testbed for the other tests: nodes with eight devices, of which a task sees one or all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""examples/frontier, unchanged on two virtual nodes, trains like one process and survives
-interruptions.
+"""Training by examples/frontier, unchanged on two virtual nodes, equals one process's.
+
+It survives interruptions.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 
 
 def pack(file: Path) -> None:
-    """Pack an environment as job.sh expects it: bin/python at its top, here one that is this
-    machine's.
-    """
+    """Pack an environment as job.sh expects it: bin/python at its top, here this machine's."""
     import sys
 
     python = file.parent / "python"
@@ -125,8 +124,9 @@ itself.
 
 
 def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
-    """Give a running job a time limit that leaves the given seconds, in whole minutes as Slurm has
-    it.
+    """Give a running job a time limit that leaves the given seconds.
+
+    Slurm has limits in whole minutes.
     """
     hours, minutes, seconds = map(int, job.testbed.show(job.number)["RunTime"].split(":"))
     ran = 3600 * hours + 60 * minutes + seconds

@@ -130,9 +130,7 @@ def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
 
 
 def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[int]:
-    """Wait until `more` more trials have ended and another one runs; return those that have
-    ended.
-    """
+    """Wait until `more` more trials have ended and another runs; return the ended ones."""
     before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 900
     while time.monotonic() < deadline:
         records = journal(folder)
@@ -250,8 +248,8 @@ def guarded(testbed: Testbed) -> bool:
 
 
 def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
-    """Start a search whose first two trials are on their nodes and wait for the file, which is
-    returned.
+    """Start a search whose first two trials wait for the file, each on its nodes; return the
+    file.
     """
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")

@@ -190,9 +190,10 @@ def test_a_cache_that_cannot_be_written(
 
 @pytest.mark.slow
 def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, str]) -> None:
-    """pretrain_gpt.py itself finds every index, from the beginning and when resumed with a smaller
-    batch. The 2 x 16 samples of the past and 4 x 4 to come are more than the 6 x 4 of a run from
-    the beginning.
+    """Training finds every index, from the beginning and when resumed with a smaller batch.
+
+    It is pretrain_gpt.py itself. The 2 x 16 samples of the past and 4 x 4 to come are more than the
+    6 x 4 of a run from the beginning.
     """
     cache = tmp_path / "cache"
     flags = [

@@ -53,8 +53,9 @@ def test_without_a_library(
 def test_a_wrong_result_fails(
     kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wrong result fails: off by a thousandth of the largest element in fp32, NaN, of another
-    shape, or an error.
+    """A wrong result fails.
+
+    It is off by a thousandth of the largest element in fp32, NaN, of another shape, or an error.
     """
     (right,) = command.CHECKS["rotate"]
 

@@ -1,6 +1,4 @@
-"""Common behaviour of all tools: the end after a mistake, the form of --help, and a model by its
-name.
-"""
+"""Common behaviour of all tools: mistakes, the form of --help, and models by name."""
 
 from __future__ import annotations
 

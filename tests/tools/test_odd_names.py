@@ -1,5 +1,6 @@
-"""File names that the system refuses or that are not text: every tool ends in a message, or does
-its work.
+"""File names that the system refuses or that are not text.
+
+Every tool ends in a message, or does its work.
 """
 
 from __future__ import annotations

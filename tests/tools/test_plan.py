@@ -1,6 +1,4 @@
-"""tools/plan.py as called by a user: tables, files, single layouts, explanations, exit codes,
-mistakes.
-"""
+"""tools/plan.py as called by a user: tables, files, layouts, explanations, exit codes, mistakes."""
 
 from __future__ import annotations
 
@@ -284,9 +282,7 @@ def test_the_flags_give_the_layout(preset, flags, layout):
 
 @pytest.mark.slow
 def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
-    """The script passes the preflight check, except for findings about this disk and
-    environment.
-    """
+    """The script passes the preflight check, except for this disk and environment."""
     words = [
         "--preset",
         "gpt-22b",
@@ -325,8 +321,9 @@ def test_another_machine_gets_a_command(capsys, tmp_path: Path):
 
 
 def interrupt_its_group(flag: str) -> None:
-    """Arm a process: one of its children sends Ctrl-C to the whole group, as a terminal does, at
-    its first task.
+    """Arm a process: one of its children sends Ctrl-C to the whole group, as a terminal does.
+
+    It does so at its first task.
     """
     os.setsid()
 

@@ -1,6 +1,4 @@
-"""tools/report_scaling.py: figures of known runs, their validity, efficiencies, logs, files and
-plots.
-"""
+"""tools/report_scaling.py: figures of known runs, validity, efficiencies, logs, files, plots."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ def gpt2(gpt2_files: dict[str, str]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a lossless SentencePiece model of 600 pieces, with <s> 1 and </s> 2, without
-    padding.
-    """
+    """Return a lossless SentencePiece model of 600 pieces: <s> is 1, </s> 2, without padding."""
     path = tmp_path_factory.mktemp("spm") / "spm.model"
     train_model(
         path,

@@ -98,11 +98,10 @@ def assert_close(
     arithmetic: torch.Tensor | float,
     roundings: float = 1,
 ) -> None:
-    """Check |found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic,
-    elementwise.
+    """Check |found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic.
 
-    `arithmetic` is the absolute error allowed for fp32 arithmetic: a number or a tensor that
-    broadcasts.
+    The bound holds element by element. `arithmetic` is the absolute error allowed for fp32
+    arithmetic: a number or a tensor that broadcasts.
     """
     assert found.dtype == dtype and tuple(found.shape) == tuple(expected.shape)
     expected = expected.detach()

@@ -34,9 +34,7 @@ FLOOR = 1e-30
 
 
 class Slope(NamedTuple):
-    """Activation at some points in float64: y, its derivatives, and their fp32 arithmetic
-    errors.
-    """
+    """Activation at some points in float64: y, its derivatives, and their fp32 errors."""
 
     y: torch.Tensor
     derivatives: list[torch.Tensor]  # one for each input
@@ -45,9 +43,10 @@ class Slope(NamedTuple):
 
 
 def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
-    """Return the relative error of sigmoid(z). z is off by up to 2^-21 of itself (seven roundings,
-    two of them of constants), weighted by the slope of the sigmoid; exp by 2^-21 of itself; sum and
-    quotient by 2^-22.
+    """Return the relative error of sigmoid(z).
+
+    z is off by up to 2^-21 of itself (seven roundings, two of them of constants), weighted by the
+    slope of the sigmoid; exp by 2^-21 of itself; sum and quotient by 2^-22.
     """
     return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
 

@@ -1,6 +1,4 @@
-"""Cross entropy over a whole and a cut vocabulary: values and gradients against float64, and
-in-place work.
-"""
+"""Cross entropy over a whole and a cut vocabulary, against float64, and its work in place."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ def drawn_labels(tokens: int, low: int, high: int, seed: int) -> torch.Tensor:
 
 
 def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put x as a contiguous view into a larger array of sevens, `shift` elements after an aligned
-    address.
+    """Put x as a contiguous view into a larger array of sevens.
+
+    It is `shift` elements after an aligned address.
     """
     buffer = torch.full((x.numel() + 64,), 7.0, dtype=x.dtype, device=x.device)
     view = buffer[32 + shift : 32 + shift + x.numel()].view(x.shape)
@@ -81,9 +80,7 @@ def expected_gradient(
     first: int,
     real: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient in float64, and the fp32 error that its terms may have before they
-    cancel.
-    """
+    """Return the gradient in float64, and the fp32 error of its terms before they cancel."""
     p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     p[:, real:] = 0
     onehot = torch.zeros_like(p)
@@ -177,9 +174,7 @@ def test_cross_entropy(
     scale: float,
     seed: int,
 ) -> None:
-    """Losses and gradients of [s, b, v] are right, also for equal logits and for one dominant
-    logit.
-    """
+    """Losses and gradients of [s, b, v] are right, even for equal or one dominant logit."""
     real = max(1, width - padding)
     x = random((s, b, width), dtype, device, seed, scale).requires_grad_()
     labels = drawn_labels(s * b, first, first + real, seed).view(s, b)
@@ -304,8 +299,9 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
 @devices
 @pytest.mark.parametrize("width", [24, 5000, 9000])
 def test_what_is_not_finite_shows(device: str, width: int) -> None:
-    """Non-finite inputs show in their token's results only. -inf has no weight; NaN, +inf, a row of
-    -inf, and a gradient of NaN give NaN.
+    """Non-finite inputs show in their token's results only.
+
+    -inf has no weight; NaN, +inf, a row of -inf, and a gradient of NaN give NaN.
     """
     x = random((6, width), torch.float32, device, 0)
     labels = torch.full((6,), width - 1, device=device)

@@ -1,6 +1,4 @@
-"""Bias, dropout and residual: masks against Philox computed here, values and gradients against
-float64.
-"""
+"""Bias, dropout and residual against float64, and masks against Philox computed here."""
 
 from __future__ import annotations
 
@@ -142,9 +140,7 @@ def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
 
 @devices
 def test_seed_and_place_alone_count(device: str) -> None:
-    """The mask depends on seed and place alone: equal in any shape, and different for another
-    seed.
-    """
+    """The mask depends on seed and place alone: equal in any shape, different for another seed."""
     x = torch.ones(4, 6, 10, device=device)
     y = bias_dropout_add(x, None, None, 0.5, 7)
     assert torch.equal(bias_dropout_add(x, None, None, 0.5, 7), y)

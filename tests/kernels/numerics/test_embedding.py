@@ -33,8 +33,9 @@ WIDTHS = st.sampled_from([1, 7, 8, 20, 64, 65, 72, 128, 264, *([] if SIMULATED e
 
 
 def rows_of(runs: list[int], height: int, seed: int) -> torch.Tensor:
-    """Return each run's row repeated by its length, in random order; some rows may have two
-    runs.
+    """Return each run's row repeated by its length, in random order.
+
+    Some rows may have two runs.
     """
     generator = torch.Generator().manual_seed(seed)
     owners = torch.randint(height, (len(runs),), generator=generator)
@@ -63,8 +64,9 @@ def test_sums(
     moved: bool,
     seed: int,
 ) -> None:
-    """Sums of n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes (Higham,
-    2002, section 3.1).
+    """Sums of n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes.
+
+    Source: Higham, 2002, section 3.1.
     """
     rows = rows_of(runs, height, seed)
     values, table = (

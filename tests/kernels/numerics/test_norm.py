@@ -205,8 +205,9 @@ def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
 @types
 @pytest.mark.parametrize("n", [1, 64, 333, 4099])
 def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
-    """Constant rows equal their mean and have no variance, except by rounding. eps is small enough
-    to reveal that.
+    """Constant rows equal their mean and have no variance, except by rounding.
+
+    With a larger eps that would not show.
     """
     x = (
         torch.tensor([[0.1], [1000.1], [-3e4]], device=device)

@@ -62,9 +62,7 @@ class Placed:
 
 @dataclass
 class Bound:
-    """Running error of AdamW in fp32 with correctly rounded operations, beside its float64
-    values.
-    """
+    """Running error of AdamW in fp32 with correctly rounded operations, beside float64 values."""
 
     m: float | torch.Tensor = 0.0
     v: float | torch.Tensor = 0.0
@@ -309,8 +307,9 @@ def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) ->
 def check_norm(
     sizes: list[int], dtype: torch.dtype, offset: int, factor: float, device: str, seed: int
 ) -> None:
-    """Check stored values bit for bit, and the sum within the rounding to fp32 (2^-24). fp64 leaves
-    no other error.
+    """Check stored values bit for bit, and the sum within the rounding to fp32 (2^-24).
+
+    fp64 leaves no other error.
     """
     x = Placed(sizes, offset, dtype, device, seed)
     before = [view.clone() for view in x.views]

@@ -78,8 +78,9 @@ def test_rotary(
     layout: str,
     seed: int,
 ) -> None:
-    """Rotate x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; misaligned by one
-    element; [b, s, ..].
+    """Rotate whole tensors, slices of a projection, misaligned ones, and [b, s, ..].
+
+    Slices are of [.., heads, 3 d] or of [.., (heads + 2) d].
     """
     half = max(0, d - rest) // 2
     if layout == "transposed":
@@ -113,8 +114,9 @@ def test_rotary(
 
 @devices
 def test_other_strides(device: str) -> None:
-    """Heads that share memory (stride 0) are read in place; a non-contiguous last dimension is
-    copied.
+    """Heads that share memory (stride 0) are read in place.
+
+    A last dimension that is not contiguous is copied.
     """
     x = random((4, 2, 3, 16), torch.float32, device, 0)
     cos, sin = tables(4, 2, 8, False, device, 1)

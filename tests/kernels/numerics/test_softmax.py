@@ -105,9 +105,7 @@ def test_masked(
 
 @devices
 def test_scores_without_bound(device: str) -> None:
-    """Large scores do not overflow, and an infinite score shows as NaN rather than a wrong
-    number.
-    """
+    """Large scores do not overflow, and an infinite one is NaN rather than a wrong number."""
     x = torch.tensor([[3e38, -3e38, 1.0, 2.0]] * 4, device=device)
     assert causal_softmax(x)[-1].tolist() == [1, 0, 0, 0]
     assert causal_softmax(torch.full((4, 4), float("nan"), device=device)).isnan()[3].all()

@@ -75,8 +75,9 @@ def test_views_take_nothing_and_keep_what_they_look_at() -> None:
 
 
 def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
-    """Tensors saved by autograd are held until the backward pass. x^3 keeps x, and exp keeps its
-    result; both are then freed.
+    """Tensors saved by autograd are held until the backward pass.
+
+    x^3 keeps x, and exp keeps its result; both are then freed.
     """
     follower = Follower("meta")
     with followed(follower):

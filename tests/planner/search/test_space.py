@@ -1,6 +1,4 @@
-"""A space contains exactly the layouts that a configuration accepts; its fixed part is a model
-alone.
-"""
+"""Space of layouts: exactly those that a configuration accepts; its fixed part is a model alone."""
 
 from __future__ import annotations
 

@@ -45,8 +45,9 @@ def test_a_message_behind_a_computation(first, second):
 
 @pytest.mark.parametrize("message", [0.2, 0.9, 1.0, 3.0])
 def test_products_in_chunks_in_closed_form(message):
-    """n chunks with messages of M and products of C take M + (n - 1) max(M, C) + C, in either
-    order.
+    """n chunks with messages of M and products of C take M + (n - 1) max(M, C) + C.
+
+    The order does not matter.
     """
     fields = dict(
         tensor_model_parallel_size=2, sequence_parallel=True, seq_length=2048, tp_comm_overlap=True

@@ -151,8 +151,10 @@ def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(fla
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
 def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
-    """Equal stages have the bubble (p - 1) / (v m) of the working time (Narayanan et al. 2021,
-    section 2.2). Links take no time, and the ends of the model are negligible beside its layers.
+    """Equal stages have the bubble (p - 1) / (v m) of the working time.
+
+    Source: Narayanan et al. 2021, section 2.2. Links take no time, and the ends of the model are
+    negligible beside its layers.
     """
     chunks = dict(num_layers_per_virtual_pipeline_stage=8 // (p * v)) if v > 1 else {}
     config = run(
@@ -282,9 +284,7 @@ def test_the_use_of_the_peak():
     ],
 )
 def test_the_explanation_adds_up(more: dict[str, Any]):
-    """The explanation adds up: printed terms give the printed sums, which are those of the
-    estimate.
-    """
+    """The explanation adds up: printed terms give the printed sums of the estimate."""
     found = estimate(run(**more), FRONTIER)
     tables = {table.title: table for table in explain(found)}
     for title, table in tables.items():

@@ -1,6 +1,4 @@
-"""Traces against the code's operations: every matrix product and tensor-parallel message of a
-step.
-"""
+"""Traces against the operations of a run: every matrix product and tensor-parallel message."""
 
 from __future__ import annotations
 
@@ -185,8 +183,9 @@ def backend(config: Config) -> str:
 
 
 def listed_in_order(config: Config) -> list[Any]:
-    """Return products, messages and waits in the order of the trace, for one stage without
-    recomputation.
+    """Return products, messages and waits in the order of the trace.
+
+    There is one stage without recomputation.
     """
     found = list[Any]()
     (only,) = stages.stages_of(config)

@@ -1,6 +1,4 @@
-"""Exchanges between replicas, against the engine's own buckets, and how much passes hide of
-them.
-"""
+"""Exchanges between replicas, against the engine's own buckets, and their hidden part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Processes in which DeepSpeed trains one of its models and saves it, with the state before and
-after.
-"""
+"""Processes in which DeepSpeed trains one of its models and saves it, with its states."""
 
 from __future__ import annotations
 
@@ -176,8 +174,9 @@ def given_gradients(a: Any, step: int) -> dict[str, torch.Tensor]:
 
 
 def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
-    """Train two stages of two tensor ranks by DeepSpeed's PipelineModule, which writes files of
-    layers.
+    """Train two stages of two tensor ranks by DeepSpeed's PipelineModule.
+
+    It writes files of layers.
     """
     topology = join(tensor=2, pipeline=2)
     theirs.TENSOR, t = topology.tensor.handle, topology.tensor.rank
@@ -243,9 +242,7 @@ def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
 
 
 def one_after(topology: Topology, directory: str) -> dict[str, Any]:
-    """Load a converted checkpoint; return logits for some tokens, and the weights after one
-    step.
-    """
+    """Load a converted checkpoint; return logits for some tokens, and weights after one step."""
     from megatron.checkpoint.find import find_folder, open_checkpoint
     from megatron.checkpoint.load import load
     from megatron.config import Config

@@ -1,5 +1,6 @@
-"""Checkpoints by DeepSpeed itself, converted and loaded: state, logits and next step are
-DeepSpeed's.
+"""Checkpoints by DeepSpeed itself, converted and loaded.
+
+State, logits and next step are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
 
 
 def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]]) -> None:
-    """Check that every tensor of our checkpoint has, bit for bit, DeepSpeed's values, and that
-    there are no others.
-    """
+    """Check that our checkpoint has DeepSpeed's values bit for bit, and no other tensors."""
     a, found = theirs.arguments(style), whole_tensors(find_folder(folder))
     expected = {
         f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.from_numpy(value), a)
@@ -83,8 +82,9 @@ def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of checkpoints by DeepSpeed: llama, gpt, mixed, stages; and as NAME-new the converted
-    ones.
+    """Folder of DeepSpeed's checkpoints: llama, gpt, mixed, stages.
+
+    The converted ones are called NAME-new.
     """
     return tmp_path_factory.mktemp("deepspeed")
 
@@ -150,8 +150,9 @@ def test_bf16_of_two_data_parallel_ranks_with_padding(
 
 
 def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
-    """Convert one line of numbers over twelve shards, whose names in alphabetical order are 0, 1,
-    10, 11, 2, ...
+    """Convert one line of numbers over twelve shards.
+
+    Their names in alphabetical order are 0, 1, 10, 11, 2, ...
     """
     line = torch.arange(36.0)
     for data, master in enumerate(line.split(3)):
@@ -366,9 +367,7 @@ def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
 
 @pytest.mark.slow
 def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
-    """Files may lack information: arguments, or, as in older versions of DeepSpeed, places of
-    parameters.
-    """
+    """Files may lack arguments or, in older versions of DeepSpeed, the places of parameters."""
     shutil.copytree(folder / "gpt", tmp_path / "old")
     step = tmp_path / "old" / "global_step2"
     for path in step.glob("*_optim_states.pt"):

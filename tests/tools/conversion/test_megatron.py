@@ -1,6 +1,4 @@
-"""Folders as Megatron writes them without DeepSpeed, made from whole tensors by its layout
-rules.
-"""
+"""Folders as Megatron writes them without DeepSpeed: whole tensors cut by its layout rules."""
 
 from __future__ import annotations
 
@@ -65,8 +63,9 @@ def nested(flat: Tensors) -> dict[str, Any]:
 def stages(
     whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int
 ) -> dict[tuple[int, int], Tensors]:
-    """Return (pipeline rank, virtual stage) -> its parameters; layers are counted from 0 in
-    each.
+    """Return (pipeline rank, virtual stage) -> its parameters.
+
+    Layers are counted from 0 in each.
     """
     each = a.num_layers // (pipeline * chunks)
     out: dict[tuple[int, int], Tensors] = {}

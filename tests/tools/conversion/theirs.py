@@ -1,6 +1,4 @@
-"""GPT with Megatron-DeepSpeed's names and shapes, in plain torch, trained and saved by DeepSpeed's
-engine.
-"""
+"""GPT with Megatron-DeepSpeed's names and shapes, in plain torch, for DeepSpeed's own engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoint of ours as whole tensors, by torch's own reader, which knows nothing of this
-program.
-"""
+"""Checkpoint of ours as whole tensors, by torch's own reader, independent of this program."""
 
 from __future__ import annotations
 

@@ -173,8 +173,9 @@ def test_refused(
 
 
 def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is flat: 6.4 MB of tokens in 200,000 sequences, 4 MB of index, pass through a few
-    blocks.
+    """Memory is flat for 6.4 MB of tokens in 200,000 sequences, with 4 MB of index.
+
+    They pass through a few blocks.
     """
     monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(library, "_COPY_BYTES", 1 << 16)

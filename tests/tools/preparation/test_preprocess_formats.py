@@ -1,6 +1,4 @@
-"""Equal documents give equal bytes, from any format, in any block size, by any number of
-workers.
-"""
+"""Equal documents give equal bytes, for any format, block size and number of workers."""
 
 from __future__ import annotations
 

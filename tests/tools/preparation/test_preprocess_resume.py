@@ -1,6 +1,4 @@
-"""Runs that are killed, stopped, refused or out of disk resume, and never leave a wrong data
-set.
-"""
+"""Runs that are killed, stopped, refused or out of disk resume, and leave no wrong data set."""
 
 from __future__ import annotations
 
@@ -296,9 +294,7 @@ def test_workers_that_are_killed(job: Job) -> None:
 
 @pytest.mark.slow
 def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
-    """Bad lines have the same numbers after a resumed run: they are in the files that are
-    compared.
-    """
+    """Bad lines keep their numbers after a resumed run, as the compared files show."""
     for blocks in (1, 12, 19):
         here = job.at(tmp_path / str(blocks))
         here.folder.mkdir()

@@ -1,6 +1,4 @@
-"""Lines for parsers, against a parser written from the format's description and a line of a real
-run.
-"""
+"""Lines for parsers, against a parser by the format's description and a line of a real run."""
 
 from __future__ import annotations
 

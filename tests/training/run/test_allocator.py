@@ -1,6 +1,4 @@
-"""Effects of tune_allocator on malloc, seen from outside: the end of the heap, and calls to the
-kernel.
-"""
+"""Effects of tune_allocator on malloc, seen from outside: end of the heap, and system calls."""
 
 from __future__ import annotations
 
@@ -153,10 +151,11 @@ for line in open("/proc/self/smaps"):
 
 @pytest.mark.slow
 def test_a_rank_asks_for_huge_pages_and_knows_its_own_peak_of_memory(tmp_path: Path) -> None:
-    """A rank asks for huge pages and knows its own peak of memory. torch reads the variable once,
-    for its first tensor: an earlier tensor, such as one that asks for others' cores, must not be
-    it. The peak is not that of the large parent process, which the system counts until the program
-    begins.
+    """A rank asks for huge pages and knows its own peak of memory.
+
+    torch reads the variable once, for its first tensor: an earlier tensor, such as one that asks
+    for others' cores, must not be it. The peak is not that of the large parent process, which the
+    system counts until the program begins.
     """
     rank_1 = tmp_path / "rank_1.py"
     code = RANK_0.format(arguments=TINY)

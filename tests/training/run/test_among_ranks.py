@@ -178,8 +178,9 @@ def evaluate(topology: Topology, folder: str) -> Any:
 
 
 def stragglers(topology: Topology, folder: str) -> Any:
-    """Slow down ranks 1 and 3 in every forward pass; 0 and 2 wait for them in a collective of
-    it.
+    """Slow down ranks 1 and 3 in every forward pass.
+
+    Ranks 0 and 2 wait for them in a collective of it.
     """
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
     with pytest.MonkeyPatch.context() as patch:
@@ -417,8 +418,9 @@ def one_process() -> tuple[Config, torch.nn.ModuleDict]:
 
 
 def greedy_by_hand() -> list[list[int]]:
-    """Generate from one prompt at a time through the whole model, the most probable token each
-    time. There is no padding.
+    """Generate from one prompt at a time through the whole model, by the most probable token.
+
+    There is no padding.
     """
     _, chunks = one_process()
     chunks.eval()

@@ -1,5 +1,6 @@
-"""--stage-data-to in a run, and building in turn: which ranks work, which wait, and that none is
-left behind.
+"""--stage-data-to in a run, and building in turn: which ranks work and which wait.
+
+No rank is left behind.
 """
 
 from __future__ import annotations

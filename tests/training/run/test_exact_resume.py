@@ -1,6 +1,4 @@
-"""Exact resumption end to end: killed with SIGKILL on four ranks, resumed on that layout and
-another.
-"""
+"""Exact resumption after SIGKILL on four ranks, on the same layout and on another."""
 
 from __future__ import annotations
 

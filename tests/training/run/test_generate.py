@@ -1,6 +1,4 @@
-"""Generated text against a plain forward pass on several layouts; choice of tokens against its
-definition.
-"""
+"""Generated text against plain forward passes on several layouts, and the choice of tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Number of times the host waits for its device: in passes and optimizer without data, and in whole
-runs on the CPU.
+"""Number of times that the host waits for its device.
+
+It is counted in passes and optimizer without data, and in whole runs on the CPU.
 """
 
 from __future__ import annotations

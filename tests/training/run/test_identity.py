@@ -1,5 +1,6 @@
-"""Settings and files that all ranks must share: a difference ends the run on each rank, and says
-which rank has what.
+"""Settings and files that all ranks must share.
+
+A difference ends the run on each rank, and says which rank has what.
 """
 
 from __future__ import annotations

@@ -144,8 +144,9 @@ def write_numbers(prefix: Path, tokens: int) -> str:
 
 
 def run_and_note(rank: int, fields: dict[str, Any]) -> list[tuple[int, list[int]]]:
-    """Return the training samples on this rank: (number of the first of a micro-batch, first token
-    of each).
+    """Return the training samples on this rank, for each micro-batch.
+
+    Each is (number of the first sample, first token of each).
     """
     noted: list[tuple[int, list[int]]] = []
     plain = MicroBatchStream.take

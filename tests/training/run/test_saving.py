@@ -18,9 +18,7 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 class FakeSaver:
-    """Saver without a disk, which records its calls in order; `broken` names the calls that
-    fail.
-    """
+    """Saver without a disk, which records its calls in order. `broken`: calls that fail."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

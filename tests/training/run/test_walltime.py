@@ -16,8 +16,9 @@ Command = Callable[[str, str], Path]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Put a shell script of that name before all others on the path; return the file that records
-    its arguments.
+    """Put a shell script of that name before all others on the path.
+
+    Return the file that records its arguments.
     """
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
 
@@ -31,9 +32,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 
 
 def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
-    """Return the inquiry and all its messages after the first answer; no second question
-    follows.
-    """
+    """Return the inquiry and its messages after the first answer; no second question follows."""
     said: list[str] = []
     end = SlurmEnd(
         {"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600

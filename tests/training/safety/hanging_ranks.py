@@ -80,9 +80,7 @@ class Board:
 
 
 class Time:
-    """Clock for a rank's watchdog that moves only when all possible earlier events have
-    happened.
-    """
+    """Clock for a rank's watchdog that moves only after all events possible before."""
 
     def __init__(self, board: Board, victims: list[int], way: str) -> None:
         self.board, self.victims, self.way = board, victims, way

@@ -109,8 +109,9 @@ def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path
 def run_and_signal(
     rank: int, fields: dict[str, Any], where: str, nth: int, number: int
 ) -> int | None:
-    """Send the signal twice on the last rank, in the nth call of the function `where` of a module;
-    return the exit code.
+    """Send the signal twice on the last rank and return the exit code.
+
+    It comes in the nth call of the function `where` of a module.
     """
     module, _, name = where.rpartition(".")
     holder: Any = importlib.import_module(module)
@@ -191,9 +192,7 @@ def asked_back(folder: Path) -> list[str]:
 
 
 def run_until_late(rank: int, fields: dict[str, Any]) -> None:
-    """Run until, after the third step, 20 s of squeue's two hours are left, less than the
-    margin.
-    """
+    """Run until 20 s of squeue's two hours are left after the third step, less than the margin."""
     from megatron.training.run import loop
     from megatron.training.run.stopping import SlurmEnd
 
@@ -273,8 +272,9 @@ def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
 
 
 def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
-    """A failed last save keeps the job out of the queue: it would lose the same steps again and
-    again.
+    """A failed last save keeps the job out of the queue.
+
+    It would lose the same steps again and again.
     """
     save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
     fields = dict(save=str(save), train_iters=3000, requeue=True)

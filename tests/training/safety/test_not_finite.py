@@ -1,5 +1,6 @@
-"""Steps that are not finite: they move nothing, they are counted, and the run ends with the first
-bad value named.
+"""Steps that are not finite change nothing and are counted.
+
+The run ends with the first bad value named.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def weights(run: Any) -> list[np.ndarray]:
 
 
 def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the error that ends a run, and whether this rank's weights are unchanged from the
-    first bad step on.
+    """Return the error that ends a run, and whether this rank's weights are unchanged.
+
+    They must be so from the first bad step on.
     """
     from megatron.training.run import setup
 
@@ -210,7 +212,7 @@ FP16 = dict(fp16=True, loss_scale_window=1000, hysteresis=1, initial_loss_scale=
 
 @pytest.mark.slow
 def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
-    """In fp16 a scale that can fall is no fault.
+    """A scale that can fall is no fault in fp16.
 
     A scale of 2^28 makes the loss's own gradient overflow at first, far more than 3 times.
     """
@@ -275,8 +277,9 @@ class Quiet:
 def steps_until_error(
     monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any
 ) -> int | None:
-    """Return the number of the step that raises; each is (skipped, loss scale), with finite
-    losses.
+    """Return the number of the step that raises.
+
+    Each step is (skipped, loss scale), with finite losses.
     """
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
@@ -307,8 +310,10 @@ def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None:
-    """An infinite loss makes finite gradients count as bad. fp32 holds neither the logit of label
-    1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its gradient.
+    """An infinite loss makes finite gradients count as bad.
+
+    fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its
+    gradient.
     """
     weight = torch.nn.Parameter(torch.tensor([[1.0], [-2e38]]))
     x = torch.full((2, 1, 1), 2.0, requires_grad=True)

@@ -33,8 +33,9 @@ KILLED = "ended with exit code -9 and no result"
 
 
 def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
-    """Watch a rank with a limit of 30 s, 300 s for first-time operations; `changes` come after the
-    given seconds.
+    """Watch a rank with a limit of 30 s, 300 s for first-time operations.
+
+    `changes` come after the given seconds.
     """
     flight._clock = clock
     recorder = flight.FlightRecorder()
