@@ -94,7 +94,7 @@ def message(action: Callable[[], Any]) -> str:
 
 
 def listed(root: Path) -> list[str]:
-    """List the names in a folder on all ranks, before any of them changes it."""
+    """List the names in a folder on all ranks, while none changes them."""
     dist.barrier()
     found = sorted(p.name for p in root.iterdir())
     dist.barrier()

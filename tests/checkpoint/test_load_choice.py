@@ -155,7 +155,7 @@ def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
     "names", [(), ("iter_0000100.tmp",), ("iter_0000100x.old", "iter_100", "iter_0000100.removed")]
 )
 def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """Only what a killed first save left: the run starts from the beginning, without an error."""
+    """A folder with only a killed first save is no error: the run starts from the beginning."""
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text("{}")

@@ -18,7 +18,7 @@ from megatron.parallel.topology import Group, Topology
 def test_any_error_of_the_first_rank_is_told_to_all(error: Exception) -> None:
     """Any error of the first rank, such as a failing file system, reaches all ranks.
 
-    It must not end alone, because the others wait for its answer.
+    The first rank must not end alone, because the others wait for its answer.
     """
     topology = SimpleNamespace(world=Group([0], 0))
 

@@ -66,7 +66,7 @@ def build_sample_index_int64(
 def _blend_index(
     weights: npt.NDArray[np.float64], size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Blend data sets with one numpy step per sample."""
+    """Build the blend index with one numpy step per sample."""
     taken = np.zeros(len(weights))
     which = np.empty(size, np.int64)
     sample = np.empty(size, np.int64)

@@ -59,7 +59,7 @@ def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: bool) -> None:
-    """One of four builds, and all get its result.
+    """One of four processes builds, and all get its result.
 
     It builds until all others wait for it; if it fails, each of them fails on its own.
     """
@@ -187,9 +187,7 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (4, 2)])
 def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """Files equal numpy.save's, so that Megatron-DeepSpeed and this package read each other's
-    caches.
-    """
+    """Files equal numpy.save's, so that Megatron-DeepSpeed and this package share their caches."""
     array = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
     assert same(
         load_or_build(ENTRY, ["a"], [tmp_path / "ours"], lambda: {"a": array}), {"a": array}

@@ -41,8 +41,8 @@ def test_squares_and_their_neighbours() -> None:
 def test_all_orders_of_a_few_are_alike(size: int) -> None:
     """All orders of a few keys are equally frequent.
 
-    Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is no
-    chance.
+    Chi-square over the size! orders of 40 keys for each: a value beyond mean + 5 standard
+    deviations is significant.
     """
     orders = list(itertools.permutations(range(size)))
     seen = Counter(

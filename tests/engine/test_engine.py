@@ -185,7 +185,7 @@ def test_a_stage_without_parameters_is_refused_on_all_ranks(runs: Any) -> None:
 
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_stages_may_have_other_kinds_of_parameters(runs: Any, precision: str) -> None:
-    """Parameters train the same beside one that the last stage lacks here."""
+    """Parameters train the same if the last stage lacks a kind of parameter."""
     whole, lacking = (
         toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
     )

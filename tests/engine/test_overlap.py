@@ -24,7 +24,7 @@ from tests.helpers.training import BASE
 
 
 class Late:
-    """Gather whose weights are absent until it is waited for."""
+    """Gather whose weights are absent until it is awaited."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._values = bucket, bucket.weights.clone()

@@ -1,5 +1,5 @@
-"""Scripts of examples: they are clean, site.env asks for missing values, and env.sh is as
-recommended. The recommendations are OLCF's and HPE's.
+"""Scripts of examples: they are clean, and site.env asks for missing values. env.sh sets what OLCF
+and HPE recommend.
 """
 
 from __future__ import annotations

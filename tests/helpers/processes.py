@@ -79,9 +79,7 @@ def _body(
 
 
 def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
-    """Return (succeeded, result or error text) of a process that has reported or ended, else
-    None.
-    """
+    """Return (succeeded, result or error text) of a process that has reported or ended; or None."""
     # Asked before the pipe: its last message has arrived by then.
     ended = process.exitcode is not None
     try:

@@ -77,8 +77,9 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay: `computed` and `waited` of each rank in order of time, without zero
-    waits.
+    """Result of a replay: `computed` and `waited` of each rank in order of time.
+
+    Zero waits are left out.
     """
 
     computed: tuple[tuple[Lane, ...], ...]
@@ -112,7 +113,7 @@ class _Link:
         self._free: float = 0
 
     def post(self, post: Post, time: float) -> list[tuple[Hashable, Crossing]]:
-        """Post a message; return those whose arrival is known as a result, with the arrival."""
+        """Post a message; return the messages whose arrival this determines, with the arrival."""
         self.order[post.message] -= 1
         self._begun[post.message] = time, post
         known = []

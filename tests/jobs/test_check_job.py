@@ -44,9 +44,7 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 def sbatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Provide a folder, an environment and an sbatch without Slurm; return the path of the
-    latter.
-    """
+    """Provide a folder, an environment and an sbatch without Slurm; return the sbatch's path."""
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)
     for name in [
@@ -384,7 +382,7 @@ def test_our_own_scripts(
 
 @pytest.mark.slow
 def test_a_run_of_many_months_is_no_surprise(tmp_path: Path) -> None:
-    """A run of many months is found in advance.
+    """A run of many months is reported in advance.
 
     It has the 175B recipe's tokens, 20 for each parameter, on its 128 nodes.
     """

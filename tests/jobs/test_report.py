@@ -69,7 +69,7 @@ def test_what_is_as_good_within_the_noise_is_told(
 ) -> None:
     """Layouts as good as the best within the noise are reported.
 
-    They are 1 % and 30 % behind; the scatter is 2 % until runs of one layout tell more.
+    Two layouts are 1 % and 30 % behind; the scatter is 2 % until runs of one layout show more.
     """
     no_pictures(monkeypatch)
     for slower, near in ((0.01, True), (0.3, False)):

@@ -447,9 +447,7 @@ def test_exit_codes_of_what_has_no_best(
     done: int,
     code: int,
 ) -> None:
-    """Exit codes of searches without a best trial. One that started no trial would start none
-    again.
-    """
+    """Exit codes of searches without a best trial: one that started none would do so again."""
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)
     monkeypatch.setattr(Ends, "done", done)

@@ -153,9 +153,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
 
 
 def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a GPU in a library of several. ROCm may append ECC and XNACK modes to the
-    architecture.
-    """
+    """Find a GPU in a library of several, also with ROCm's ECC and XNACK modes in its name."""
     gpu(monkeypatch, "gfx90a:sramecc+:xnack-", "6.4")
     fake(folder / "libmegatron-hip-gfx942.so", current("hip", "gfx942"))
     assert "libmegatron-hip-gfx90a.so" in reason("cuda") and "--target hip --arch gfx90a" in reason(

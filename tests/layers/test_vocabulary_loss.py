@@ -162,9 +162,7 @@ def test_everything_masked_gives_zero():
 
 
 class Products(TorchDispatchMode):
-    """Record each product's shape and its logits' memory, and the largest tensor returned, in
-    bytes.
-    """
+    """Record each product's shape, the logits' memory, and the largest returned tensor in bytes."""
 
     def __init__(self):
         super().__init__()

@@ -89,7 +89,7 @@ def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
 
 
 def await_others() -> None:
-    """Wait for all other ranks."""
+    """Receive from all other ranks, which then wait for this one."""
     for rank in range(dist.get_world_size()):
         if rank != dist.get_rank():
             dist.recv(torch.ones(1), rank)

@@ -100,9 +100,10 @@ positive = st.integers(1, 6).map(float)
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
 def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
-    """ZB-H1 is never slower than 1F1B with an undivided backward pass, nor faster than general
-    bounds. The bounds are the first micro-batch's way there and back, and the last rank's work
-    behind p - 1 forward passes.
+    """ZB-H1 is never slower than 1F1B with an undivided backward pass, nor faster than the bounds.
+
+    The bounds are the first micro-batch's way there and back, and the last rank's work behind p - 1
+    forward passes.
     """
     whole = run_pipeline(
         Pipeline("1f1b", size, 1, m, even(size, forward, backward + weight))

@@ -1,6 +1,4 @@
-"""Trace of a step: it agrees with the timeline, in the words and units of the trace event
-format.
-"""
+"""Trace of a step: it agrees with the timeline, in the words and units of the trace format."""
 
 from __future__ import annotations
 

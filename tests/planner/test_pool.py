@@ -1,6 +1,4 @@
-"""Processes that share work: order, Ctrl-C, and the end when one of them or the parent is
-killed.
-"""
+"""Processes that share work: order, Ctrl-C, and the end when one or the parent is killed."""
 
 from __future__ import annotations
 

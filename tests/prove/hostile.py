@@ -568,9 +568,7 @@ def place(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
-    """Prepare a process before a script: set its folder and limits, and record forbidden
-    actions.
-    """
+    """Prepare a process before a script: set folder and limits, and record forbidden actions."""
     os.setsid()
     os.chdir(folder)
     faulthandler.dump_traceback_later(limit_s, exit=True)

@@ -248,9 +248,7 @@ def guarded(testbed: Testbed) -> bool:
 
 
 def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
-    """Start a search whose first two trials wait for the file, each on its nodes; return the
-    file.
-    """
+    """Start a search whose first two trials wait for a file on their nodes; return the file."""
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
     deadline, started = time.monotonic() + 900, dict[int, list[str]]()
@@ -302,7 +300,7 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
 def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
-    """The job is requeued.
+    """A job whose script died with its node is requeued.
 
     With --no-kill Slurm itself would let the other nodes idle to the time limit.
     """

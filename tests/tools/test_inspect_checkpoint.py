@@ -112,8 +112,7 @@ def test_difference(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "30 of 30" in row and row.split()[-1] == "0.5"
     found = json.loads(run("--diff", first, other, "--json")[1])
     assert found["same"] is False and list(found["tensors"]) == ["master.embedding.weight"]
-    # Each product is rounded to float32 once: relative 2**-24, over the half that is the
-    # difference.
+    # Each product is rounded to float32 once: relative 2**-24, for a difference of one half.
     assert found["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(0.5, rel=2**-23)
     assert run("--diff", first, other, "--match", "layers.*")[0] == 0
     damage(other / "__0_0.distcp")

@@ -310,7 +310,7 @@ def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None:
-    """An infinite loss makes finite gradients count as bad.
+    """An infinite loss turns its finite gradients into NaN.
 
     fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its
     gradient.

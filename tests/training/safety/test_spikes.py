@@ -222,7 +222,7 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Path) -> None:
-    """A loss that is not finite is a spike, and skips are not consecutive.
+    """A loss that is not finite is a spike, and its skips are not counted in a row.
 
     Step 16 is NaN both times that it is taken, which would be one skip too many without the returns
     between.
