@@ -130,20 +130,26 @@ def ran(script: str, arguments: list[str], folder: Path) -> str:
     return outcome.output
 
 
+def needs(words: list[str], folder: Path) -> str:
+    """Return what a dry run reports of the memory of each device."""
+    flags = [*CUT, "--world-size", "8", "--dry-run"]
+    return ran("pretrain_gpt.py", [*words, *flags], folder).split("MiB on each device")[1]
+
+
+@pytest.fixture(scope="module")
+def plain_needs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Memory with the project's own pieces."""
+    return needs([*TINY, "--mock-data"], tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.slow
-def test_each_is_dry_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_each_is_dry_run(name: str, plain_needs: str, tmp_path: Path) -> None:
     """A dry run of each example differs in memory from the project's own pieces, except for data.
 
     The examples have other parameters, passes that wait, or less state.
     """
-    flags = [*CUT, "--world-size", "8", "--dry-run"]
-
-    def needs(words: list[str]) -> str:
-        return ran("pretrain_gpt.py", [*words, *flags], tmp_path).split("MiB on each device")[1]
-
-    plain = needs([*TINY, "--mock-data"])
-    for name in FILES:
-        assert (needs(words(name)) == plain) == (name == "data"), name
+    assert (needs(words(name), tmp_path) == plain_needs) == (name == "data")
 
 
 def planned(flags: list[str], folder: Path) -> str:
@@ -157,12 +163,17 @@ def planned(flags: list[str], folder: Path) -> str:
     return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
 
 
+@pytest.fixture(scope="module")
+def plain_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Plan with the project's own pieces."""
+    return planned([], tmp_path_factory.mktemp("plan"))
+
+
 @pytest.mark.slow
-def test_each_is_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_each_is_planned(name: str, plain_plan: str, tmp_path: Path) -> None:
     """The plan differs from that of the project's own pieces where these have another cost."""
-    plain = planned([], tmp_path)
-    for name, file in FILES.items():
-        assert (planned(["--pieces", file], tmp_path) == plain) == (name == "data"), name
+    assert (planned(["--pieces", FILES[name]], tmp_path) == plain_plan) == (name == "data")
 
 
 TOLD = """
