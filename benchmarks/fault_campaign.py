@@ -40,7 +40,7 @@ LEFT_OUT = "not proved"
 
 
 def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    """As many kills on each layout."""
+    """Kill runs, the same number of times on each layout."""
     rows: Rows = []
     share, rest = divmod(options.kills, len(kills.CHAINS))
     for number, chain in enumerate(kills.CHAINS):

@@ -559,7 +559,7 @@ def _adamw_eager(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """In fp64: torch's fp32 sum over 50 million elements is off by nearly 1 %."""
+    """Return the sum in fp64: torch's fp32 sum over 50 million elements is off by nearly 1 %."""
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
 
 

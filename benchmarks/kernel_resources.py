@@ -175,7 +175,7 @@ def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
 
 
 def narrow_allowed(kernel: Kernel, rules: Rules) -> int | None:
-    """How many narrow loads and stores are announced for this kernel; None: any number.
+    """Return the number of narrow loads and stores announced for a kernel; None: any number.
 
     Kernels of one element a lane (V = 1) serve what is not aligned and are narrow by nature.
     """

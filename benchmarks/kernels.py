@@ -151,7 +151,7 @@ class Side:
 
 
 def ratio(side: Side, ours: Side, name: str) -> float:
-    """How many times longer `side` takes than ours: the median of the rounds' ratios."""
+    """Return the median over the rounds of the time of `side` divided by ours."""
     pairs = zip(side.seconds[name], ours.seconds[name], strict=True)
     return statistics.median(a / b for a, b in pairs)
 

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def error_at_speed(self) -> float:
-        """With the machine as fast as it was at the run."""
+        """Return the error if the machine was as fast as at the time of the run."""
         return self.predicted * self.slower / self.measured - 1
 
 

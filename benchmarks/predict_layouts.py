@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def slug(self) -> str:
-        """For file names."""
+        """Return a layout as part of a file name."""
         return "".join(
             c if c.isalnum() else "-" for c in f"{self.model}-{self.processes}-{self.name}"
         )

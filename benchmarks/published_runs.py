@@ -65,7 +65,7 @@ class Run:
     unlike: str
 
     def argv(self) -> list[str]:
-        """For `parse_plan`."""
+        """Return the arguments for `parse_plan`."""
         return [*self.flags.split(), "--world-size", str(self.devices)]
 
 

@@ -48,7 +48,7 @@ def lose(file: Path, chance: random.Random) -> str:
 
 
 def zero(file: Path, chance: random.Random) -> str:
-    """As some file systems leave a file after a crash: right size, no content."""
+    """Replace the content by zeros: the state in which some file systems leave a file after a crash."""
     file.write_bytes(bytes(file.stat().st_size))
     return "zeroed"
 

@@ -1,1 +1,1 @@
-"""From texts to token files: what runs before training, on a login node, without torch."""
+"""Conversion of texts to token files. Runs before training, on a login node, without torch."""
