@@ -109,7 +109,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
         return
     cluster = machine(found, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
-    for figure in cluster.compute.figures.values():
+    for figure in cluster.compute.values():
         print(
             f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} "
             f"{figure.basis}"

@@ -223,13 +223,11 @@ class _Names(dict[str, Any]):
         others = values.keys() - space.variables - DECIDES.keys()
         words = [word for name in sorted(others) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
-        self.space, self.common, self.machine, self.varied, self.key = (
-            space,
-            flags,
-            machine,
-            values,
-            key,
-        )
+        self.space = space
+        self.common = flags
+        self.machine = machine
+        self.varied = values
+        self.key = key
         self._under_way = list[str]()
         for name in space.derived:
             self.pop(name, None)

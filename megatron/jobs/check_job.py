@@ -650,10 +650,8 @@ def remaining_steps(config: Config) -> tuple[int, int]:
         if not settings.use_checkpoint_args:
             check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
-            iteration, consumed = (
-                checkpoint.iteration,
-                checkpoint.state["state"].get("consumed_samples", 0),
-            )
+            iteration = checkpoint.iteration
+            consumed = checkpoint.state["state"].get("consumed_samples", 0)
             if not is_count(consumed):
                 raise CheckpointError(
                     f"{checkpoint.folder} has {consumed!r} as its number of consumed samples"

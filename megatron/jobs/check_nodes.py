@@ -36,11 +36,9 @@ from megatron.planner.cluster import load_cluster
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
 
-PRODUCT, WITHIN, BETWEEN = (
-    "matrix product",
-    "all-reduce within the node",
-    "all-reduce with a neighbouring node",
-)
+PRODUCT = "matrix product"
+WITHIN = "all-reduce within the node"
+BETWEEN = "all-reduce with a neighbouring node"
 # For each measurement: unit, share of the median below which a rank is slow, and name of its band
 # in a cluster file.
 FIGURES = {

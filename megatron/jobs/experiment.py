@@ -217,11 +217,9 @@ def _point(request: Request, base: Config, value: int) -> Point:
     tasks = min(world, request.tasks_per_node)
     # Use a smaller batch during the warm-up if that is shorter: once the pipeline is full,
     # compilation, allocation and connections do not depend on the number of micro-batches.
-    small, step, ramp = (
-        _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"],
-        micro * sizes["dp"],
-        tuple[str, ...](),
-    )
+    small = _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"]
+    step = micro * sizes["dp"]
+    ramp = tuple[str, ...]()
     if request.warm_up and small < batch and batch % step == 0:
         ramp = "--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small)
     flags = [
@@ -287,11 +285,9 @@ def priced(
     rate = tflops or (known.tflops if known else None)
     if config is None or rate is None:
         return replace(point, limit_h=limit)
-    model, batch, ramp = (
-        config.model,
-        config.batch.global_batch_size,
-        config.batch.rampup_batch_size,
-    )
+    model = config.model
+    batch = config.batch.global_batch_size
+    ramp = config.batch.rampup_batch_size
     vocabulary = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     flops = paper_flops(1, model.seq_length, model.num_layers, model.hidden_size, vocabulary)
     # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.

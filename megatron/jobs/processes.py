@@ -193,10 +193,8 @@ def start_here(
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            env, log = (
-                environment(os.environ, rank, count, str(port)),
-                f"{TASKS}/task_{rank}.err" if rank else LOG,
-            )
+            env = environment(os.environ, rank, count, str(port))
+            log = f"{TASKS}/task_{rank}.err" if rank else LOG
             run.processes.append(_spawn([*parent_watch, *command], env, folder / log))
     except BaseException:
         run.kill()

@@ -145,10 +145,9 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     """Return the machine with corrected figures, including assumed ones of these dtypes."""
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     corrected = []
-    for name, figure in {**assumed_figures(peaks), **cluster.compute.figures}.items():
+    for name, figure in {**assumed_figures(peaks), **cluster.compute}.items():
         factor = factors[name.startswith(_OF_MESSAGES)]
         source = f"{figure.source}; seconds times {factor:.3f} by the step times of runs"
         scaled = figure.scaled(factor if is_time(name) else 1 / factor)
         corrected.append(dataclasses.replace(scaled, source=source))
-    compute = cluster.compute.with_figures(corrected)
-    return dataclasses.replace(cluster, compute=compute).with_bandwidths(1 / factors[1])
+    return cluster.with_figures(corrected).with_bandwidths(1 / factors[1])

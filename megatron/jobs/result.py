@@ -15,14 +15,12 @@ from megatron.metrics_file import read_records
 from megatron.planner.layout import layout_of
 from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
-OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
-    "out of memory",
-    "hang",
-    "time-out",
-    "lost rank",
-    "refused",
-    "crash",
-)
+OUT_OF_MEMORY = "out of memory"
+HANG = "hang"
+TIME_OUT = "time-out"
+LOST_RANK = "lost rank"
+REFUSED = "refused"
+CRASH = "crash"
 """Kinds of endings. A time-out, and sometimes a hang, is reported by the starter of the run."""
 
 _KILLED = (-9, 137)

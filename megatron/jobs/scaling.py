@@ -260,10 +260,8 @@ def figures(
         if name in run.device and dtype != "float32"
     )
     ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
-    highest, problems = (
-        max(model or 0.0, hardware or 0.0),
-        list(itertools.islice(_contradictions(run), 1)),
-    )
+    highest = max(model or 0.0, hardware or 0.0)
+    problems = list(itertools.islice(_contradictions(run), 1))
     if highest > ceiling:
         problems.append(
             f"{highest:.4g} TFLOP/s per device are above the plausible limit of {ceiling:.4g}: the "
@@ -295,10 +293,8 @@ def figures(
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
     """Find samples and times that disagree with the previous line; missing ones (NaN) agree."""
     for before, line in itertools.pairwise(run.lines):
-        counted, expected = (
-            line.consumed_samples - before.consumed_samples,
-            line.global_batch_size * line.steps,
-        )
+        counted = line.consumed_samples - before.consumed_samples
+        expected = line.global_batch_size * line.steps
         # the batch size of steps between two lines is not known
         ramp = run.get("rampup_batch_size") and line.steps > 1
         if abs(counted - expected) > 0 and not ramp:

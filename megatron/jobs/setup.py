@@ -119,10 +119,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "--processes is for --launcher local; use --tasks-per-node for the processes of a node"
         )
     else:
-        hosts, each = (
-            _hosts(args, shows),
-            args.tasks_per_node or (cluster.devices_per_node if cluster else 8),
-        )
+        hosts = _hosts(args, shows)
+        each = args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
         place = Place(launcher, hosts, args.parallel or nodes)
         if not nodes:

@@ -54,11 +54,9 @@ from megatron.metrics_file import Kinds, is_text, read_beside
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
-EXHAUSTED, BUDGET, NODES = (
-    "all layouts were tried",
-    "the trials are used up",
-    "too few nodes remain",
-)
+EXHAUSTED = "all layouts were tried"
+BUDGET = "the trials are used up"
+NODES = "too few nodes remain"
 _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
 _RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
@@ -180,10 +178,8 @@ class Search:
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
         """Load a trial of an earlier start. Raises ConfigError for a file not of the tuner."""
         try:
-            point, result = (
-                read_beside(folder / POINT, _KINDS),
-                read_beside(folder / RESULT, _KINDS),
-            )
+            point = read_beside(folder / POINT, _KINDS)
+            result = read_beside(folder / RESULT, _KINDS)
             complete = is_complete(folder, self.setup.steps)
         except DataError as error:
             raise ConfigError(f"{folder}: {error}: repair it, or give another --out") from error
@@ -231,11 +227,9 @@ class Search:
 
     def _choose(self, runner: Runner) -> Trial | None:
         """Return the next trial to start; None for none, with the reason in `why`."""
-        args, trials, number = (
-            self.setup.args,
-            list(self.trials.values()),
-            max([self._last, *self.trials]) + 1,
-        )
+        args = self.setup.args
+        trials = list(self.trials.values())
+        number = max([self._last, *self.trials]) + 1
         searched = [
             t.number
             for t in trials

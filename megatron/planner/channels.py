@@ -56,7 +56,7 @@ from megatron.config import Config
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.topology import Layout
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Confidence, Figure, Used
+from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
 
 ESTIMATED = "estimated"
 
@@ -177,20 +177,16 @@ class Channels:
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
         """Return the seconds from sending to arrival, and how many of them occupy the link."""
         measured = self._cluster.figures.get("messages")
-        points = (
-            []
-            if measured is None
-            else sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
-        )
-        if measured is not None and points:
+        if measured is not None and (
+            points := sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
+        ):
             self._take(measured)
             total = _interpolate(points, n_bytes)
             return total, total - min(total, points[0][1])
         self._note("stage to stage bandwidth", self._message_rate)
         occupies = n_bytes * per_byte
-        return occupies + self._latency(
-            "message_within_s" if within else "message_between_s"
-        ), occupies
+        latency = self._latency("message_within_s" if within else "message_between_s")
+        return occupies + latency, occupies
 
     def _latency(self, name: str) -> float:
         return self._take(self._cluster.figures[name]).value
@@ -207,17 +203,16 @@ class Channels:
                 (basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED
             )
             if rate.basis == ESTIMATED:
-                basis, text = (
-                    ASSUMED,
-                    "estimated from the widths of links and cards by published ratios "
-                    "(channels.py)",
+                basis = ASSUMED
+                text = (
+                    "estimated from the widths of links and cards by published ratios (channels.py)"
                 )
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
     @property
-    def confidence(self) -> Confidence:
+    def used(self) -> set[Used]:
         """Figures that the results so far are based on."""
-        return Confidence.of(self._used.values())
+        return set(self._used.values())
 
 
 def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
@@ -526,15 +521,11 @@ def _path(
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"
-        cards, source = (
-            [(_IN, cluster.nic_of_device[target])],
-            cluster.nic_on_device[cluster.nic_of_device[target]],
-        )
+        card = cluster.nic_of_device[target]
+        cards, source = [(_IN, card)], cluster.nic_on_device[card]
     elif target is None:
-        cards, target = (
-            [(_OUT, cluster.nic_of_device[source])],
-            cluster.nic_on_device[cluster.nic_of_device[source]],
-        )
+        card = cluster.nic_of_device[source]
+        cards, target = [(_OUT, card)], cluster.nic_on_device[card]
     found = ways(cluster, source, target)
     weight = 1 / links.detour if len(found[0]) > 1 and not cards else 1.0
     return frozenset(cards).union(*found), weight

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from megatron.errors import ConfigError
-from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
+from megatron.planner.compute import COLUMNS, Figure, is_time
 from megatron.untrusted import read_toml, write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
@@ -156,7 +156,7 @@ class Cluster:
     nvme_path            node-local disk; "" for none
     sources              source of each figure: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
-    compute              figures of the speed of devices and links (compute.py)
+    compute              figures of the speed of devices and links by name (compute.py)
     shared_cores         on a CPU machine, the cores that all processes of a node share; None if each
                          device computes by itself
     """
@@ -186,13 +186,18 @@ class Cluster:
     qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
     nvme_path: str = at("nvme.path", "")
     sources: Mapping[str, str] = at("sources", {})
-    compute: Compute = dataclasses.field(default_factory=Compute)
+    compute: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
     path: str = dataclasses.field(default="", repr=False)
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
         """Figures of `compute`, completed with assumed ones."""
-        return {**assumed_figures(self.peak_tflops), **self.compute.figures}
+        return {**assumed_figures(self.peak_tflops), **self.compute}
+
+    def with_figures(self, figures: Iterable[Figure]) -> Cluster:
+        """Return the machine with these figures replacing those of the same names."""
+        compute = {**self.compute, **{figure.name: figure for figure in figures}}
+        return dataclasses.replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
         """Return the machine with the bandwidths of its links and cards multiplied."""
@@ -328,7 +333,7 @@ def read_cluster(path: Path) -> Cluster:
     fields["device_orders"] = fields["device_orders"] or (plain, fields["local_order"])
     figures = _figures(facts, fields["sources"])
     facts.check_known()
-    cluster = Cluster(**fields, compute=Compute(figures), path=str(path))
+    cluster = Cluster(**fields, compute=figures, path=str(path))
     for key, problem in cluster.contradictions():
         raise facts.error(key, problem)
     return cluster
@@ -405,7 +410,7 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
         raise ConfigError(f"{path}: {error.strerror}: choose a writable path") from error
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     tables, sources = tables_of(cluster), dict(cluster.sources)
-    for name, figure in cluster.compute.figures.items():
+    for name, figure in cluster.compute.items():
         tables[f"compute.{name}"] = _facts_of(figure)
         if source_of(sources, name) != figure.source:
             sources[f"compute_{name.replace('.', '_')}"] = figure.source

@@ -38,8 +38,7 @@ DTYPE is float16, bfloat16 or float32. Needs no torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
@@ -124,21 +123,6 @@ class Figure:
         return Used(self.name, text, self.basis, self.source)
 
 
-@dataclass(frozen=True)
-class Compute:
-    """Figures of a machine by name."""
-
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-
-    def varied(self, factors: Mapping[str, float]) -> Compute:
-        """Return the figures with some of them multiplied."""
-        return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
-
-    def with_figures(self, figures: Iterable[Figure]) -> Compute:
-        """Return the figures with these replacing those of the same names."""
-        return Compute({**self.figures, **{figure.name: figure for figure in figures}})
-
-
 class Used(NamedTuple):
     """Summary of a figure that an estimate uses: name, short values, basis and source."""
 
@@ -152,15 +136,7 @@ class Used(NamedTuple):
 class Confidence:
     """Figures that an estimate uses, the most reliable first."""
 
-    used: tuple[Used, ...] = ()
-
-    @classmethod
-    def of(cls, used: Iterable[Used]) -> Confidence:
-        """Sort distinct figures by their basis."""
-        return cls(tuple(sorted(set(used), key=lambda one: (BASES.index(one.basis), one))))
-
-    def __or__(self, other: Confidence) -> Confidence:
-        return Confidence.of(self.used + other.used)
+    used: tuple[Used, ...]
 
     @property
     def worst(self) -> str:

@@ -7,13 +7,12 @@ similar groups.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Compute, is_time
+from megatron.planner.compute import is_time
 
 LINK_RANGE = (0.8, 1.25)
 LINKS = "bandwidth of links"
@@ -78,5 +77,5 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """Return the machine with figures multiplied; the key `LINKS` multiplies all bandwidths."""
-    varied = dataclasses.replace(cluster, compute=Compute(cluster.figures).varied(factors))
-    return varied.with_bandwidths(factors.get(LINKS, 1.0))
+    figures = (f.scaled(factors.get(name, 1.0)) for name, f in cluster.figures.items())
+    return cluster.with_figures(figures).with_bandwidths(factors.get(LINKS, 1.0))

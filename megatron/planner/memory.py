@@ -175,10 +175,8 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     )
 
     def backward(half: str) -> Bytes:
-        made, undone = (
-            [_as_temporary(layer["forward"])] * (half != "weights"),
-            [_as_temporary(layer[half])],
-        )
+        made = [_as_temporary(layer["forward"])] * (half != "weights")
+        undone = [_as_temporary(layer[half])]
         return np.concatenate(
             [
                 NOTHING,
@@ -233,10 +231,8 @@ def sized_model(config: Config) -> ModelConfig:
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
     """Count parameters on each device of a pipeline rank, including a tied embedding's copy."""
-    traced, own = (
-        trace(config, device),
-        stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size],
-    )
+    traced = trace(config, device)
+    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
     count = sum(parameters_of(traced, stage) for stage in own)
     # one rank with several chunks has one tied embedding
     if len(own) > 1 and own[0].first and own[-1].last:
@@ -245,11 +241,9 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    n, divided, precision = (
-        parameters_of_rank(config, rank, device),
-        owners(config),
-        config.precision,
-    )
+    n = parameters_of_rank(config, rank, device)
+    divided = owners(config)
+    precision = config.precision
     states = {
         "weights": precision.weight_bytes * n,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * n / divided,
@@ -263,11 +257,9 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     """Return the bytes of passes and messages at their peak."""
     parallel, traced, m = config.parallel, trace(config, device), config.num_micro_batches()
-    p, v, group = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_chunks,
-        config.recompute.recompute_num_layers,
-    )
+    p = parallel.pipeline_model_parallel_size
+    v = parallel.num_chunks
+    group = config.recompute.recompute_num_layers
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     mine = [chunk_memory(traced, stage, group, block) for stage in stages_of(config)[rank::p]]
     forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, m, rank)

@@ -54,12 +54,10 @@ class StepMessages(NamedTuple):
 
 def step_messages(config: Config, device: str) -> StepMessages:
     """Count the messages of a step on a "cuda" or "cpu" device, from the model's trace."""
-    parallel, precision, traced, stages = (
-        config.parallel,
-        config.precision,
-        trace(config, device),
-        stages_of(config),
-    )
+    parallel = config.parallel
+    precision = config.precision
+    traced = trace(config, device)
+    stages = stages_of(config)
     size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
     tensor, parameters = list[Counter[Message]](), 0
     for own in (stages[rank::size] for rank in range(size)):
@@ -148,10 +146,8 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             for rank in range(len(channels.boundaries))
         ]
         once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
-        n_bytes, every = (
-            2.0 * sent.message_bytes,
-            2 * sent.messages * max(occupied for occupied, _ in ways),
-        )
+        n_bytes = 2.0 * sent.message_bytes
+        every = 2 * sent.messages * max(occupied for occupied, _ in ways)
         stages = chunks * (last + 1) - 1
         parts.append(
             MessageCost(
@@ -190,11 +186,9 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     nodes than the machine has, and for a device order that is not a permutation of a node's
     devices.
     """
-    given, devices, device_orders = (
-        config.parallel,
-        _devices_used(config, cluster),
-        cluster.device_orders,
-    )
+    given = config.parallel
+    devices = _devices_used(config, cluster)
+    device_orders = cluster.device_orders
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
     elif given.device_order is not None:

@@ -19,9 +19,7 @@ measured times.
 
 **Attention.** Rates by sequence length in the same way (1 / rate over 1 / length); between head
 sizes, linear in their logarithm. Causal attention counts the operations of half of all pairs, the
-backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1). Attention
-over all pairs has twice the operations at the same rate. That is slightly too slow, because a
-causal mask leaves half-filled blocks.
+backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1).
 
 **Memory.** Bytes divided by a bandwidth that is linear in the logarithm of the bytes between
 points; at least the shortest time of a kernel.
@@ -37,7 +35,7 @@ import numpy as np
 
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Confidence, Figure
+from megatron.planner.compute import Figure, Used
 
 BACKWARD_OPERATIONS = 2.5
 """Ratio of operations, backward to forward pass of attention, with recomputed scores."""
@@ -67,13 +65,9 @@ class Rates:
                 )
         self._used: dict[str, Figure] = {}
         self._peak = cluster.peak_tflops.get(dtype, float("inf")) * 1e12
-        self.layer_overhead_s = self._take("layer_overhead_s").value
-        self.layer_forward_overhead_s = self._optional(
-            "layer_forward_overhead_s", self.layer_overhead_s
-        )
-        self.layer_backward_overhead_s = self._optional(
-            "layer_backward_overhead_s", self.layer_overhead_s
-        )
+        each = self._take("layer_overhead_s").value
+        self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", each)
+        self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self._take("step_overhead_s").value
         self._kernel_s = self._take("kernel_s").value
@@ -97,18 +91,16 @@ class Rates:
         head_dim: int,
         *,
         backward: bool,
-        causal: bool = True,
     ) -> float:
-        """Time one pass of flash attention over [batch, seq, heads, head_dim]."""
+        """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""
         figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rate = np.interp(
             math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines]
         )
-        pairs = seq * seq / 2 if causal else seq * seq
-        operations = (
-            4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
-        )
+        operations = 2.0 * batch * heads * seq * seq * head_dim
+        if backward:
+            operations *= BACKWARD_OPERATIONS
         return max(self._kernel_s, operations / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
@@ -125,9 +117,9 @@ class Rates:
         return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
 
     @property
-    def confidence(self) -> Confidence:
+    def used(self) -> set[Used]:
         """Figures that the results so far are based on."""
-        return Confidence.of(figure.used for figure in self._used.values())
+        return {figure.used for figure in self._used.values()}
 
 
 def size_of(m: float, n: float, k: float) -> float:
@@ -148,7 +140,7 @@ class _Line:
     def __init__(
         self,
         points: Iterable[tuple[float, float]],
-        peak: float = float("inf"),
+        peak: float,
         *,
         two_parts: bool = False,
     ) -> None:

@@ -47,10 +47,8 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 def _stages(
     layers: int, stages: int, layout: str | None, recompute: RecomputeConfig, split: bool
 ) -> tuple[Stage, ...]:
-    counts, n = (
-        [len(of_stage) for of_stage in assign_layers(layers, stages, layout)],
-        recompute.recompute_num_layers,
-    )
+    counts = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)]
+    n = recompute.recompute_num_layers
 
     def again(count: int) -> tuple[int, int]:
         """Count a stage's recomputed groups and layers (GPTChunk._run_layers)."""
@@ -92,12 +90,10 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     """
     first, last, alone = int(stage.first), int(stage.last), stage.groups_again
     inside = stage.layers_again - alone
-    embedding, layer, again, head = (
-        trace.embedding,
-        trace.layer,
-        trace.again or trace.layer,
-        trace.head,
-    )
+    embedding = trace.embedding
+    layer = trace.layer
+    again = trace.again or trace.layer
+    head = trace.head
     found = {
         "forward": [
             Run("embedding", first, embedding.forward),
@@ -193,11 +189,9 @@ def stage_seconds(
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
         found[name] = PassSeconds(compute, again, sum(run.times * one.waited for run, one in parts))
-    each, ahead, back = (
-        rates.instruction_overhead_s,
-        rates.layer_forward_overhead_s,
-        rates.layer_backward_overhead_s,
-    )
+    each = rates.instruction_overhead_s
+    ahead = rates.layer_forward_overhead_s
+    back = rates.layer_backward_overhead_s
     backward = each + back * stage.layers + ahead * stage.layers_again
     overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
     return StageSeconds(found["forward"], found["backward"], found["weight"], overhead)

@@ -15,7 +15,7 @@ from megatron.model import formulas
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import CLUSTERS, Cluster, load_cluster
-from megatron.planner.compute import ASSUMED, Compute, Figure
+from megatron.planner.compute import ASSUMED, Figure
 from megatron.planner.error_bars import LINKS, spread
 from megatron.planner.memory import sized_model
 from megatron.planner.published import MODELS, published_by_name
@@ -110,9 +110,7 @@ def machine() -> Cluster:
         Figure("update_gb_per_s", ((7.0,),), "measured", "test"),
         Figure("products.float16", ((64.0, 64.0, 64.0, 5.0),), ASSUMED, "test", 0.9, 1.1),
     )
-    return replace(
-        load_cluster("frontier"), compute=Compute({figure.name: figure for figure in figures})
-    )
+    return replace(load_cluster("frontier"), compute={figure.name: figure for figure in figures})
 
 
 def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
@@ -122,7 +120,7 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
     """
 
     def seconds(cluster: Cluster) -> float:
-        figures = cluster.compute.figures
+        figures = cluster.compute
         return (
             figures["kernel_s"].value
             + 100 / figures["memory_gb_per_s"].value

@@ -64,7 +64,7 @@ def test_one_run_corrects_everything_to_what_it_took(tmp_path: Path) -> None:
     assert factors == pytest.approx((1.3, 1.3))
     assert estimate(QUIET, cluster).seconds == pytest.approx(1.3 * found.seconds, rel=0.01)
     assert len(left_out) == 1 and "failed" in left_out[0] and errors.rows[0][2] == "-23.1 %"
-    before, after = FRONTIER.compute.figures, cluster.compute.figures
+    before, after = FRONTIER.compute, cluster.compute
     for name in ("products.float16", "memory.copy", "update_gb_per_s"):  # rates
         old, new = ([point[-1] for point in figures[name].points] for figures in (before, after))
         assert new == pytest.approx([rate / 1.3 for rate in old]), name

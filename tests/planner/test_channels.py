@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -198,7 +197,7 @@ def test_a_group_of_one_sends_nothing() -> None:
     channels = channels_of(made(1, 1, 1))
     assert channels.tensor_s("all_reduce", 1e9) == channels.data_s("all_gather", 1e9) == 0.0
     assert channels.tied_s(1) == 0.0
-    assert channels.confidence.used == ()
+    assert channels.used == set()
 
 
 # -- measured figures ------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def measured(**points: tuple[tuple[float, ...], ...]) -> Cluster:
         Figure(names.get(name, f"collectives.{name}"), rows, MEASURED, "measured here")
         for name, rows in points.items()
     ]
-    return replace(FRONTIER, compute=FRONTIER.compute.with_figures(figures))
+    return FRONTIER.with_figures(figures)
 
 
 def test_measured_collectives_come_before_links() -> None:
@@ -224,7 +223,7 @@ def test_measured_collectives_come_before_links() -> None:
     assert channels.tensor_s("all_gather", 1e7) == pytest.approx(
         1e-3 + 9e6 * (1e-3 - 1e-5) / (1e6 - 1e3)
     )
-    assert "collectives.all_gather" in {used.figure for used in channels.confidence.used}
+    assert "collectives.all_gather" in {used.figure for used in channels.used}
     plain = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
     assert channels.tensor_s("all_reduce", 1e6) == plain.tensor_s("all_reduce", 1e6)
     # Groups of other sizes were not measured; those over several nodes were, with their own rows.
@@ -270,16 +269,14 @@ def test_confidence_tells_published_from_estimated() -> None:
     channels = Channels(config, FRONTIER, naive)
     channels.tensor_s("all_gather", 1e6)
     channels.boundary(0, True, 1e6)
-    used = {u.figure.split()[0]: u for u in channels.confidence.used}
+    used = {u.figure.split()[0]: u for u in channels.used}
     assert used["tensor-parallel"].basis == PUBLISHED and "52 " in used["tensor-parallel"].value
     assert used["stage"].basis == ASSUMED and "data-parallel" not in used
     # On LUMI the same figures are taken from Frontier.
     lumi = load_cluster("lumi")
     there = Channels(config, lumi, naive_placement(config, lumi))
     there.tensor_s("all_gather", 1e6)
-    assert {u.figure.split()[0]: u for u in there.confidence.used}[
-        "tensor-parallel"
-    ].basis == ASSUMED
+    assert {u.figure.split()[0]: u for u in there.used}["tensor-parallel"].basis == ASSUMED
 
 
 def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster, Queue, load_cluster, read_cluster, write_cluster
-from megatron.planner.compute import BASES, COLUMNS, SCALARS, Compute, Figure
+from megatron.planner.compute import BASES, COLUMNS, SCALARS, Figure
 
 
 def facts(cluster: Cluster) -> dict[str, object]:
@@ -58,7 +58,7 @@ def test_any_figures_survive(found: list[Figure], title: str, cores: int | None)
         load_cluster("lumi"),
         title=title,
         shared_cores=cores,
-        compute=Compute({f.name: f for f in found}),
+        compute={f.name: f for f in found},
         qos=(Queue("a b", max_nodes=3),),
         sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
     )

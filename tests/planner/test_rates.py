@@ -17,7 +17,6 @@ from megatron.planner.compute import (
     DTYPES,
     MEASURED,
     PUBLISHED,
-    Compute,
     Figure,
     Points,
 )
@@ -33,12 +32,10 @@ def tflops(rates: Rates, m: int, n: int, k: int) -> float:
 
 def with_products(points: Points, peak: float = 200.0) -> Rates:
     """Return a machine of which only these products are known."""
-    compute = Compute(
-        {
-            "products.float16": Figure("products.float16", points, MEASURED, "a test"),
-            "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
-        }
-    )
+    compute = {
+        "products.float16": Figure("products.float16", points, MEASURED, "a test"),
+        "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
+    }
     return Rates(replace(FRONTIER, compute=compute, peak_tflops={"float16": peak}), "float16")
 
 
@@ -54,8 +51,8 @@ def test_figures_of_frontier() -> None:
     assert tflops(rates, 4096, 4096, 4096) == pytest.approx(101.5)
     assert tflops(rates, 8192, 8192, 8192) == pytest.approx(106.5)
     assert rates.memory_s(1.25e12, kernels=0) == pytest.approx(1.0)
-    assert FRONTIER.compute.figures["products.float16"].basis == PUBLISHED
-    assert FRONTIER.compute.figures["products.bfloat16"].basis == ASSUMED
+    assert FRONTIER.compute["products.float16"].basis == PUBLISHED
+    assert FRONTIER.compute["products.bfloat16"].basis == ASSUMED
     # Large products approach the best rate of all shapes, 115.3, which was not used to fit.
     assert 106.5 < tflops(rates, 1 << 17, 1 << 17, 1 << 17) < 115.3
 
@@ -64,12 +61,10 @@ def test_figures_of_frontier() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> None:
     rates = Rates(cluster, dtype)
-    for m, n, k, rate in cluster.compute.figures[f"products.{dtype}"].points:
+    for m, n, k, rate in cluster.compute[f"products.{dtype}"].points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
     for backward in (False, True):
-        figure = cluster.compute.figures[
-            f"attention.{dtype}.{'backward' if backward else 'forward'}"
-        ]
+        figure = cluster.compute[f"attention.{dtype}.{'backward' if backward else 'forward'}"]
         for seq, head, rate in figure.points:
             operations = (5.0 if backward else 2.0) * 16 * 8 * seq * seq * head
             seconds = rates.attention_s(8, 16, int(seq), int(head), backward=backward)
@@ -196,9 +191,6 @@ def test_attention_counts_half_of_the_pairs() -> None:
     rates = Rates(FRONTIER, "bfloat16")
     causal = rates.attention_s(2, 24, 2048, 128, backward=False)
     assert causal == pytest.approx(2 * 2 * 24 * 2048**2 * 128 / 55e12)
-    assert rates.attention_s(2, 24, 2048, 128, backward=False, causal=False) == pytest.approx(
-        2 * causal
-    )
     assert rates.attention_s(4, 12, 2048, 128, backward=False) == pytest.approx(causal)
     assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(
         2.5 * causal * 55 / 40
@@ -222,7 +214,7 @@ def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, floa
             for way in ("forward", "backward")
         ),
     ]
-    cluster = replace(FRONTIER, peak_tflops=peaks, compute=FRONTIER.compute.with_figures(figures))
+    cluster = replace(FRONTIER.with_figures(figures), peak_tflops=peaks)
     rates = Rates(cluster, "float32")
     times = [rates.attention_s(8, 8, seq, 64, backward=False) for seq in (512, 1024, 8192, 131072)]
     assert times == sorted(times) and times[1] >= (2.0 - 1e-9) * times[0]
@@ -237,7 +229,7 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
         Figure("memory.norm", ((1.0, 5.0),), MEASURED, "a test"),
         Figure("kernel_s", ((1e-6,),), MEASURED, "a test"),
     ]
-    rates = Rates(replace(FRONTIER, compute=FRONTIER.compute.with_figures(figures)), "float32")
+    rates = Rates(FRONTIER.with_figures(figures), "float32")
     assert rates.memory_s(1e4) == pytest.approx(1e-6 + 1e4 / 20e9)  # halfway over the logarithm
     assert rates.memory_s(1e2) == pytest.approx(1e-6 + 1e2 / 10e9)
     assert rates.memory_s(1e9) == pytest.approx(1e-6 + 1e9 / 30e9)
@@ -250,19 +242,17 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
 
 
 def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
-    rates = Rates(replace(FRONTIER, compute=Compute()), "bfloat16")
+    rates = Rates(replace(FRONTIER, compute={}), "bfloat16")
     assert 0.5 * 191.5 < tflops(rates, 8192, 8192, 8192) < 0.65 * 191.5
     assert tflops(rates, 1024, 1024, 1024) < tflops(rates, 2048, 2048, 2048)
     rates.attention_s(1, 8, 2048, 128, backward=True)
     rates.memory_s(1e9)
     rates.update_s(1e9, 30)
-    assert rates.confidence.worst == ASSUMED and {used.basis for used in rates.confidence.used} == {
-        ASSUMED
-    }
+    assert {used.basis for used in rates.used} == {ASSUMED}
 
 
 def test_a_dtype_of_which_nothing_is_known() -> None:
-    cluster = replace(FRONTIER, compute=Compute(), peak_tflops={"float32": 1.0})
+    cluster = replace(FRONTIER, compute={}, peak_tflops={"float32": 1.0})
     with pytest.raises(ConfigError, match=r"frontier.toml.*products.float16.*float32"):
         Rates(cluster, "float16")
     Rates(cluster, "float32")

@@ -52,7 +52,7 @@ def test_a_calibration_of_seconds_plans(
     assert all(each is not None and each.code == 0 for each in done), done
     cluster = read_cluster(path)
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
-    figures = cluster.compute.figures
+    figures = cluster.compute
     assert {f.name for f in figures.values() if f.basis != "measured"} == {"kernel_s"}
     wanted = {
         "products.float32",

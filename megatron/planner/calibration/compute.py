@@ -94,10 +94,8 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
     Floats are between -1 and 1, indices within the matrix that they index.
     """
-    values, storages = (
-        torch.empty(_VALUES, device=device).uniform_(-1, 1),
-        dict[int, torch.Tensor](),
-    )
+    values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
+    storages = dict[int, torch.Tensor]()
 
     def of(call: Call) -> Call:
         matrices = [
@@ -110,10 +108,8 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
         def made(t: torch.Tensor) -> torch.Tensor:
             if not is_empty(t):
                 return t
-            key, count = (
-                t.untyped_storage()._cdata,
-                t.untyped_storage().nbytes() // t.element_size(),
-            )
+            key = t.untyped_storage()._cdata
+            count = t.untyped_storage().nbytes() // t.element_size()
             if key not in storages and t.is_floating_point():
                 storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
             elif key not in storages:

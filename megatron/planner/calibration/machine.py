@@ -26,7 +26,7 @@ from megatron.parallel.topology import Group, Layout, Topology
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue
-from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
+from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Figure
 from megatron.planner.processes import environment
 from megatron.training.run.setup import set_up_host
 
@@ -92,10 +92,8 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
-    executor, chunk = (
-        build_executor(config, topology, chunks, engine),
-        next(iter(chunks.values())).train(),
-    )
+    executor = build_executor(config, topology, chunks, engine)
+    chunk = next(iter(chunks.values())).train()
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device=device)
     batch = MicroBatch(
         tokens=tokens,
@@ -168,10 +166,8 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
     os.environ.update(environment({}, 0, 1, "0"))
     host = host_seconds(config, device, seconds - together)
     if device.type == "cuda":
-        name, memory = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
     else:
         name, memory = platform.machine(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Found(
@@ -281,7 +277,7 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
             "cores": "assumed: cores in process order",
         },
         device_type="cpu" if on_cpu else "cuda",
-        compute=Compute({f.name: f for f in figures}),
+        compute={f.name: f for f in figures},
         shared_cores=found.cores if on_cpu else None,
     )
 

@@ -126,11 +126,9 @@ def enough_micro_batches(config: Config) -> int:
     micro-batches may be grouped differently. Under zb-h1, weight gradients are deferred by up to p
     more passes. A rank also keeps the last few messages that it has sent.
     """
-    m, p, v = (
-        config.num_micro_batches(),
-        config.parallel.pipeline_model_parallel_size,
-        config.parallel.num_chunks,
-    )
+    m = config.num_micro_batches()
+    p = config.parallel.pipeline_model_parallel_size
+    v = config.parallel.num_chunks
     if p == 1:
         return min(m, 3)
     if config.pieces.schedule is not None:
@@ -185,10 +183,8 @@ def rehearse(
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count, change)
         except Exception as error:  # the run would fail with it, too
             failed.append(Finding("error", m.rank, _describe(error)))
-    each, capacity = (
-        layout_of(config).tensor * layout_of(config).data,
-        capacity_of(config, cluster, device),
-    )
+    each = layout_of(config).tensor * layout_of(config).data
+    capacity = capacity_of(config, cluster, device)
     ranks = [
         dataclasses.replace(run, stands_for=each * len(m.stands_for))
         for m, run in runs.items()

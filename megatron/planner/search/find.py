@@ -268,10 +268,8 @@ class Search:
             # Parameters do not depend on the micro-batch size; small sizes are traced first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
-            ranks, device = (
-                range(parallel.pipeline_model_parallel_size),
-                self.space.cluster.device_type,
-            )
+            ranks = range(parallel.pipeline_model_parallel_size)
+            device = self.space.cluster.device_type
             self._known[key] = max(
                 (parameters_of_rank(plain, rank, device), -rank) for rank in ranks
             )

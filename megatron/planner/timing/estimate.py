@@ -23,7 +23,7 @@ from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTime
 from megatron.planner.channels import Channels
 from megatron.planner.clocked import crowding, rates_of
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Confidence
+from megatron.planner.compute import BASES, Confidence
 from megatron.planner.events import Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement
@@ -104,11 +104,9 @@ class Estimate:
 
     def _flops(self, *, again: bool | None) -> float:
         """Count the FLOPs of a step, without those of the vocabulary's padding."""
-        config, parallel, traced = (
-            self.config,
-            self.config.parallel,
-            trace(self.config, self.cluster.device_type),
-        )
+        config = self.config
+        parallel = self.config.parallel
+        traced = trace(self.config, self.cluster.device_type)
         of_pipeline = sum(
             n * sum(stage_flops(traced, stage, again=again).values())
             for stage, n in Counter(stages_of(config)).items()
@@ -134,14 +132,13 @@ class Estimate:
     @functools.cached_property
     def confidence(self) -> Confidence:
         """Figures that this estimate used."""
-        rates, device = (
-            Rates(self.cluster, self.config.precision.dtype_name),
-            self.cluster.device_type,
-        )
+        rates = Rates(self.cluster, self.config.precision.dtype_name)
+        device = self.cluster.device_type
         for stage in set(stages_of(self.config)):
             stage_seconds(trace(self.config, device), stage, rates, None)
         update_seconds(self.config, device, rates)
-        return rates.confidence | self.channels.confidence
+        used = rates.used | self.channels.used
+        return Confidence(tuple(sorted(used, key=lambda one: (BASES.index(one.basis), one))))
 
     @functools.cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -156,15 +153,11 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     rates in its file.
     """
     placement = placement or choose_placement(config, cluster)
-    rates, channels = (
-        rates_of(cluster, config.precision.dtype_name),
-        Channels(config, cluster, placement),
-    )
-    traced, stages, crowd = (
-        trace(config, cluster.device_type),
-        stages_of(config),
-        crowding(config, cluster),
-    )
+    rates = rates_of(cluster, config.precision.dtype_name)
+    channels = Channels(config, cluster, placement)
+    traced = trace(config, cluster.device_type)
+    stages = stages_of(config)
+    crowd = crowding(config, cluster)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
         stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
@@ -290,11 +283,9 @@ def exchange(
     hides  whether messages overlap with computation
     """
     parallel, engine, precision = config.parallel, config.engine, config.precision
-    replicas, size, owned = (
-        parallel.data_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        engine.zero_stage > 0,
-    )
+    replicas = parallel.data_parallel_size
+    size = parallel.pipeline_model_parallel_size
+    owned = engine.zero_stage > 0
     if replicas == 1:
         return Exchange(0.0, 0.0)
     limit, stages = bucket_elements(engine.zero_reduce_bucket_size, replicas), stages_of(config)
@@ -305,10 +296,8 @@ def exchange(
         weights = [
             weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)
         ]
-        first, end = (
-            min(run.first_forward_start[i] for i in own),
-            max(run.last_backward_end[i] for i in own),
-        )
+        first = min(run.first_forward_start[i] for i in own)
+        end = max(run.last_backward_end[i] for i in own)
         others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
             weight.elements for weight in weights
         )
@@ -338,10 +327,8 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
         *[(1.0, head)] * stage.last,
     ]
     start, forward = run.first_forward_start[number], run.pipeline.times.forward[number]
-    end, backward = (
-        run.last_backward_end[number],
-        run.last_backward_end[number] - run.last_backward_start[number],
-    )
+    end = run.last_backward_end[number]
+    backward = run.last_backward_end[number] - run.last_backward_start[number]
     return [
         Weight(p.elements, start + place * forward, end - place * backward)
         for place, parameters in places

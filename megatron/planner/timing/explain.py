@@ -104,18 +104,14 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
     if isinstance(operation, Attention):
         b, n, s, d, backward = operation
         factor = 2 * (BACKWARD_OPERATIONS if backward else 1)
-        name, formula, flops = (
-            "attention",
-            f"{factor:g} x {b} x {n} heads x {s}^2 x {d}",
-            factor * b * n * s**2 * d,
-        )
+        name = "attention"
+        formula = f"{factor:g} x {b} x {n} heads x {s}^2 x {d}"
+        flops = factor * b * n * s**2 * d
     else:
         m, n, k, batch, _ = operation
-        name, formula, flops = (
-            f"product [{m}, {k}] x [{k}, {n}]",
-            f"2 x {m} x {n} x {k} x {batch}",
-            operation.flops,
-        )
+        name = f"product [{m}, {k}] x [{k}, {n}]"
+        formula = f"2 x {m} x {n} x {k} x {batch}"
+        flops = operation.flops
     return (
         name,
         f"{count} x {formula} = {count * flops / 1e9:.4g} GFLOP, "
@@ -127,10 +123,8 @@ def _stages(found: Estimate, rank: int) -> Table:
     """Tabulate each pass of each stage of a rank."""
     rows, stages = [], stages_of(found.config)
     for number in range(rank, len(stages), found.config.parallel.pipeline_model_parallel_size):
-        seconds, name = (
-            found.stage_seconds[number],
-            f"stage {number}, {stages[number].layers} layer(s)",
-        )
+        seconds = found.stage_seconds[number]
+        name = f"stage {number}, {stages[number].layers} layer(s)"
         for title, of, host in zip(
             ("forward", "backward", "weight gradients"),
             (seconds.forward, seconds.backward, seconds.weight),
@@ -146,11 +140,9 @@ def _stages(found: Estimate, rank: int) -> Table:
 
 def _step(found: Estimate, rank: int) -> Table:
     config, run, parallel = found.config, found.run, found.config.parallel
-    t, p, d = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-    )
+    t = parallel.tensor_model_parallel_size
+    p = parallel.pipeline_model_parallel_size
+    d = parallel.data_parallel_size
     m = config.num_micro_batches()
     batch = (
         f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {d} "

@@ -24,10 +24,8 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     and weights that are not hidden by the last and the first micro-batch of the first rank. Raises
     ConfigError as estimate does for a dtype without rates.
     """
-    rates, traced = (
-        rates_of(cluster, config.precision.dtype_name),
-        trace(config, cluster.device_type),
-    )
+    rates = rates_of(cluster, config.precision.dtype_name)
+    traced = trace(config, cluster.device_type)
     hides, stages = cluster.device_type != "cpu", stages_of(config)
     each = {stage: _seconds(traced, stage, rates, channels, hides) for stage in set(stages)}
     seconds = [each[stage] for stage in stages]
@@ -95,18 +93,14 @@ def _exchanged(
     a chunk are sent while each earlier chunk runs one micro-batch per rank.
     """
     parallel, engine = config.parallel, config.engine
-    size, chunks, replicas = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_chunks,
-        parallel.data_parallel_size,
-    )
+    size = parallel.pipeline_model_parallel_size
+    chunks = parallel.num_chunks
+    replicas = parallel.data_parallel_size
     if replicas == 1:
         return 0.0
     own, owned = stages_of(config)[::size], engine.zero_stage > 0
-    count, layers = (
-        sum(parameters_of(traced, stage) for stage in own),
-        max(1, sum(stage.layers for stage in own)),
-    )
+    count = sum(parameters_of(traced, stage) for stage in own)
+    layers = max(1, sum(stage.layers for stage in own))
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
         if not (overlaps and hides):

@@ -232,7 +232,7 @@ def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
         again,
     )
     assert found.seconds > 0 and found.confidence.by_basis["measured"]
-    assert "tools/calibrate.py" in again.compute.figures["memory.copy"].source
+    assert "tools/calibrate.py" in again.compute["memory.copy"].source
 
 
 def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
@@ -244,5 +244,5 @@ def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
         and cluster.memory_gib == 79.6
         and cluster.peak_tflops["bfloat16"] > 900
     )
-    assert "layer_overhead_s" not in cluster.compute.figures
+    assert "layer_overhead_s" not in cluster.compute
     assert cluster.links == {(0, 1): pytest.approx(1048576 / 1e-3 / 1e9, rel=1e-3)}

@@ -87,10 +87,8 @@ def test_the_host_adds_to_each_layer():
     import dataclasses
 
     cluster = load_cluster("frontier")
-    figure = dataclasses.replace(cluster.compute.figures["layer_overhead_s"], points=((1e-3,),))
-    slower = rates_of(
-        dataclasses.replace(cluster, compute=cluster.compute.with_figures([figure])), "bfloat16"
-    )
+    figure = dataclasses.replace(cluster.compute["layer_overhead_s"], points=((1e-3,),))
+    slower = rates_of(cluster.with_figures([figure]), "bfloat16")
     traced = trace(run(recompute_granularity="full"), "cuda")
     stage = Stage(8, True, True, groups_again=3, layers_again=8)
     plain, with_host = (stage_seconds(traced, stage, rates, None) for rates in (RATES, slower))

@@ -29,7 +29,7 @@ MACHINES = {"frontier": FRONTIER, "crowded": CROWDED}
 def with_figures(cluster: Cluster, **values: float) -> Cluster:
     """Replace some of a machine's single figures."""
     figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
-    return dataclasses.replace(cluster, compute=cluster.compute.with_figures(figures))
+    return cluster.with_figures(figures)
 
 
 MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
@@ -126,10 +126,11 @@ def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(fla
         "step_overhead_s",
         "layer_overhead_s",
     )
-    figures = FRONTIER.compute.figures
-    compute = FRONTIER.compute.varied(
-        {name: factor if name in seconds else 1 / factor for name in figures}
-    )
+    figures = FRONTIER.compute
+    compute = {
+        name: figure.scaled(factor if name in seconds else 1 / factor)
+        for name, figure in figures.items()
+    }
     slower = dataclasses.replace(
         FRONTIER,
         compute=compute,
@@ -181,7 +182,7 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
 def test_memory_bandwidth_and_rates_go_into_their_parts():
     config = run(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4)
     found = estimate(config, FRONTIER)
-    twice = dataclasses.replace(FRONTIER, compute=FRONTIER.compute.varied({"update_gb_per_s": 0.5}))
+    twice = FRONTIER.with_figures([FRONTIER.compute["update_gb_per_s"].scaled(0.5)])
     changed = estimate(config, twice)
     assert changed.parts["optimizer"] == pytest.approx(2 * found.parts["optimizer"])
     assert changed.seconds - found.seconds == pytest.approx(found.parts["optimizer"])
