@@ -38,8 +38,9 @@ from benchmarks.parity import train  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
 from megatron.planner.dryrun.rank import run_rank  # noqa: E402
-from megatron.planner.dryrun.rehearsal import enough_micro_batches, layout_of, rehearse  # noqa: E402
+from megatron.planner.dryrun.rehearsal import enough_micro_batches, rehearse  # noqa: E402
 from megatron.planner.memory import CATEGORIES, memory_of_ranks  # noqa: E402
+from megatron.planner.placement import layout_of  # noqa: E402
 
 MIB = 2**20
 TOTAL_LIMIT, CATEGORY_LIMIT, RUN_LIMIT = 0.02, 0.03, 0.10

@@ -31,7 +31,7 @@ from megatron.planner.cluster import Cluster, known_clusters, load_cluster
 from megatron.planner.layout import narrowed, parse_layout, write_value
 from megatron.planner.search import tables
 from megatron.planner.search.find import Found, Search, check_device_orders, search
-from megatron.planner.search.space import GIB, Space, headroom_bytes, make_config
+from megatron.planner.search.space import GIB, Space, make_config, usable_bytes
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
@@ -234,7 +234,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     rates_of(cluster, base.precision.dtype_name)  # raises before the search if rates are unknown
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
     space = Space(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
-    return Search(space, cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster))
+    return Search(space, usable_bytes(args.headroom, cluster))
 
 
 def _form(given: Search, text: str) -> Search:

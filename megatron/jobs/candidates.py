@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from megatron.jobs.space import (
 )
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.layout import layout_of, write_value
-from megatron.planner.memory import memory_of_ranks
+from megatron.planner.memory import peak_rank
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
@@ -115,7 +116,8 @@ def enumerate_candidates(
     Raises ConfigError for invalid flags, for an expression without a value, for too many
     combinations, and for a machine that contradicts its description.
     """
-    cluster, each = machine.cluster, machine.processes_per_node
+    cluster = machine.cluster
+    each = machine.processes_per_node
     if cluster is not None and (
         each > cluster.devices_per_node
         or (machine.max_nodes > 1 and each != cluster.devices_per_node)
@@ -130,7 +132,9 @@ def enumerate_candidates(
             f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}: remove "
             "parameters or values"
         )
-    found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
+    found = Enumeration()
+    seen = dict[str, str]()
+    common = _common_flags(space, flags)
     names = [p.name for p in space.parameters]
     varied = [p.name for p in space.parameters if len(p.values) > 1] or names
     for combination in itertools.product(*(p.values for p in space.parameters)):
@@ -155,7 +159,8 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
     """
     scanned = scan(flags)
     raise_problems(scanned.problems)
-    said, words = settings_of_flags(scanned.flags), list[str]()
+    said = settings_of_flags(scanned.flags)
+    words = list[str]()
     for name in space.named:
         if (setting := DECIDES.get(name, name)) in said:
             raise ConfigError(
@@ -285,13 +290,15 @@ class _Names(dict[str, Any]):
         for name in self.space.named:
             value = self[name]
             if name == "chunks":
-                layers, parts = self["num_layers"] or 0, self["pp"] * value
+                layers = self["num_layers"] or 0
+                parts = self["pp"] * value
                 if layers % parts:
                     raise Rejected(
                         "layers do not divide into this many chunks",
                         f"{layers} layers, {parts} chunks",
                     )
-                name, value = CHUNK, layers // parts if value > 1 else None
+                name = CHUNK
+                value = layers // parts if value > 1 else None
             words += flags_of(name, value)
         return (*self.common, *words)
 
@@ -312,7 +319,8 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
             )
         if not holds:
             raise Rejected(reason, rule.text)
-    processes, each = names["processes"], machine.processes_per_node
+    processes = names["processes"]
+    each = machine.processes_per_node
     nodes, most = -(-processes // each), machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:
@@ -351,20 +359,17 @@ def _fit(
 
     Raises Rejected for a layout that does not fit, ConfigError for one that the planner refuses.
     """
-    cluster, layout, capacity = machine.cluster, layout_of(config), machine.capacity_bytes
+    cluster = machine.cluster
+    layout = layout_of(config)
+    capacity = machine.capacity_bytes
     if cluster is None:
         return None, None, ()
-    memory = 0.0
-    # the first rank holds the most micro-batches: often it is enough to check it
-    for ranks in ((0,), None):
-        memory = max(
-            rank.total for rank in memory_of_ranks(config, cluster.device_type, ranks=ranks)
+    memory = peak_rank(config, cluster.device_type, capacity or math.inf).total
+    if capacity is not None and memory > capacity:
+        raise Rejected(
+            "more memory than a device has, by the planner",
+            f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
         )
-        if capacity is not None and memory > capacity:
-            raise Rejected(
-                "more memory than a device has, by the planner",
-                f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
-            )
     words, step_s = list[str](), None
     # Placement matters if a node's devices are not all alike, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0

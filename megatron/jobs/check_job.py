@@ -228,7 +228,9 @@ def directives(text: str) -> tuple[Options, list[str]]:
 
     Later lines override earlier ones. Slurm reads none after the first command.
     """
-    found, problems, commands = Options(), list[str](), False
+    found = Options()
+    problems = list[str]()
+    commands = False
     for number, line in enumerate(text.splitlines(), 1):
         if not re.match(r"#SBATCH(\s|$)", line):
             commands |= bool(line.strip()) and not line.lstrip().startswith("#")
@@ -301,7 +303,9 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
         )
         answered = code == 0 or not _NO_SLURM.search(said)
     except (OSError, subprocess.SubprocessError) as error:
-        code, said, answered = 1, f"sbatch cannot be run here: {error}", False
+        code = 1
+        said = f"sbatch cannot be run here: {error}"
+        answered = False
     if answered:
         job.find("error" if code else "note", "sbatch --test-only", said)
     else:
@@ -551,7 +555,9 @@ def check_data(job: Job, config: Config) -> None:
 
 def check_saving(job: Job, config: Config) -> None:
     """Check the checkpoint folder and its free space."""
-    save, load, keep = config.checkpoint.save, config.checkpoint.load, config.checkpoint.keep_last
+    save = config.checkpoint.save
+    load = config.checkpoint.load
+    keep = config.checkpoint.keep_last
     if not save:
         job.find(
             "warning",
@@ -582,7 +588,8 @@ def check_saving(job: Job, config: Config) -> None:
         job.find(
             "error", "saving", f"--save {save} cannot be written: no write permission in {folder}"
         )
-    size, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
+    size = checkpoint_bytes(config)
+    free = shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
@@ -616,7 +623,8 @@ def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
     Raises ConfigError for a layout that does not fit on the machine, and CheckpointError.
     """
     start, end = remaining_steps(config)
-    step_s, wall_s = estimate(config, cluster).seconds, duration_s(job.value("time") or "")
+    step_s = estimate(config, cluster).seconds
+    wall_s = duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
     hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""

@@ -52,11 +52,15 @@ class Process:
     """Process of the test: its figures, and its errors by step. Each step may take `seconds`."""
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
-        self.launch, self._connection, self._seconds = connection.launch, connection, seconds
-        self._group_store, self._device = connection.another(), torch.device("cpu")
+        self.launch = connection.launch
+        self._connection = connection
+        self._seconds = seconds
+        self._group_store = connection.another()
+        self._device = torch.device("cpu")
         # kept until the end: destroying a group waits for its other members
         self._groups: list[Any] = []
-        self.figures, self.errors = dict[str, float](), dict[str, str]()
+        self.figures = dict[str, float]()
+        self.errors = dict[str, str]()
 
     def multiply(self, backend: str | None, placing: Placing | None) -> None:
         """Measure TFLOP/s of a square product of ones on this device, and check the result."""
@@ -101,7 +105,8 @@ class Process:
 
     def exchange(self) -> dict[int, dict[str, Any]]:
         """Test the network between nodes whose devices work; return all figures on rank 0."""
-        store, limit = self._connection.store, timedelta(seconds=4 * self._seconds + _MARGIN_S)
+        store = self._connection.store
+        limit = timedelta(seconds=4 * self._seconds + _MARGIN_S)
         came = self.share(
             "device", range(self.launch.world_size), timedelta(seconds=2 * self._seconds)
         )
@@ -158,13 +163,15 @@ class Process:
         In a ring each rank sends and receives 2 (n - 1) / n of its bytes. Raises RuntimeError for a
         wrong sum.
         """
-        store, length = dist.PrefixStore(name, self._group_store), 2**20
+        store = dist.PrefixStore(name, self._group_store)
+        length = 2**20
         group: Any
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(minutes=30)  # a watchdog would kill the process
-            length, group = 2**28, dist.ProcessGroupNCCL(store, place, size, options)
+            length = 2**28
+            group = dist.ProcessGroupNCCL(store, place, size, options)
         else:
             group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
         self._groups.append(group)
@@ -207,7 +214,8 @@ def judge(
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
     not. On a CPU no rank counts as slow: speeds depend on other programs.
     """
-    faults, lines = defaultdict[str, list[str]](list), list[str]()
+    faults = defaultdict[str, list[str]](list)
+    lines = list[str]()
     reached = any(BETWEEN in told["figures"] for told in found.values())
     for rank, host in enumerate(hosts):
         errors = (
@@ -224,7 +232,8 @@ def judge(
         }
         if not values:
             continue
-        slowest, median = min(values, key=values.__getitem__), statistics.median(values.values())
+        slowest = min(values, key=values.__getitem__)
+        median = statistics.median(values.values())
         low = bands.get(band, 0.0)
         least = max(share * median, low if low <= median else 0.0)
         span = f"{values[slowest]:.3g} to {max(values.values()):.3g}, median {median:.3g}"

@@ -22,7 +22,7 @@ from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
-from megatron.planner.published import Published, published, published_by_name
+from megatron.planner.published import MODELS, Published, published
 from megatron.planner.table import Table
 
 _DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-data"}
@@ -99,7 +99,7 @@ class Request:
     @property
     def of_the_paper(self) -> bool:
         """Return whether it is one of the paper's models, which have two recipes."""
-        return published_by_name(self.model) is not None
+        return any(model.name == self.model.lower() for model in MODELS)
 
     @property
     def experiment(self) -> str:
@@ -155,7 +155,8 @@ class Point:
 
     def description(self) -> dict[str, Any]:
         """Return the content of point.json: the varied value, and all settings."""
-        kind, request = KINDS[self.request.kind], self.request
+        kind = KINDS[self.request.kind]
+        request = self.request
         return {
             "name": self.name,
             "experiment": request.experiment,
@@ -177,7 +178,8 @@ def plan(request: Request) -> list[Point]:
     values = request.values or kind.values
     if known is not None and kind.varies == "dp" and not request.values:
         # The paper's number of GCDs, whatever the size of a replica in the recipe.
-        replicas, mine = _REPLICAS_OF_1T if request.model == "1t" else values, _replica_gcds(base)
+        replicas = _REPLICAS_OF_1T if request.model == "1t" else values
+        mine = _replica_gcds(base)
         gcds = [known.replica_gcds * count for count in replicas]
         values = tuple(n // mine for n in gcds if n % mine == 0) or (1,)
     return [_point(request, base, value) for value in values]
@@ -192,7 +194,9 @@ def _paper(base: Config) -> Published | None:
 
 
 def _point(request: Request, base: Config, value: int) -> Point:
-    kind, own, known = KINDS[request.kind], base.batch.global_batch_size, _paper(base)
+    kind = KINDS[request.kind]
+    own = base.batch.global_batch_size
+    known = _paper(base)
     sizes = {
         "tp": base.parallel.tensor_model_parallel_size,
         "pp": base.parallel.pipeline_model_parallel_size,
@@ -431,7 +435,8 @@ class Experiment:
 
     def ended(self, end: Attempt) -> None:
         """Record the outcome of a point; an interrupted one runs again."""
-        name, took = end.job.name, show_duration(end.ended - end.started)
+        name = end.job.name
+        took = show_duration(end.ended - end.started)
         if end.interrupted:
             self.say(f"{name}: {end.interrupted}")
             self._to_do += [point for point in self.points if point.name == name]
@@ -453,7 +458,8 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
     """
     if point.problem:
         return "refused", point.problem
-    there, mine = read_beside(folder / POINT, metrics_file.POINT), point.description()
+    there = read_beside(folder / POINT, metrics_file.POINT)
+    mine = point.description()
     for name in mine if there else ():
         if name != "settings" and there.get(name) != mine[name]:
             raise ConfigError(
@@ -477,7 +483,8 @@ def table(points: Sequence[Point], root: Path) -> Table:
     for point in points:
         sizes, times = [""] * 4, [""] * 4
         if point.config is not None:
-            parallel, batch = point.config.parallel, point.config.batch
+            parallel = point.config.parallel
+            batch = point.config.batch
             layout = (
                 parallel.tensor_model_parallel_size,
                 parallel.pipeline_model_parallel_size,

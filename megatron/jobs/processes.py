@@ -93,7 +93,9 @@ class Run:
     def __init__(
         self, step: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.processes, self._step, self._clock = list[subprocess.Popen[bytes]](), step, clock
+        self.processes = list[subprocess.Popen[bytes]]()
+        self._step = step
+        self._clock = clock
         self.held = contextlib.ExitStack()
         self.exit_codes: list[int] | None = None
         self._own: list[int] = []
@@ -104,7 +106,8 @@ class Run:
 
     def poll(self) -> bool:
         """Return whether the run has ended; send signals due after `stop` or a rank's loss."""
-        codes, now = [process.poll() for process in self.processes], self._clock()
+        codes = [process.poll() for process in self.processes]
+        now = self._clock()
         ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
             self.exit_codes = self._own or ended
@@ -119,7 +122,8 @@ class Run:
             and self._failed_at is not None
             and now > self._failed_at + _PEERS_S
         ):
-            self._own, self._stopped_at = ended, now - 2 * GRACE_S
+            self._own = ended
+            self._stopped_at = now - 2 * GRACE_S
             self._press(now)
         elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
             self._press(now)
@@ -149,7 +153,9 @@ class Run:
         would continue to run.
         """
         assert self._stopped_at is not None, "no signal is due before the run is stopped"
-        waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
+        waited = now - self._stopped_at
+        first = self._asked_at is None
+        self._asked_at = now
         force = waited >= GRACE_S
         number = signal.SIGKILL if force else signal.SIGTERM
         if not first or force:

@@ -92,7 +92,8 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
     code = _cause(exit_codes, tails)
     kind, how = CRASH, f"exit code {code}"
     if code in _KILLED:
-        kind, how = OUT_OF_MEMORY, "killed, probably by the kernel's out-of-memory killer"
+        kind = OUT_OF_MEMORY
+        how = "killed, probably by the kernel's out-of-memory killer"
     elif code == EXIT_USER_ERROR and not _NO_REFUSAL.match(line):
         kind, how = REFUSED, "refused"
     elif code == EXIT_LOST_RANK:
@@ -219,7 +220,8 @@ def _contradictions(found: Figures, asked: Config) -> Iterator[str]:
     # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):
-        ran, wanted = run.get(name), json.loads(json.dumps(asked.get(name)))
+        ran = run.get(name)
+        wanted = json.loads(json.dumps(asked.get(name)))
         if ran != wanted:
             yield f"ran with {name} {ran}, requested {wanted}"
     if run.start_iteration or [line.iteration for line in run.lines] != list(

@@ -158,7 +158,10 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.place, self.left_s, self._clock, self._sleep = place, left_s, clock, sleep
+        self.place = place
+        self.left_s = left_s
+        self._clock = clock
+        self._sleep = sleep
         self._local = place.launcher == "local"
         self._nodes = Nodes(place.hosts, say)
         self._running: list[Attempt] = []
@@ -258,7 +261,8 @@ class Runner:
         source.ended(each)
 
     def _why(self, each: Attempt) -> Ending | None:
-        logs, codes = logs_of(each.job.folder), each.run.exit_codes
+        logs = logs_of(each.job.folder)
+        codes = each.run.exit_codes
         if each.stopped is None and not each.interrupted:
             return ending(codes, logs) if any(codes or ()) or not each.complete else None
         said = ending(None, logs)  # its exit codes come from our signals
@@ -272,7 +276,8 @@ class Runner:
         if not self._local and not each.interrupted:
             if each.stopped is None and slurm_job_runs() is False:
                 # Slurm signals steps as well as their starter
-                self._over, each.interrupted = True, ALLOCATION
+                self._over = True
+                each.interrupted = ALLOCATION
             elif os.environ.get("SLURM_JOB_ID"):
                 each.inquiry = Inquiry(each.hosts)
         # the run may have received the signal, too
@@ -482,7 +487,8 @@ class Nodes:
 
     def take(self, count: int) -> tuple[str, ...]:
         """Take the first free nodes, which are neighbours if the list is in network order."""
-        taken, self.free = tuple(self.free[:count]), self.free[count:]
+        taken = tuple(self.free[:count])
+        self.free = self.free[count:]
         return taken
 
     def give_back(self, hosts: Iterable[str]) -> None:
@@ -559,7 +565,8 @@ class Inquiry:
             )
             for host in hosts
         ]
-        found, deadline = set[str](), time.monotonic() + _ANSWER_S
+        found = set[str]()
+        deadline = time.monotonic() + _ANSWER_S
         for probe in probes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]

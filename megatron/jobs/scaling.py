@@ -25,7 +25,9 @@ from megatron.model import formulas
 from megatron.planner.published import Published, published
 from megatron.planner.table import Table
 
-METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
+METRICS = "metrics.jsonl"
+POINT = "point.json"
+RESULT = "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
 # step cannot beat it.
 _MEASURED_GEMM_TFLOPS = {"MI250": 115.3}
@@ -131,7 +133,8 @@ def read_run(path: str | Path) -> MeasuredRun:
         **{k: v for k, v in layout.items() if v},
     }
     check_kinds(settings, SETTINGS, path)
-    first, lines = int(start.get("iteration") or 0), list[Line]()
+    first = int(start.get("iteration") or 0)
+    lines = list[Line]()
     names = Line.__dataclass_fields__.keys() - {"steps"}
     for record in records:
         if (
@@ -242,7 +245,8 @@ def figures(
         )
         return replace(found, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
-    step_s, sequence = statistics.median(times), run.get("seq_length")
+    step_s = statistics.median(times)
+    sequence = run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
 
     def stated(name: str) -> float | None:
@@ -253,7 +257,8 @@ def figures(
 
     dtype = "float16" if run.get("fp16") else "bfloat16" if run.get("bf16") else "float32"
     peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
-    model, hardware = stated("model_tflops"), stated("hardware_tflops")
+    model = stated("model_tflops")
+    hardware = stated("hardware_tflops")
     measured = (
         value
         for name, value in _MEASURED_GEMM_TFLOPS.items()
@@ -303,7 +308,8 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
                 f"{before.iteration}, but {line.steps} step(s) of {line.global_batch_size} take "
                 f"{expected}"
             )
-        passed, took = line.time - before.time, line.step_time_s * line.steps
+        passed = line.time - before.time
+        took = line.step_time_s * line.steps
         if took > 1.05 * passed + 1.0:  # tolerance for reading clocks
             yield (
                 f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by "
@@ -311,7 +317,10 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
             )
 
 
-WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
+WEAK = "weak"
+STRONG = "strong"
+SWEEP = "sweep"
+OTHER = "other"
 _TITLES = {
     WEAK: "weak scaling: batch per replica fixed",
     STRONG: "strong scaling: batch fixed",
@@ -353,7 +362,8 @@ class Series:
 
         The ends compare the slowest steps of one run with the fastest of the other.
         """
-        base, mine = self.base and throughput(self.base), throughput(member)
+        base = self.base and throughput(self.base)
+        mine = throughput(member)
         if not base or not mine:
             return None
         return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf

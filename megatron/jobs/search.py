@@ -112,7 +112,8 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
 
     count  number of earlier proposals, which seeds random choices
     """
-    prior, chance = history.prior, random.Random(f"{seed} {count}")
+    prior = history.prior
+    chance = random.Random(f"{seed} {count}")
     failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
     if len(history.seen.keys() | history.pending) >= _FIRST and len(failed) < len(history.seen):
         return (_deephyper if search == "deephyper" else _optuna)(history, chance), search

@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron.config.duration import duration_s
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import GIB, Candidate, Machine
+from megatron.jobs.candidates import Candidate, Machine
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.processes import gpus_here
-from megatron.planner.search.space import headroom_bytes
+from megatron.planner.search.space import usable_bytes
 from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
@@ -107,13 +107,11 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "tools/calibrate.py -o machine.toml' and give --cluster machine.toml, or search "
             "without the ranking: --no-prior"
         )
-    capacity = (
-        None
-        if cluster is None
-        else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
-    )
+    capacity = None if cluster is None else usable_bytes(args.headroom, cluster)
     if launcher == "local":
-        each, nodes, place = _processes(args, space, cluster), 1, Place(launcher)
+        each = _processes(args, space, cluster)
+        nodes = 1
+        place = Place(launcher)
     elif args.processes is not None:
         raise ConfigError(
             "--processes is for --launcher local; use --tasks-per-node for the processes of a node"

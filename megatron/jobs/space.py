@@ -140,8 +140,8 @@ _KEYS: Mapping[str, type] = {
     "trial": dict,
 }
 _TRIAL = {"iterations": 5, "warm_up": 3}
-_DIMENSIONS = {name: dimension.names[0] for dimension in DIMENSIONS for name in dimension.names}
-_SHORT = {**_DIMENSIONS, "processes": "processes", "preset": "preset", "dp": "dp"}
+_DIMENSIONS = [dimension.name for dimension in DIMENSIONS]
+_SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
 SETTING = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -254,7 +254,7 @@ def meaning(name: str) -> str:
     if plain not in _SHORT and plain not in all_options():
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
         raise ConfigError(f"'{name}' is not a setting{hint}; short names are {', '.join(_SHORT)}")
-    return _SHORT.get(plain) or _SHORT_OF.get(plain, plain)
+    return _SHORT_OF.get(plain, plain)
 
 
 def read_value(name: str, given: Any) -> Value:
@@ -315,7 +315,8 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
-        written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
+        written = " ".join([spelling, *words])
+        names = flag_table()[spelling].settings
         if _REFUSED & set(names) or (spelling in OWN_FLAGS and spelling != "--preset"):
             problems.append(f"{written} {_NO_PLACE}")
         found |= dict.fromkeys(("preset",) if spelling == "--preset" else names, written)

@@ -144,11 +144,16 @@ class Search:
     def __init__(
         self, setup: Setup, found: Enumeration, say: Callable[[str], object] = lambda text: None
     ) -> None:
-        self.setup, self.found, self._say = setup, found, say
-        self._objective, self._took_s = setup.args.objective, list[float]()
+        self.setup = setup
+        self.found = found
+        self._say = say
+        self._objective = setup.args.objective
+        self._took_s = list[float]()
         self._running = set[int]()
         self._held: Trial | None = None
-        self.trials, self.done, self.why = dict[int, Trial](), 0, EXHAUSTED
+        self.trials = dict[int, Trial]()
+        self.done = 0
+        self.why = EXHAUSTED
         folders = sorted((setup.out / "trials").glob("[0-9]*"))
         self._last = max((int(folder.name) for folder in folders), default=0)
         if not setup.args.report_only:
@@ -236,7 +241,8 @@ class Search:
             if t.by != CONFIRM and (t.result.status or t.number in self._running)
         ]
         over = args.max_trials is not None and len(searched) >= args.max_trials
-        self.why, lacking = BUDGET if over else EXHAUSTED, False
+        self.why = BUDGET if over else EXHAUSTED
+        lacking = False
         waiting = [trial for trial in self._waiting if trial.by == CONFIRM or not over]
         for trial in waiting:
             if runner.ever(trial.candidate.nodes):
@@ -269,7 +275,8 @@ class Search:
 
     def _history(self) -> History:
         """Collect the state that the next proposal depends on."""
-        candidates, trials = self.found.candidates, list(self.trials.values())
+        candidates = self.found.candidates
+        trials = list(self.trials.values())
         # A lost rank says nothing about the layout.
         seen = {
             one.candidate.index: math.log(one.cost) if one.cost < math.inf else None
@@ -345,7 +352,8 @@ class Search:
         self.trials[trial.number] = trial = dataclasses.replace(trial, result=result)
         self._took_s.append(end.ended - end.started)
         self.done += 1
-        said, best = f"{result.said}: {result.reason}; {end.job.folder}", self.ranked
+        said = f"{result.said}: {result.reason}; {end.job.folder}"
+        best = self.ranked
         if result.step_s:
             said = self.written(trial.candidate.cost(result.step_s, self._objective))
         if best:
@@ -379,7 +387,9 @@ def _check_identity(setup: Setup) -> None:
 
 def _dry_run(setup: Setup, found: Enumeration) -> None:
     """Print the layouts with their predictions, and the cost of the search."""
-    space, args, candidates = setup.space, setup.args, found.candidates
+    space = setup.space
+    args = setup.args
+    candidates = found.candidates
     print(
         f"{space.name}: {space.title}\n{space.combinations:,} combinations: {len(candidates):,} "
         f"valid layouts on {setup.machine.max_nodes} node(s) of "
@@ -431,9 +441,12 @@ _FILES = ("trials.md", "best.txt", "trajectory.png")
 
 def summary(search: Search) -> list[str]:
     """Summarize a search in sentences, treating layouts within the noise as equal."""
-    trials, layouts, best = search.trials.values(), search.layouts, search.ranked
+    trials = search.trials.values()
+    layouts = search.layouts
+    best = search.ranked
     kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.step_s)
-    again, lines = sum(trial.by == CONFIRM for trial in trials), list[str]()
+    again = sum(trial.by == CONFIRM for trial in trials)
+    lines = list[str]()
     if best:
         noise = noise_of(layouts)
         near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
@@ -541,7 +554,8 @@ def command(search: Search) -> str:
 
     It uses torchrun, or a step of a Slurm job with devices bound as in the launch scripts.
     """
-    candidate, cluster = search.ranked[0].candidate, search.setup.cluster
+    candidate = search.ranked[0].candidate
+    cluster = search.setup.cluster
     program = ["pretrain_gpt.py", *candidate.flags]
     if search.setup.place.launcher != "slurm":
         return shlex.join(["torchrun", f"--nproc-per-node={candidate.processes}", *program])

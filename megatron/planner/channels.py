@@ -61,7 +61,10 @@ from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
 ESTIMATED = "estimated"
 
 # Efficiencies published for Frontier, for machines without a published table.
-_LINK, _CUT, _DETOUR, _CARD = 129 / 200, 52 / 100, 36 / 50, 40 / 100
+_LINK = 129 / 200
+_CUT = 52 / 100
+_DETOUR = 36 / 50
+_CARD = 40 / 100
 
 Step = tuple[int, int]
 """A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
@@ -151,9 +154,11 @@ class Channels:
             return _interpolate(points, n_bytes)
         assert group.rate is not None, "a group of several ranks has a rate"
         self._note(f"{name} bandwidth", group.rate)
-        start, within = self._latency("collective_start_s"), self._latency("hop_within_s")
+        start = self._latency("collective_start_s")
+        within = self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
-        times, crossing = (2 if kind == "all_reduce" else 1), group.nodes - 1
+        times = 2 if kind == "all_reduce" else 1
+        crossing = group.nodes - 1
         latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
         if kind == "all_reduce":
             of_node = math.ceil(group.ranks / group.nodes)
@@ -275,12 +280,15 @@ class NodeLinks:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, count = cluster, cluster.devices_per_node
+        self.cluster = cluster
+        count = cluster.devices_per_node
         self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
         self._published: dict[frozenset[frozenset[int]], float] = {}
         # width of a link -> published rate of pairs that all have such a link
         self._by_width: dict[float, float] = {}
-        across, cuts, detours = list[float](), list[float](), list[float]()
+        across = list[float]()
+        cuts = list[float]()
+        detours = list[float]()
         for (inner, size), rate in cluster.collective_gb_per_s.items():
             if size == 0:
                 across.append(inner * rate)
@@ -300,7 +308,8 @@ class NodeLinks:
             elif not widths and all(map(cluster.reached, family)):
                 cuts.append(rate / min(map(self.narrowest_cut, family)))
         self.card = min(across, default=0.0) / (len(cluster.nics) * cluster.nic_gb_per_s) or _CARD
-        self.detour, self.cut = min(detours, default=_DETOUR), min(cuts, default=_CUT)
+        self.detour = min(detours, default=_DETOUR)
+        self.cut = min(cuts, default=_CUT)
 
     def rate_of_link(self, width: float) -> float:
         """Return the GB/s of one message, or of a ring, over direct links of this width.
@@ -317,7 +326,8 @@ class NodeLinks:
 
     def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
         """Return the GB/s of one ring, there and back on a spanning tree; 0 if not connected."""
-        group, through = frozenset(group), frozenset(through)
+        group = frozenset(group)
+        through = frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
@@ -357,7 +367,8 @@ class NodeLinks:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
             # It is not known which links the detours take: assume that all groups share the same.
             return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
-        ring, cut = self.rate_of_link(width), self.cut * self.narrowest_cut(group)
+        ring = self.rate_of_link(width)
+        cut = self.cut * self.narrowest_cut(group)
         return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
 
     def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
@@ -366,7 +377,8 @@ class NodeLinks:
         A group uses the cards of all its devices here; groups that use the same card share it
         evenly.
         """
-        cluster, sizes = self.cluster, set(map(len, crossing))
+        cluster = self.cluster
+        sizes = set(map(len, crossing))
         cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
         users = Counter(itertools.chain(*cards))
         natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
@@ -471,7 +483,8 @@ def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[A
         place = np.where(found // devices == node, found % devices, _AWAY)
         return np.where((stage == end) & (not wraps), _NOWHERE, place)
 
-    targets, sources = places(stride, size - 1), places(-stride, 0)
+    targets = places(stride, size - 1)
+    sources = places(-stride, 0)
     nodes = np.hstack([targets.reshape(-1, devices), sources.reshape(-1, devices)])
     messages = np.stack(
         [stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1
@@ -489,13 +502,15 @@ def _boundaries(
     nodes, messages = _messages_on_nodes(layout, len(order), wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
-        targets, sources = node[: len(order)], node[len(order) :]
+        targets = node[: len(order)]
+        sources = node[len(order) :]
         ends = [(a, b) for a, b in enumerate(targets) if b != _NOWHERE]
         ends += [(_AWAY, b) for b, a in enumerate(sources) if a == _AWAY]
         paths = [
             _path(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends
         ]
-        users, weights = Counter[Step](), dict[Step, float]()
+        users = Counter[Step]()
+        weights = dict[Step, float]()
         for resources, weight in paths:
             users.update(resources)
             weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in resources}
@@ -522,10 +537,12 @@ def _path(
     if source is None:
         assert target is not None, "a message has an end on the node"
         card = cluster.nic_of_device[target]
-        cards, source = [(_IN, card)], cluster.nic_on_device[card]
+        cards = [(_IN, card)]
+        source = cluster.nic_on_device[card]
     elif target is None:
         card = cluster.nic_of_device[source]
-        cards, target = [(_OUT, card)], cluster.nic_on_device[card]
+        cards = [(_OUT, card)]
+        target = cluster.nic_on_device[card]
     found = ways(cluster, source, target)
     weight = 1 / links.detour if len(found[0]) > 1 and not cards else 1.0
     return frozenset(cards).union(*found), weight

@@ -30,14 +30,8 @@ def seconds_of(operation: Computation, rates: Rates) -> float:
         moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
         return max(rates.product_s(*operation[:4]), moved)
     if isinstance(operation, Attention):
-        return rates.attention_s(
-            operation.batch,
-            operation.heads,
-            operation.seq,
-            operation.head_dim,
-            backward=operation.backward,
-        )
-    return rates.memory_s(operation.bytes, operation.kernels, operation.kind)
+        return rates.attention_s(*operation)
+    return rates.memory_s(*operation)
 
 
 def crowding(config: Config, cluster: Cluster) -> float:

@@ -56,7 +56,8 @@ class Facts:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._tables = path, read_toml(path, _MOST_BYTES, error=ConfigError)
+        self._path = path
+        self._tables = read_toml(path, _MOST_BYTES, error=ConfigError)
         self._known: set[str] = set()
 
     def error(self, key: str, problem: str) -> ConfigError:
@@ -249,15 +250,11 @@ class Cluster:
                 raise ConfigError(
                     f"{nodes} nodes are more than the {allowed} that {text} allows: use fewer"
                 )
-        if nodes < 1:
-            raise ConfigError(f"a job needs at least one node, got {nodes}")
         by_size = [
             limit.hours for limit in self.wall_limits if limit.nodes_from <= nodes <= limit.nodes_to
         ]
-        hours = (
-            where.max_hours if where.max_hours is not None else min(by_size, default=float("inf"))
-        )
-        return hours if how.max_hours is None else min(hours, how.max_hours)
+        hours = where.max_hours or min(by_size, default=float("inf"))
+        return min(hours, how.max_hours or hours)
 
     def _queue(self, kind: str, known: tuple[Queue, ...], name: str | None) -> Queue:
         for queue in known:
@@ -270,7 +267,8 @@ class Cluster:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield the key of each fact that contradicts another one, and the problem."""
-        devices, n = set(range(self.devices_per_node)), self.devices_per_node
+        devices = set(range(self.devices_per_node))
+        n = self.devices_per_node
         if not {device for pair in self.links for device in pair} <= devices or any(
             a == b for a, b in self.links
         ):
@@ -347,7 +345,8 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
     """Return assumed figures for a machine with only its peak TFLOP/s by dtype known."""
-    found, largest = {}, max(peak_tflops.values(), default=100.0)
+    found = {}
+    largest = max(peak_tflops.values(), default=100.0)
     for name, figure in _for_a_peak_of_one().items():
         kind, _, dtype = name.partition(".")
         if kind in ("products", "attention"):
@@ -409,7 +408,8 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose a writable path") from error
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
-    tables, sources = tables_of(cluster), dict(cluster.sources)
+    tables = tables_of(cluster)
+    sources = dict(cluster.sources)
     for name, figure in cluster.compute.items():
         tables[f"compute.{name}"] = _facts_of(figure)
         if source_of(sources, name) != figure.source:

@@ -41,7 +41,9 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+MEASURED = "measured"
+PUBLISHED = "published"
+ASSUMED = "assumed"
 BASES = (MEASURED, PUBLISHED, ASSUMED)
 """Bases of figures, from the most to the least reliable."""
 

@@ -75,9 +75,7 @@ class Layout(NamedTuple):
         """Return the notation that `parse_layout` reads, on nodes of this many devices. Dimensions
         without effect are left out.
         """
-        values = {
-            d.names[0]: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.names[0])
-        }
+        values = {d.name: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.name)}
         return ",".join(
             f"{name}={write_value(value)}"
             for name, value in values.items()
@@ -150,13 +148,11 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One dimension of the search space: its names (the first is shown), title, field of a layout,
-    and the meaning of words. `words` describes accepted words beyond the fixed ones; `pattern`
-    matches them.
+    """One dimension of the search space: its name, field of a layout, and the meaning of words.
+    `words` describes accepted words beyond the fixed ones; `pattern` matches them.
     """
 
-    names: tuple[str, ...]
-    title: str
+    name: str
     field: str
     values: Mapping[str, Any] = {}
     words: str = "a number"
@@ -172,9 +168,7 @@ class Dimension(NamedTuple):
         if word in self.values:
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
-            raise ValueError(
-                f"{self.names[0]} is {', '.join(self.values) or self.words}, not '{word}'"
-            )
+            raise ValueError(f"{self.name} is {', '.join(self.values) or self.words}, not '{word}'")
         if self.field == "recompute":
             kind, _, modules = word.partition(":")
             return (
@@ -198,39 +192,35 @@ _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
 
 DIMENSIONS: tuple[Dimension, ...] = (
-    Dimension(("nodes",), "nodes", "world"),
-    Dimension(("gbs", "batch", "global-batch"), "global batch", "batch"),
-    Dimension(("tp",), "tensor parallel", "tp"),
-    Dimension(("pp",), "pipeline stages", "pp"),
-    Dimension(("chunks", "vpp"), "chunks", "chunks"),
-    Dimension(("schedule",), "schedule", "schedule", _names(SCHEDULES)),
-    Dimension(("mbs", "micro"), "micro-batch", "micro"),
-    Dimension(("sp",), "sequence parallel", "sp", _SWITCH),
-    Dimension(("overlap",), "tensor overlap", "overlap", _SWITCH),
-    Dimension(("zero",), "ZeRO stage", "zero", _names((0, 1))),
+    Dimension("nodes", "world"),
+    Dimension("gbs", "batch"),
+    Dimension("tp", "tp"),
+    Dimension("pp", "pp"),
+    Dimension("chunks", "chunks"),
+    Dimension("schedule", "schedule", _names(SCHEDULES)),
+    Dimension("mbs", "micro"),
+    Dimension("sp", "sp", _SWITCH),
+    Dimension("overlap", "overlap", _SWITCH),
+    Dimension("zero", "zero", _names((0, 1))),
     Dimension(
-        ("recompute",),
-        "recomputation",
+        "recompute",
         "recompute",
         pattern=_RECOMPUTE,
         words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or "
         "full[:uniform|block[:LAYERS]]",
     ),
-    Dimension(("order",), "rank order", "rank_order", _names(RANK_ORDERS)),
+    Dimension("order", "rank_order", _names(RANK_ORDERS)),
     Dimension(
-        ("devices",),
-        "device order",
+        "devices",
         "device_order",
         pattern=r"\d{1,4}(-\d{1,4})*",
         words="such as 0-1-6-7-2-3-4-5",
     ),
 )
-_BY_NAME: Mapping[str, Dimension] = {
-    name: dimension for dimension in DIMENSIONS for name in dimension.names
-}
+_BY_NAME = {dimension.name: dimension for dimension in DIMENSIONS}
 
 Wanted = Mapping[str, tuple[Any, ...]]
-"""Values that are allowed, by the first name of a dimension; what is not named may be anything."""
+"""Values that are allowed, by dimension; what is not named may be anything."""
 
 
 def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
@@ -244,14 +234,12 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         before, equals, word = item.rpartition("=")
         if equals:
-            given = before.strip().lower().replace("_", "-").lstrip("-")
-            if given not in _BY_NAME:
-                known = ", ".join(d.names[0] for d in DIMENSIONS)
+            name = before.strip().lower().lstrip("-")
+            if name not in _BY_NAME:
                 raise ConfigError(
-                    f"{flag} {text}: '{given}' is unknown{did_you_mean(given, _BY_NAME)}; known: "
-                    f"{known}"
+                    f"{flag} {text}: '{name}' is unknown{did_you_mean(name, _BY_NAME)}; known: "
+                    f"{', '.join(_BY_NAME)}"
                 )
-            name = _BY_NAME[given].names[0]
             if name in found:
                 raise ConfigError(
                     f"{flag} {text}: {name} is given twice: several values are {name}=A,B"

@@ -8,7 +8,7 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,7 +156,8 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
         _passes(part, block) for part in (traced.embedding, traced.layer, traced.head)
     )
     again = layer if traced.again is None else _passes(traced.again, block)
-    groups, plain = _groups(stage, group), stage.layers - stage.layers_again
+    groups = _groups(stage, group)
+    plain = stage.layers - stage.layers_again
     first, last = int(stage.first), int(stage.last)
     # keeps nothing of its own
     passing = [again["forward"], -again["forward"].sum(axis=0, keepdims=True)]
@@ -208,15 +209,35 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def memory_of_ranks(
-    config: Config, device: str = "cuda", *, ranks: Sequence[int] | None = None
-) -> tuple[RankMemory, ...]:
-    """Return the memory of all pipeline ranks, or of `ranks`, in a step of the full global batch.
+def memory_of_ranks(config: Config, device: str = "cuda") -> tuple[RankMemory, ...]:
+    """Return the memory of all pipeline ranks in a step of the full global batch.
 
     device   "cpu" or a GPU's: they differ in operators and in the rounding of memory
     """
-    every = range(config.parallel.pipeline_model_parallel_size)
-    return tuple(_memory(config, rank, device) for rank in (every if ranks is None else ranks))
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    return tuple(_memory(config, rank, device) for rank in ranks)
+
+
+def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
+    """Find the pipeline rank with the highest peak, or any rank that needs more than `capacity`."""
+    first = _memory(config, 0, device)  # holds the most micro-batches
+    if first.total > capacity:
+        return first
+    others = range(1, config.parallel.pipeline_model_parallel_size)
+    ranks = (first, *(_memory(config, rank, device) for rank in others))
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def state_bytes(config: Config, parameters: int) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer for a rank's parameters."""
+    precision = config.precision
+    owned = parameters / owners(config)
+    return {
+        "weights": precision.weight_bytes * parameters,
+        "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
+        "moments": optimizer_state(config).bytes * owned,
+        "gradients": precision.gradient_bytes * parameters,
+    }
 
 
 def sized_model(config: Config) -> ModelConfig:
@@ -241,22 +262,16 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    n = parameters_of_rank(config, rank, device)
-    divided = owners(config)
-    precision = config.precision
-    states = {
-        "weights": precision.weight_bytes * n,
-        "master": 0.0 if precision.dtype_name == "float32" else 4.0 * n / divided,
-        "moments": optimizer_state(config).bytes * n / divided,
-        "gradients": precision.gradient_bytes * n,
-    }
+    states = state_bytes(config, parameters_of_rank(config, rank, device))
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 
 
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     """Return the bytes of passes and messages at their peak."""
-    parallel, traced, m = config.parallel, trace(config, device), config.num_micro_batches()
+    parallel = config.parallel
+    traced = trace(config, device)
+    m = config.num_micro_batches()
     p = parallel.pipeline_model_parallel_size
     v = parallel.num_chunks
     group = config.recompute.recompute_num_layers
@@ -281,7 +296,8 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
 
 def _sent(config: Config, rank: int) -> int:
     """Count sent messages that a rank still keeps at its peak; fewer with few micro-batches."""
-    p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    p = config.parallel.pipeline_model_parallel_size
+    v = config.parallel.num_chunks
     passes = config.num_micro_batches() * v
     ahead = passes if rank < p - 1 or v > 1 else 0
     back = max(0, passes - (p - 1 - rank) - 1) if rank > 0 or v > 1 else 0

@@ -58,7 +58,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
     precision = config.precision
     traced = trace(config, device)
     stages = stages_of(config)
-    size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
+    size = parallel.pipeline_model_parallel_size
+    micro_batches = config.num_micro_batches()
     tensor, parameters = list[Counter[Message]](), 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
@@ -69,7 +70,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
                 sent[message] += run.times * micro_batches
         tensor.append(sent)
         parameters = max(parameters, sum(parameters_of(traced, stage) for stage in own))
-    gradients, weights = parameters * precision.gradient_bytes, parameters * precision.weight_bytes
+    gradients = parameters * precision.gradient_bytes
+    weights = parameters * precision.weight_bytes
     data = [Message("all_reduce", gradients)]
     if config.engine.zero_stage:
         data = [Message("reduce_scatter", gradients), Message("all_gather", weights)]
@@ -122,7 +124,8 @@ def placement_cost(config: Config, placement: Placement) -> PlacementCost:
 
 
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
-    channels, parts = Channels(config, placement.cluster, placement), list[MessageCost]()
+    channels = Channels(config, placement.cluster, placement)
+    parts = list[MessageCost]()
     for direction, group, messages, ask in (
         ("tp", channels.tensor_lane, sent.tensor, channels.tensor_s),
         ("dp", channels.data_lane, sent.data, channels.data_s),
@@ -137,10 +140,12 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
                 sum(size * count for size, count in counts.items()), group.ranks, kind
             )
             seconds = sum(count * ask(kind, size) for size, count in counts.items())
-            name, (_, basis, limit) = kind.replace("_", "-"), group.rate
+            name = kind.replace("_", "-")
+            (_, basis, limit) = group.rate
             parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
     if sent.messages:
-        last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
+        last = placement.layout.pipeline - 1
+        chunks = config.parallel.num_chunks
         ways = [
             channels.boundary(rank, True, sent.message_bytes)
             for rank in range(len(channels.boundaries))
@@ -197,7 +202,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     sent = step_messages(config, cluster.device_type)
     rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
     places = (
-        Placement(cluster, _layout(config, order), own)
+        Placement(cluster, layout_of(config, order), own)
         for order in rank_orders
         for own in device_orders
     )
@@ -207,7 +212,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Return the placement with Megatron's rank order, and device i for local rank i."""
     return Placement(
-        cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster)))
+        cluster, layout_of(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster)))
     )
 
 
@@ -217,16 +222,17 @@ def place_with(
     """Return the placement with these orders. Raises ConfigError as choose_placement does."""
     if len(device_order) != _devices_used(config, cluster):
         check_device_order(device_order, cluster)
-    return Placement(cluster, _layout(config, rank_order), device_order)
+    return Placement(cluster, layout_of(config, rank_order), device_order)
 
 
-def _layout(config: Config, order: str) -> Layout:
+def layout_of(config: Config, order: str | None = None) -> Layout:
+    """Return the job's parallel sizes, with this rank order or the job's own."""
     parallel = config.parallel
     return Layout.for_world(
         parallel.world_size,
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
-        order,
+        order or parallel.rank_order or DEFAULT_ORDER,
     )
 
 
@@ -249,7 +255,8 @@ def plain(order: tuple[int, ...]) -> str:
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
     """Count the used devices of each node. Raises ConfigError unless they fill whole nodes."""
-    world, each = config.parallel.world_size, cluster.devices_per_node
+    world = config.parallel.world_size
+    each = cluster.devices_per_node
     if world <= each:
         return world
     if world % each:
@@ -305,8 +312,10 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
     """Render both orders, and the message times of a step beside those of the naive placement."""
-    layout, naive = placement.layout, naive_placement(config, placement.cluster)
-    cost, other = placement_cost(config, placement), placement_cost(config, naive)
+    layout = placement.layout
+    naive = naive_placement(config, placement.cluster)
+    cost = placement_cost(config, placement)
+    other = placement_cost(config, naive)
     rows = list[tuple[str, ...]]()
     for part, plain in zip(cost.parts, other.parts, strict=True):
         rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"

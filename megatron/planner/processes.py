@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron.errors import MegatronError
 
@@ -32,16 +32,16 @@ _LAUNCHED = (
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
-    """Return the seconds that this thread waited for a core in use by others; None where Linux does
+def seconds_waited() -> float:
+    """Return the seconds that this thread waited for a core in use by others; 0 where Linux does
     not report it.
 
     Source: sched-stats.rst in the kernel's documentation.
     """
     try:
-        return int(Path(path).read_text().split()[1]) / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
-        return None
+        return 0.0
 
 
 def reserve_port() -> socket.socket:
@@ -90,30 +90,28 @@ def gpus_here() -> int:
 @contextlib.contextmanager
 def process_pool(
     processes: int,
-    method: Literal["fork", "spawn"],
     killed: str,
     start: Callable[..., object] | None = None,
     *arguments: Any,
 ) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield map(function, items, chunksize=1), computed in order by processes that have called
-    start(*arguments).
+    """Yield map(function, items), computed in order by processes that have called start(*arguments).
 
-    method  "fork": loaded data need not be sent, but no thread that matters there may be running;
-            or "spawn"
+    They are forked, so that loaded data need not be sent; no thread that matters there may be
+    running.
 
     Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
     also end when this process is killed. Raises MegatronError with the text `killed` when one of
     them is killed.
     """
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), start, arguments))
 
-    def run(function: Callable[..., Any], items: Any, chunksize: int = 1) -> Iterator[Any]:
+    def run(function: Callable[..., Any], items: Any) -> Iterator[Any]:
         # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
         # This process gets one a moment later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return pool.map(function, items, chunksize=chunksize)
+            return pool.map(function, items)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

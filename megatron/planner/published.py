@@ -53,8 +53,3 @@ def published(num_layers: int | None, hidden_size: int | None) -> Published | No
     return next(
         (m for m in MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None
     )
-
-
-def published_by_name(name: str) -> Published | None:
-    """Return the results of the model with this name, such as '175b'."""
-    return next((m for m in MODELS if m.name == name.lower()), None)

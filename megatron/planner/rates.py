@@ -89,7 +89,6 @@ class Rates:
         heads: int,
         seq: int,
         head_dim: int,
-        *,
         backward: bool,
     ) -> float:
         """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""

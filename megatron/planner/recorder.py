@@ -126,7 +126,10 @@ class _Recorder(Follower):
     def recorded(self, category: str) -> Iterator[list[Pass]]:
         """Record a pass, and append it at the end. category: of the memory allocated in it."""
         found: list[Pass] = []
-        self._steps, self._labels, self.category, self._label = [], [], category, ""
+        self._steps = []
+        self._labels = []
+        self.category = category
+        self._label = ""
         try:
             yield found
         finally:
@@ -325,9 +328,12 @@ class _Piece:
         context = layer_context(config, topology, perform_initialization=False)
         make: Any = config.pieces.model or GPTChunk
         chunk = make(config, context, 0 if first else 1, range(kind == "layer"), last=last)
-        self.config, self.device, self.recorder = config, topology.device, recorder
+        self.config = config
+        self.device = topology.device
+        self.recorder = recorder
         self.chunk = chunk.to(getattr(torch, config.precision.dtype_name)).train()
-        self.queue, self.hands_on = context.weight_gradients, 0
+        self.queue = context.weight_gradients
+        self.hands_on = 0
         self.terms = Terms([self.chunk], context.sequence_parallel)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         for p in self.chunk.parameters():
@@ -346,13 +352,16 @@ class _Piece:
         The list lets `backward` free the root.
         """
         self.recorder.begin()
-        config, device, chunk = self.config, self.device, self.chunk
+        config = self.config
+        device = self.device
+        chunk = self.chunk
         size = config.batch.micro_batch_size, config.model.seq_length
         tokens, labels, positions = (
             torch.empty(size, dtype=torch.int64, device=device) for _ in range(3)
         )
         batch = MicroBatch(tokens, labels, torch.empty(size, device=device), positions, None, 0)
-        shape, dtype = hidden_shape(config), hidden_dtype(config)
+        shape = hidden_shape(config)
+        dtype = hidden_dtype(config)
         anchor = torch.empty((), requires_grad=True, device=device)
         with self.recorder.recorded("activations") as found:
             hidden = None
@@ -398,7 +407,8 @@ class _Piece:
 def _topology(config: Config, device: str) -> Topology:
     """Create one rank of a tensor-parallel group whose messages are dropped."""
     size = config.parallel.tensor_model_parallel_size
-    alone, tensor = Group((0,), 0), Group((0,), 0, kind="tensor")
+    alone = Group((0,), 0)
+    tensor = Group((0,), 0, kind="tensor")
     if size > 1:
         # whose constructor without a store its stubs leave out
         handle: Any = torch.distributed.ProcessGroup
@@ -411,7 +421,8 @@ def _topology(config: Config, device: str) -> Topology:
 @contextlib.contextmanager
 def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
     """Record a part of the model, for a "cuda" or "cpu" device that this machine may lack."""
-    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
+    on = "cpu" if device == "cpu" else "meta"
+    recorder = _Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_data(on, recorder))
         piece = _Piece(config, on, kind, recorder)

@@ -88,7 +88,9 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     In a group of layers of which only the input is kept, all layers are recomputed before the first
     backward pass. The last one stops early, as in torch: at the last tensor that is kept.
     """
-    first, last, alone = int(stage.first), int(stage.last), stage.groups_again
+    first = int(stage.first)
+    last = int(stage.last)
+    alone = stage.groups_again
     inside = stage.layers_again - alone
     embedding = trace.embedding
     layer = trace.layer

@@ -136,7 +136,10 @@ class Work(dist.Work):
 
     def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
         super().__init__()
-        self.tensors, self.number, self._follower, self._done = tensors, 0, follower, False
+        self.tensors = tensors
+        self.number = 0
+        self._follower = follower
+        self._done = False
 
     def wait(self, timeout: Any = None) -> bool:
         self.tensors, self._done = [], True

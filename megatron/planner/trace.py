@@ -159,7 +159,8 @@ def that_counts(config: Config, kind: str) -> Config:
             f.name: f.default for f in dataclasses.fields(section) if f.name not in _names()[name]
         }
         sections[name] = dataclasses.replace(getattr(config, name), **reset)
-    model, tensor = sections["model"], sections["parallel"].tensor_model_parallel_size
+    model = sections["model"]
+    tensor = sections["parallel"].tensor_model_parallel_size
     sections["model"] = dataclasses.replace(
         model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
     )

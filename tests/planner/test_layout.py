@@ -52,7 +52,7 @@ def test_the_short_form():
         "mbs": (1,),
         "recompute": ("selective",),
     }
-    assert parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,vpp=1", "--fix") == {
+    assert parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,chunks=1", "--fix") == {
         "tp": (4, 8),
         "pp": (2,),
         "recompute": ("full:block:3", "none"),

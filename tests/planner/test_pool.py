@@ -14,7 +14,6 @@ from megatron.errors import MegatronError
 from megatron.planner.processes import process_pool
 from tests.helpers.launching import ROOT
 
-METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
 _base = 0
 
 
@@ -42,10 +41,9 @@ def fail(number: int) -> int:
 
 
 @pytest.mark.slow
-@METHODS
-def test_answers_come_in_order_from_processes_that_were_started(method: str) -> None:
-    with process_pool(2, method, "killed", start, 100) as run:  # type: ignore[arg-type]
-        answers = list(run(work, range(40), 4))
+def test_answers_come_in_order_from_processes_that_were_started() -> None:
+    with process_pool(2, "killed", start, 100) as run:
+        answers = list(run(work, range(40)))
     assert [number for number, *_ in answers] == list(range(100, 140)) and all(
         quiet for *_, quiet in answers
     )
@@ -56,40 +54,32 @@ def test_answers_come_in_order_from_processes_that_were_started(method: str) -> 
 def test_errors() -> None:
     with (
         pytest.raises(MegatronError, match="no memory"),
-        process_pool(2, "fork", "no memory") as run,
+        process_pool(2, "no memory") as run,
     ):
         list(run(die, [1, 2]))
-    with pytest.raises(ValueError, match="no 1"), process_pool(2, "fork", "killed") as run:
+    with pytest.raises(ValueError, match="no 1"), process_pool(2, "killed") as run:
         list(run(fail, [1, 2]))
 
 
 # A Ctrl-C in the first moment of each process of the pool, before any of our code could run there.
-AT_FORK = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-AT_START = (
-    "import os, signal, sys\nif '--multiprocessing-fork' in sys.orig_argv: "
-    "os.kill(os.getpid(), signal.SIGINT)\n"
-)
 PROGRAM = """
 import os, signal
-{first}
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))
 from megatron.planner.processes import process_pool
 from tests.planner.test_pool import work
 if __name__ == "__main__":
-    with process_pool(2, "{method}", "killed") as run:
+    with process_pool(2, "killed") as run:
         print([number for number, *_ in run(work, range(4))])
 """
 
 
 @pytest.mark.slow
-@METHODS
-def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_they_start_ends_none_of_them(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(first=AT_FORK if method == "fork" else "", method=method))
-    if method == "spawn":
-        (tmp_path / "sitecustomize.py").write_text(AT_START)
+    program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -103,7 +93,7 @@ from megatron.planner.processes import process_pool
 def wait(number):
     os.write(1, b"waits\\n")  # at once: print may write the end of the line by itself
     time.sleep(600)
-with process_pool(2, "fork", "killed") as run:
+with process_pool(2, "killed") as run:
     list(run(wait, [1, 2]))
 """
 

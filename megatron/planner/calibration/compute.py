@@ -135,7 +135,8 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
             _with_data(operators, device)
             for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))
         ]
-        turn, kept = itertools.cycle(sets), collections.deque[list[Any]](maxlen=len(sets))
+        turn = itertools.cycle(sets)
+        kept = collections.deque[list[Any]](maxlen=len(sets))
 
         def work() -> Any:
             with torch.no_grad():
@@ -155,7 +156,8 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
     The kernels of a kind are measured together, at their mean size.
     """
-    dtype_name, kinds = config.precision.dtype_name, dict[str, dict[Any, Call]]()
+    dtype_name = config.precision.dtype_name
+    kinds = dict[str, dict[Any, Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
             # Into an existing matrix: other work on an operator's result is not part of a product.
@@ -181,7 +183,8 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
     for kind, found in kinds.items():
         least = _LEAST_SHARE * max(work.bytes for work, _ in found)
         large = {work: call for work, call in found.items() if work[0].bytes >= least}
-        size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
+        size = sum(work.bytes for work, _ in large)
+        count = sum(work.kernels for work, _ in large)
         yield Task(
             f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9
         )
@@ -193,7 +196,8 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 def _update(config: Config, device: torch.device) -> Task:
     """Task for gradient norm and AdamW, over the elements of a layer or more."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
-    dtype_name, kernels = config.precision.dtype_name, config.kernels
+    dtype_name = config.precision.dtype_name
+    kernels = config.kernels
 
     def work() -> Work:
         weights = torch.nn.Parameter(torch.zeros(elements, device=device))

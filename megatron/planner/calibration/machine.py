@@ -111,7 +111,8 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
         lambda: executor.train([batch], loss_scale=engine.loss_scale),
         lambda: engine.step(1e-4),
     )
-    begin, found = time.perf_counter(), [list[float]() for _ in pieces]
+    begin = time.perf_counter()
+    found = [list[float]() for _ in pieces]
     while time.perf_counter() - begin < seconds or len(found[0]) < 5:
         for piece, took in zip(pieces, found, strict=True):
             start = time.perf_counter()
@@ -157,7 +158,8 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
     """
     together = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
-        launch, device = rendezvous.launch, rendezvous.device
+        launch = rendezvous.launch
+        device = rendezvous.device
         set_up_host(config, device, launch)
         points = _points(config, launch, device, together)
     if launch.rank:
@@ -169,7 +171,8 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        name, memory = platform.machine(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = platform.machine()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Found(
         points,
         host,
@@ -189,7 +192,8 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     Compute is the mean over processes, messages are those of the slowest process.
     """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
-    per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
+    per_node = launch.local_world_size
+    cores = len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
     tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
     # More processes than cores would wait for each other: one per core measures.
@@ -239,7 +243,8 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
         f"tools/calibrate.py, {found.nodes * found.per_node} process(es) of {found.threads} "
         f"thread(s), torch {torch.__version__}, over the shapes of: {' '.join(argv)}"
     )
-    on_cpu, devices = found.device_type == "cpu", range(found.per_node)
+    on_cpu = found.device_type == "cpu"
+    devices = range(found.per_node)
     points = found.points | {
         name: [[float(f"{value:.4g}")]] for name, value in _overheads(found).items()
     }
@@ -250,7 +255,8 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
     figures.append(
         Figure("kernel_s", ((_KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0)
     )
-    link, core = _gb_per_s(found, 1), max(1, found.cores // found.per_node)
+    link = _gb_per_s(found, 1)
+    core = max(1, found.cores // found.per_node)
     return Cluster(
         name=name,
         title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",

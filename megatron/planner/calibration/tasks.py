@@ -64,22 +64,26 @@ def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> fl
     CPU times exclude waits of this thread for a core, unless processes wait for each other.
     """
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(calls):
             work()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
-    waited, ran, begin = seconds_waited() or 0.0, time.thread_time(), time.perf_counter()
+    waited = seconds_waited()
+    ran = time.thread_time()
+    begin = time.perf_counter()
     for _ in range(calls):
         work()
-    elapsed, ran = time.perf_counter() - begin, time.thread_time() - ran
+    elapsed = time.perf_counter() - begin
+    ran = time.thread_time() - ran
     if together:
         return elapsed
     # A wait is counted in full when it ends, even if it began earlier: never return less than the
     # CPU time.
-    return max(elapsed - ((seconds_waited() or 0.0) - waited), ran)
+    return max(elapsed - (seconds_waited() - waited), ran)
 
 
 def seconds_per_call(
@@ -112,7 +116,8 @@ def measure(
     processes that measure the same tasks together.
     """
     rounds: list[list[float]] = [[] for _ in tasks]
-    each, begin = seconds / (max(1, len(tasks)) * PASSES), clock()
+    each = seconds / (max(1, len(tasks)) * PASSES)
+    begin = clock()
     for number in range(PASSES):
         for task, found in zip(tasks, rounds, strict=True):
             works, took = [task.make()], clock() - begin
@@ -259,7 +264,8 @@ def _message(group: Group, size: int, device: torch.device) -> Make:
     """Return work that sends a tensor back and forth."""
 
     def make() -> Work:
-        tensors, peer = _in_turn(device, size), group.ranks[1 - group.rank]
+        tensors = _in_turn(device, size)
+        peer = group.ranks[1 - group.rank]
         calls = (dist.send, dist.recv) if group.is_first else (dist.recv, dist.send)
 
         def run() -> None:

@@ -230,7 +230,8 @@ class _Flight(FlightRecorder):
 
     def computed(self) -> None:
         super().computed()
-        self._follower.category, self._follower.vocabulary = "temporary", -1
+        self._follower.category = "temporary"
+        self._follower.vocabulary = -1
 
 
 def _type(device: Any) -> str:

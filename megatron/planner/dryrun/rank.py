@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ def member(
             "a dry run creates its own process group, but this process already has one: use "
             "another process"
         )
-    parallel, deepspeed = config.parallel, import_deepspeed(device)
+    parallel = config.parallel
+    deepspeed = import_deepspeed(device)
     accelerator = deepspeed.accelerator.get_accelerator()
     # Set-up must not depend on this machine's free memory.
     replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
@@ -117,7 +118,6 @@ def run_rank(
     rank: int,
     device: str,
     micro_batches: int,
-    alter: Callable[[Any], object] | None = None,
 ) -> RankRun:
     """Set up `rank` of the job that `config` describes, and run two steps.
 
@@ -125,7 +125,6 @@ def run_rank(
     one has `micro_batches` micro-batches and sends buckets early, as all later steps do.
 
     device  "cpu", or "meta" for a GPU
-    alter   called with the executor before the first step, for tests
 
     Exceptions of the run's code are passed on.
     """
@@ -141,8 +140,6 @@ def run_rank(
         engine = Engine(config, topology, chunks)
         chunks.train()
         executor = build_executor(config, topology, chunks, engine)
-        if alter is not None:
-            alter(executor)
         _sort(follower, engine, chunks)
         gc.collect()
         setup = len(follower.steps)
@@ -212,7 +209,9 @@ def _peak_of_steps(
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     """Create a step's micro-batches; empty ones on a stage that reads no data, as in a run."""
-    count, b, s = config.num_micro_batches(), config.batch.micro_batch_size, config.model.seq_length
+    count = config.num_micro_batches()
+    b = config.batch.micro_batch_size
+    s = config.model.seq_length
     if not reads_data(config, topology):
         empty = torch.empty(0)
         return [MicroBatch(empty, empty, empty, empty, None, i * b) for i in range(count)]

@@ -6,10 +6,9 @@ import dataclasses
 import os
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,14 +20,13 @@ from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.model.stages import assign_layers
-from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.dryrun.follower import Finding, check_collectives, check_messages
 from megatron.planner.dryrun.rank import RankRun, run_rank
 from megatron.planner.memory import CATEGORIES, sized_model
-from megatron.planner.placement import choose_placement
+from megatron.planner.placement import choose_placement, layout_of
 from megatron.planner.table import Table
 
 GIB = 2.0**30
@@ -66,17 +64,6 @@ class Member:
     rank: int
     pipeline_rank: int
     stands_for: tuple[int, ...] = ()
-
-
-def layout_of(config: Config) -> Layout:
-    """Return the job's parallel sizes, with its rank order."""
-    parallel = config.parallel
-    return Layout(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-        parallel.rank_order or DEFAULT_ORDER,
-    )
 
 
 def members_of(config: Config) -> list[Member]:
@@ -163,30 +150,29 @@ def rehearse(
     config: Config,
     cluster: Cluster | None = None,
     device: str | None = None,
-    *,
-    alter: Callable[[int, Any], object] | None = None,
 ) -> Rehearsal:
     """Run training steps of every kind of rank of the job, without data.
 
     cluster  machine that the ranks run on; None: this machine
     device   "gpu" or "cpu"; None: that of the cluster, or of this machine without one
-    alter    called with each pipeline rank and its executor before its first step, for tests
 
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
     and if this process already belongs to a job. Exceptions of the ranks' code become findings.
     """
-    config, device = settled(config, cluster), device or device_of(cluster)
-    count, runs, failed = enough_micro_batches(config), dict[Member, RankRun](), list[Finding]()
+    config = settled(config, cluster)
+    device = device or device_of(cluster)
+    count = enough_micro_batches(config)
+    runs = dict[Member, RankRun]()
+    failed = list[Finding]()
     for m in members_of(config):
-        change = None if alter is None else (lambda executor, p=m.pipeline_rank: alter(p, executor))
         try:
-            runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count, change)
+            runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count)
         except Exception as error:  # the run would fail with it, too
             failed.append(Finding("error", m.rank, _describe(error)))
-    each = layout_of(config).tensor * layout_of(config).data
+    layout = layout_of(config)
     capacity = capacity_of(config, cluster, device)
     ranks = [
-        dataclasses.replace(run, stands_for=each * len(m.stands_for))
+        dataclasses.replace(run, stands_for=layout.tensor * layout.data * len(m.stands_for))
         for m, run in runs.items()
         if m.stands_for
     ]
@@ -236,7 +222,8 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
     plan = build_schedule(
         config.schedule, parallel.pipeline_model_parallel_size, parallel.num_chunks, micro_batches
     )
-    shape, dtype = hidden_shape(config), str(hidden_dtype(config)).removeprefix("torch.")
+    shape = hidden_shape(config)
+    dtype = str(hidden_dtype(config)).removeprefix("torch.")
     findings = []
     for m, run in runs.items():
         findings += check_messages(m.rank, run.messages, plan[m.pipeline_rank], shape, dtype)
@@ -331,7 +318,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
 
 
 def _heading(config: Config, cluster: Cluster | None) -> str:
-    layout, chunks = layout_of(config), config.parallel.num_chunks
+    layout = layout_of(config)
+    chunks = config.parallel.num_chunks
     machine = f"this machine's kind of device ({device_of(cluster)})"
     if cluster is not None:
         nodes = -(-layout.world_size // cluster.devices_per_node)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
-from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
@@ -27,7 +26,7 @@ from megatron.planner.layout import (
     recompute_settings,
     write_value,
 )
-from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
+from megatron.planner.memory import parameters_of_rank, peak_rank, state_bytes
 from megatron.planner.placement import Placement, check_device_order, place_with
 from megatron.planner.processes import process_pool
 from megatron.planner.search.space import GIB, Rejections, Space
@@ -103,7 +102,7 @@ def values_of(layout: Layout, per_node: int) -> list[Value]:
     """List a layout's choices as (dimension, value), without dimensions that leave no choice."""
     found = []
     for dimension in DIMENSIONS:
-        name = dimension.names[0]
+        name = dimension.name
         if name not in _PLACED and layout.has_choice(name):
             value = dimension.value(layout, per_node)
             found.append((name, kind_of_recompute(value) if name == "recompute" else value))
@@ -151,13 +150,14 @@ class Search:
 
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
         """Find and score the layout with the fewest recomputed layers that fits."""
-        layout, kind = ranked.layout, kind_of_recompute(ranked.layout.recompute)
+        layout = ranked.layout
+        kind = kind_of_recompute(ranked.layout.recompute)
         options = (v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind)
         misfits = list[Rejected]()
         try:
             for own in (layout._replace(recompute=option) for option in options):
                 config = self.space.config(own)
-                full = self._peak_rank(config)
+                full = peak_rank(config, self.space.cluster.device_type, self.capacity)
                 if full.total <= self.capacity:
                     return Ranked(self._folded(own, config), own, full.total)
                 misfits.append(self._misfit(own, full.total, full.rank))
@@ -203,7 +203,7 @@ class Search:
                     config = self.space.config(layout)
                     memory, rank = self._states(config)
                     if memory <= self.capacity:
-                        full = self._peak_rank(config)
+                        full = peak_rank(config, self.space.cluster.device_type, self.capacity)
                         memory, rank = full.total, full.rank
                 except ConfigError:
                     return None
@@ -229,7 +229,8 @@ class Search:
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements to estimate, with their channels."""
-        parallel, cluster = config.parallel, self.space.cluster
+        parallel = config.parallel
+        cluster = self.space.cluster
         key = (
             parallel.world_size,
             parallel.tensor_model_parallel_size,
@@ -244,21 +245,9 @@ class Search:
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
-    def _peak_rank(self, config: Config) -> RankMemory:
-        """Find the pipeline rank with the highest peak, or any rank that does not fit."""
-        device = self.space.cluster.device_type
-        first = memory_of_ranks(config, device, ranks=(0,))[0]  # holds the most micro-batches
-        if first.total > self.capacity:
-            return first
-        others = range(1, config.parallel.pipeline_model_parallel_size)
-        return max(
-            (first, *memory_of_ranks(config, device, ranks=others)),
-            key=lambda rank: (rank.total, -rank.rank),
-        )
-
     def _states(self, config: Config) -> tuple[float, int]:
         """Return bytes of weights, gradients and optimizer on the largest rank, and that rank."""
-        parallel, in_fp32 = config.parallel, config.precision.dtype_name == "float32"
+        parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
@@ -274,11 +263,7 @@ class Search:
                 (parameters_of_rank(plain, rank, device), -rank) for rank in ranks
             )
         most, rank = self._known[key]
-        owners = parallel.data_parallel_size if config.engine.zero_stage else 1
-        states = (optimizer_state(config).bytes + (0 if in_fp32 else 4)) / owners
-        return most * (
-            config.precision.weight_bytes + config.precision.gradient_bytes + states
-        ), -rank
+        return sum(state_bytes(config, most).values()), -rank
 
 
 def _refused(error: ConfigError) -> Rejected:
@@ -305,13 +290,18 @@ def _with(config: Config, layout: Layout) -> Config:
 
 def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     """Find the best layouts of a space; the result does not depend on the number of processes."""
-    found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
+    found = Found()
+    start = time.monotonic()
+    each = given.space.cluster.devices_per_node
     # layouts that share traces go to one process
     tasks: dict[tuple[int, int, int], list[Layout]] = {}
     for size in given.space.sizes(found.rejections):
         tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
     found.sizes = sum(map(len, tasks.values()))
-    ranked, fit, enough, pruned = list[Ranked](), list[Ranked](), Counter[Value](), 0
+    ranked = list[Ranked]()
+    fit = list[Ranked]()
+    enough = Counter[Value]()
+    pruned = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
         full = set[tuple[int, int]]()
@@ -390,7 +380,7 @@ def _workers(
         "a process of the search was killed, possibly for lack of memory: use fewer --processes, "
         "or narrow the search with --fix"
     )
-    with process_pool(processes, "fork", killed, _start, given) as in_processes:
+    with process_pool(processes, killed, _start, given) as in_processes:
         yield lambda kind, tasks: in_processes(_in_process, [(kind, task) for task in tasks])
 
 
@@ -443,7 +433,8 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
 
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
     """Time messages of each kind and size; between stages the slowest boundary, and their sum."""
-    channels, found = Channels(config, cluster, placement), list[float]()
+    channels = Channels(config, cluster, placement)
+    found = list[float]()
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:
         for kind in ("all_reduce", "reduce_scatter"):

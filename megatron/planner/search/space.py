@@ -41,21 +41,23 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     return finish(settings)
 
 
-def headroom_bytes(text: str, cluster: Cluster) -> float:
-    """Convert --headroom (GiB or a percentage) into bytes. Raises ConfigError."""
-    number, percent = text.removesuffix("%"), text.endswith("%")
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
+def usable_bytes(headroom: str, cluster: Cluster) -> float:
+    """Return the bytes of a device that --headroom (GiB or a percentage) leaves.
+
+    Raises ConfigError.
+    """
     total = cluster.memory_gib * GIB
-    found = total * value / 100 if percent else value * GIB
-    if not 0 <= found < total:
+    unit = total / 100 if headroom.endswith("%") else GIB
+    try:
+        kept = float(headroom.removesuffix("%")) * unit
+    except ValueError:
+        kept = -1.0
+    if not 0 <= kept < total:
         raise ConfigError(
-            f"--headroom {text}: give GiB or a share such as 10%, less than the "
+            f"--headroom {headroom}: give GiB or a share such as 10%, less than the "
             f"{cluster.memory_gib:g} GiB of a {cluster.device}"
         )
-    return found
+    return total - kept
 
 
 @dataclass
@@ -171,7 +173,8 @@ class Space:
         return None
 
     def _chunks(self, pp: int) -> list[int]:
-        layers, layout = self.base.model.num_layers, self.base.parallel.pipeline_layout
+        layers = self.base.model.num_layers
+        layout = self.base.parallel.pipeline_layout
         if layout is not None:
             stages = layout.count(",") + 1
             found = [stages // pp] if stages % pp == 0 else []
@@ -204,7 +207,8 @@ class Space:
         stages = assign_layers(
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
         )
-        most, least = max(map(len, stages)), min(map(len, stages))
+        most = max(map(len, stages))
+        least = min(map(len, stages))
         modules = ["mlp_act", "layernorm"]
         if self.base.kernels.attention_backend in _KEEPS_SCORES:
             modules.insert(0, "core_attn")

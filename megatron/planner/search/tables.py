@@ -50,14 +50,16 @@ class Chosen(NamedTuple):
 
 def chosen_layout(given: Search, layout: Layout, tokens: float | None) -> Chosen:
     """Estimate a layout on its placement."""
-    cluster, config = given.space.cluster, given.space.config(layout)
+    cluster = given.space.cluster
+    config = given.space.config(layout)
     found = estimate(
         config, cluster, place_with(config, cluster, layout.rank_order, layout.device_order)
     )
-    each, most = cluster.devices_per_node, max(rank.total for rank in found.memory)
+    each = cluster.devices_per_node
+    most = max(rank.total for rank in found.memory)
     days = (tokens or 1e9) / found.tokens_per_s / _DAY
     record = {
-        dimension.names[0]: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS
+        dimension.name: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS
     } | {
         "dp": layout.replicas,
         "seconds_per_step": found.seconds,
@@ -261,7 +263,9 @@ def write_files(
 
     Raises ConfigError.
     """
-    space, (layout, winner, record), rows = given.space, chosen[0], io.StringIO()
+    space = given.space
+    (layout, winner, record) = chosen[0]
+    rows = io.StringIO()
     writer = csv.DictWriter(rows, list(record))
     writer.writeheader()
     writer.writerows(one.record for one in chosen)
@@ -283,7 +287,7 @@ def write_files(
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
     timeline(winner.run)  # computed once, for both processes
     killed = "the process that writes the trace was killed, possibly for lack of memory"
-    with process_pool(1, "fork", killed) as in_process:
+    with process_pool(1, killed) as in_process:
         traced = in_process(functools.partial(write_trace, winner.run), [folder / "trace.json"])
         plot_timeline(winner.run, folder / "timeline.png")
         list(traced)  # re-raises its exception
@@ -324,8 +328,10 @@ def _site_script(
 
     If `flags`, those of `config`, give no length, the run gets `tokens`, or tokens per parameter.
     """
-    devices, site = config.parallel.world_size, f"examples/{cluster.name}/site.env"
-    nodes, name = devices // cluster.devices_per_node, preset or "gpt"
+    devices = config.parallel.world_size
+    site = f"examples/{cluster.name}/site.env"
+    nodes = devices // cluster.devices_per_node
+    name = preset or "gpt"
     hours = cluster.wall_limit_hours(nodes)
     length = int(
         tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
@@ -397,8 +403,10 @@ def write_script(
 
     They do not support a part of a node, either. Raises ConfigError.
     """
-    flags, choose = flags_of(config), "another --output folder"
-    devices, each = config.parallel.world_size, cluster.devices_per_node
+    flags = flags_of(config)
+    choose = "another --output folder"
+    devices = config.parallel.world_size
+    each = cluster.devices_per_node
     if cluster.name in _SITES and devices % each == 0:
         text = _site_script(flags, config, preset, cluster, tokens, notes)
         return write_text(folder / "job.sbatch", text, choose=choose)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
@@ -61,7 +61,7 @@ optimizer            the update
 host                 overhead of the host for each layer's pass and for a step"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """Estimate of one step with the full global batch, in the steady state of a run.
 
@@ -72,12 +72,12 @@ class Estimate:
     """
 
     config: Config
-    cluster: Cluster = field(repr=False)
-    placement: Placement = field(repr=False)
+    cluster: Cluster
+    placement: Placement
     parts: Mapping[str, float]
-    channels: Channels = field(repr=False)
-    run: PipelineRun = field(repr=False)
-    stage_seconds: tuple[StageSeconds, ...] = field(repr=False)
+    channels: Channels
+    run: PipelineRun
+    stage_seconds: tuple[StageSeconds, ...]
 
     @property
     def seconds(self) -> float:
@@ -111,7 +111,8 @@ class Estimate:
             n * sum(stage_flops(traced, stage, again=again).values())
             for stage, n in Counter(stages_of(config)).items()
         )
-        tensor, head = parallel.tensor_model_parallel_size, traced.head
+        tensor = parallel.tensor_model_parallel_size
+        head = traced.head
         of_pipeline -= head.padding(tensor) * (head.forward.flops() + head.backward.flops())
         return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()
 
@@ -182,7 +183,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
 
 def busiest_rank(run: PipelineRun) -> int:
     """Find the pipeline rank that computes longest; the first one in a tie."""
-    return max(range(len(run.busy)), key=lambda rank: (run.busy[rank], -rank))
+    return max(range(len(run.busy)), key=run.busy.__getitem__)
 
 
 def _run(
@@ -192,8 +193,11 @@ def _run(
     seconds: tuple[StageSeconds, ...],
     traced: Trace,
 ) -> PipelineRun:
-    parallel, boundaries, crowd = config.parallel, None, crowding(config, cluster)
-    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
+    parallel = config.parallel
+    boundaries = None
+    crowd = crowding(config, cluster)
+    size = parallel.pipeline_model_parallel_size
+    chunks = parallel.num_chunks
     if size > 1:
         there, back = (
             tuple(
@@ -282,14 +286,18 @@ def exchange(
 
     hides  whether messages overlap with computation
     """
-    parallel, engine, precision = config.parallel, config.engine, config.precision
+    parallel = config.parallel
+    engine = config.engine
+    precision = config.precision
     replicas = parallel.data_parallel_size
     size = parallel.pipeline_model_parallel_size
     owned = engine.zero_stage > 0
     if replicas == 1:
         return Exchange(0.0, 0.0)
-    limit, stages = bucket_elements(engine.zero_reduce_bucket_size, replicas), stages_of(config)
-    early, late = engine.overlap_grad_reduce and hides, engine.overlap_param_gather and hides
+    limit = bucket_elements(engine.zero_reduce_bucket_size, replicas)
+    stages = stages_of(config)
+    early = engine.overlap_grad_reduce and hides
+    late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
         own = range(rank, len(stages), size)
@@ -326,7 +334,8 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
         *((i / stage.layers, traced.layer.parameters) for i in range(stage.layers)),
         *[(1.0, head)] * stage.last,
     ]
-    start, forward = run.first_forward_start[number], run.pipeline.times.forward[number]
+    start = run.first_forward_start[number]
+    forward = run.pipeline.times.forward[number]
     end = run.last_backward_end[number]
     backward = run.last_backward_end[number] - run.last_backward_start[number]
     return [
@@ -372,7 +381,8 @@ def bytes_per_element(config: Config, device: str) -> float:
     """
     norm = gradient = float(config.precision.gradient_bytes)
     update = optimizer_state(config).traffic_bytes(gradient)
-    kernels, dtype_name = config.kernels, config.precision.dtype_name
+    kernels = config.kernels
+    dtype_name = config.precision.dtype_name
     if dtype_name == "float32":
         return norm + update
     on_cpu = device == "cpu"
@@ -387,7 +397,8 @@ def bytes_per_element(config: Config, device: str) -> float:
 
 def update_seconds(config: Config, device: str, rates: Rates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
-    stages, traced = stages_of(config), trace(config, device)
+    stages = stages_of(config)
+    traced = trace(config, device)
     size = config.parallel.pipeline_model_parallel_size
     most = max(
         sum(parameters_of(traced, stage) for stage in stages[rank::size]) for rank in range(size)

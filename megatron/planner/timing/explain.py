@@ -22,7 +22,8 @@ _SMALL = 1e-3
 
 def explain(found: Estimate) -> list[Table]:
     """Explain an estimate in tables, beginning with a layer and the other parts of the busiest rank."""
-    traced, rank = trace(found.config, found.cluster.device_type), busiest_rank(found.run)
+    traced = trace(found.config, found.cluster.device_type)
+    rank = busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
     parts = {
@@ -61,7 +62,8 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
     """Tabulate each distinct operation of each module, and each distinct message."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
     channels, rows = found.channels, []
-    total, rest = sum(seconds_of(operation, rates) for operation in of.computations()), 0.0
+    total = sum(seconds_of(operation, rates) for operation in of.computations())
+    rest = 0.0
     for again in (False, True):
         for (label, operation), count in Counter(of.labelled(again=again)).items():
             seconds = count * seconds_of(operation, rates)
@@ -139,7 +141,9 @@ def _stages(found: Estimate, rank: int) -> Table:
 
 
 def _step(found: Estimate, rank: int) -> Table:
-    config, run, parallel = found.config, found.run, found.config.parallel
+    config = found.config
+    run = found.run
+    parallel = found.config.parallel
     t = parallel.tensor_model_parallel_size
     p = parallel.pipeline_model_parallel_size
     d = parallel.data_parallel_size

@@ -26,11 +26,14 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     """
     rates = rates_of(cluster, config.precision.dtype_name)
     traced = trace(config, cluster.device_type)
-    hides, stages = cluster.device_type != "cpu", stages_of(config)
+    hides = cluster.device_type != "cpu"
+    stages = stages_of(config)
     each = {stage: _seconds(traced, stage, rates, channels, hides) for stage in set(stages)}
     seconds = [each[stage] for stage in stages]
-    size, m = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
-    passes, crowd = _passes(seconds, size, m), crowding(config, cluster)
+    size = config.parallel.pipeline_model_parallel_size
+    m = config.num_micro_batches()
+    passes = _passes(seconds, size, m)
+    crowd = crowding(config, cluster)
     if crowd > 1.0:  # the shared cores do all of the work
         passes = max(passes, m * sum(map(sum, seconds)) / size * crowd)
     if size > 1:
@@ -98,7 +101,8 @@ def _exchanged(
     replicas = parallel.data_parallel_size
     if replicas == 1:
         return 0.0
-    own, owned = stages_of(config)[::size], engine.zero_stage > 0
+    own = stages_of(config)[::size]
+    owned = engine.zero_stage > 0
     count = sum(parameters_of(traced, stage) for stage in own)
     layers = max(1, sum(stage.layers for stage in own))
 

@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks, global_shapes, layer_context
-from megatron.parallel.topology import DEFAULT_ORDER
+from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun import rehearsal
@@ -306,18 +306,24 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_executor_that_differs_from_the_others(
-    change: dict[str, Any], kind: str, words: tuple[str, ...]
+    change: dict[str, Any],
+    kind: str,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An executor that differs from the others is found.
 
     It waits for another type, or its code fails, and its rank and line are named.
     """
 
-    def alter(pipeline_rank: int, executor: Any) -> None:
-        if pipeline_rank == 1:
+    def build(config: Config, topology: Topology, *rest: Any) -> Any:
+        executor = build_executor(config, topology, *rest)
+        if topology.pipeline.rank == 1:
             vars(executor).update(change)
+        return executor
 
-    found = broken(make(**PP2), alter=alter)
+    monkeypatch.setattr("megatron.planner.dryrun.rank.build_executor", build)
+    found = broken(make(**PP2))
     finding = found.findings[0]
     assert finding.kind == kind and all(word in finding.text for word in words)
     if kind == "error":

@@ -102,7 +102,7 @@ def test_a_process_that_is_killed_ends_the_search(monkeypatch):
         assert os.getpid() != here
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(find, "memory_of_ranks", memory)
+    monkeypatch.setattr(find, "peak_rank", memory)
     with pytest.raises(MegatronError, match="--processes"):
         search(given(tp=(2,), pp=(2,), mbs=(1,)), processes=2)
 
