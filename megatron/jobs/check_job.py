@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -514,11 +513,12 @@ def check_training(job: Job, config: Config) -> None:
         )
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
     job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
-    checks: dict[str, Callable[[Job, Config], None]] = {"data": check_data, "saving": check_saving}
-    if job.cluster is not None:
-        checks["memory"] = partial(check_memory, job.cluster)
-        checks["cost"] = partial(check_cost, job.cluster)
-    for about, body in checks.items():
+    for about, body in (
+        ("data", check_data),
+        ("saving", check_saving),
+        ("memory", check_memory),
+        ("cost", check_cost),
+    ):
         try:
             body(job, config)
         except ImportError as problem:  # on a login node without torch
@@ -601,8 +601,10 @@ def check_saving(job: Job, config: Config) -> None:
         )
 
 
-def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
-    """Compare the planner's peak memory of a device with what the machine has."""
+def check_memory(job: Job, config: Config) -> None:
+    """Compare the planner's peak memory of a device with what the machine has, if it is known."""
+    if (cluster := job.cluster) is None:
+        return
     peak_gib = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.known["memory"] = text = (
         f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak, "
@@ -617,11 +619,13 @@ def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
         )
 
 
-def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
-    """Estimate the cost of the rest of the run.
+def check_cost(job: Job, config: Config) -> None:
+    """Estimate the cost of the rest of the run, if the machine is known.
 
     Raises ConfigError for a layout that does not fit on the machine, and CheckpointError.
     """
+    if (cluster := job.cluster) is None:
+        return
     start, end = remaining_steps(config)
     step_s = estimate(config, cluster).seconds
     wall_s = duration_s(job.value("time") or "")

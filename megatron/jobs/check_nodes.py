@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
-import re
 import statistics
+import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError, LostRankError
+from megatron.parallel.environment import ask_slurm
 from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.placing import Placing
 from megatron.parallel.processes import bounded
@@ -258,33 +258,18 @@ def judge(
 def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Return the host of each rank: as reported by a process there, or from Slurm's node list."""
     each = launch.local_world_size
-    names = dict(enumerate(expand_hosts(os.environ.get("SLURM_STEP_NODELIST") or "node")))
+    names = dict(enumerate(_slurm_hosts()))
     names |= {rank // each: told["host"] for rank, told in found.items()}
     return [names.get(rank // each, f"node {rank // each}") for rank in range(launch.world_size)]
 
 
-def expand_hosts(nodelist: str) -> list[str]:
-    """Return the host names of a Slurm node list, in its order.
-
-    >>> expand_hosts("frontier[00001-00003,00007],x1")
-    ['frontier00001', 'frontier00002', 'frontier00003', 'frontier00007', 'x1']
-    """
-    hosts: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
-        parts = []
-        for ranges, text in re.findall(r"\[([^\]]*)\]|([^\[\]]+)", item):
-            parts.append(_numbers(ranges) if ranges else [text])
-        hosts += map("".join, itertools.product(*parts))
-    return hosts
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Return the numbers of "00001-00003,00007", with their leading zeros."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        low, _, high = part.partition("-")
-        found += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
-    return found
+def _slurm_hosts() -> list[str]:
+    """Return the hosts of this Slurm step, in order; none without Slurm."""
+    listed = os.environ.get("SLURM_STEP_NODELIST", "")
+    try:
+        return ask_slurm("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def run(args: argparse.Namespace) -> int:

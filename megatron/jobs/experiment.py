@@ -19,6 +19,7 @@ from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
 from megatron.jobs.scaling import METRICS, POINT, RESULT
+from megatron.jobs.space import flags_of
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
@@ -30,14 +31,8 @@ _DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-d
 # lower than Megatron's 2^32, with which the first steps, and so all of these short runs, would
 # overflow and be skipped.
 _PAPER_FLAGS = (
-    "--fp16",
-    "--initial-loss-scale",
-    "4096",
-    "--rank-order",
-    "tp-dp-pp",
-    "--device-order",
-    "0,1,2,3,4,5,6,7",
-)
+    "--fp16 --initial-loss-scale 4096 --rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
+).split()
 # GPT-2's 50,257 entries become 51,200, whatever the tensor-parallel size
 _PAPER_VOCABULARY_MULTIPLE = 1024
 _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
@@ -228,14 +223,10 @@ def _point(request: Request, base: Config, value: int) -> Point:
         ramp = "--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small)
     flags = [
         *request.recipe_flags,
-        "--tensor-model-parallel-size",
-        str(tensor),
-        "--pipeline-model-parallel-size",
-        str(pipeline),
-        "--micro-batch-size",
-        str(micro),
-        "--global-batch-size",
-        str(batch),
+        *flags_of("tp", tensor),
+        *flags_of("pp", pipeline),
+        *flags_of("mbs", micro),
+        *flags_of("gbs", batch),
         *ramp,
         "--train-iters",
         str(request.warm_up + request.iterations),

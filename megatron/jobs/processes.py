@@ -29,6 +29,7 @@ _WAIT_S = 60  # from the end of one task of a step until srun ends the others
 # from the loss of a rank until the others are killed: they end by themselves, and name the lost
 # rank
 _PEERS_S = 20.0
+_MOST_LOGS = 256
 _FIRST_PORT, _PORTS = 3442, range(1024, 65536)
 _PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 
@@ -256,9 +257,9 @@ def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dic
     }
 
 
-def logs_of(folder: Path, most: int = 256) -> list[Path]:
+def logs_of(folder: Path) -> list[Path]:
     """Return the logs that may contain the reason for a run's end."""
-    return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:most]]
+    return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:_MOST_LOGS]]
 
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:

@@ -541,22 +541,10 @@ class Inquiry:
 
         Raises OSError.
         """
-        words = [
-            "srun",
-            "-N",
-            "1",
-            "-n",
-            "1",
-            "-c",
-            "1",
-            "--overlap",
-            "--time=3",
-            "--job-name=nodes",
-            "-w",
-        ]
+        step = "srun -N 1 -n 1 -c 1 --overlap --time=3 --job-name=nodes -w".split()
         probes = [
             subprocess.Popen(
-                [*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'],
+                [*step, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

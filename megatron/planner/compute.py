@@ -51,19 +51,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 SCALARS = (
-    "kernel_s",
-    "update_gb_per_s",
-    "layer_overhead_s",
-    "layer_forward_overhead_s",
-    "layer_backward_overhead_s",
-    "instruction_overhead_s",
-    "step_overhead_s",
-    "collective_start_s",
-    "hop_within_s",
-    "hop_between_s",
-    "message_within_s",
-    "message_between_s",
-)
+    "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "
+    "instruction_overhead_s step_overhead_s collective_start_s hop_within_s hop_between_s "
+    "message_within_s message_between_s"
+).split()
 
 COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),

@@ -231,7 +231,8 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
     """
     found: dict[str, tuple[Any, ...]] = {}
     name = ""
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    for item in items or [""]:
         before, equals, word = item.rpartition("=")
         if equals:
             name = before.strip().lower().lstrip("-")
@@ -253,11 +254,6 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
             found[name] = (*found.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
         except ValueError as error:
             raise ConfigError(f"{flag} {text}: {error}") from None
-    if not found:
-        raise ConfigError(
-            f"{flag} '{text}' names nothing: give NAME=VALUE, such as "
-            "tp=4,pp=16,mbs=1,recompute=none"
-        )
     return found
 
 

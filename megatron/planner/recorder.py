@@ -40,21 +40,8 @@ from megatron.planner.events import (
 from megatron.planner.tensors import Follower, Work, tensors_of, without_data
 
 _FREE = frozenset(
-    (
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "alias",
-        "_unsafe_view",
-        "_reshape_alias",
-        "resize_",
-        "set_",
-        "lift_fresh",
-        "as_strided_",
-    )
+    "empty empty_like empty_strided new_empty new_empty_strided detach alias _unsafe_view "
+    "_reshape_alias resize_ set_ lift_fresh as_strided_".split()
 )
 """Operators other than views that allocate a tensor without writing to it."""
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_"))
@@ -63,36 +50,15 @@ _ROWS_IN = {"index_add_": 3, "index_put_": 2, "_index_put_impl_": 2, "index_copy
 """Operators on rows of a table, with the position of the rows among their inputs."""
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 _KINDS = {
-    "norm": (
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-    ),
+    "norm": "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
     "activation": (
-        "gelu",
-        "gelu_backward",
-        "silu",
-        "silu_backward",
-        "relu",
-        "threshold_backward",
-        "sigmoid",
-        "tanh",
-        "pow",
+        "gelu gelu_backward silu silu_backward relu threshold_backward sigmoid tanh pow"
     ),
-    "embedding": ("embedding", "embedding_dense_backward", *_ROWS_IN),
-    "residual": ("add", "mul", "native_dropout", "native_dropout_backward"),
-    "loss": (
-        "exp",
-        "log",
-        "amax",
-        "max",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "logsumexp",
-    ),
+    "embedding": "embedding embedding_dense_backward " + " ".join(_ROWS_IN),
+    "residual": "add mul native_dropout native_dropout_backward",
+    "loss": "exp log amax max _log_softmax _log_softmax_backward_data logsumexp",
 }
-_KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+_KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 """Kinds of torch's operators; any other one is a copy."""
 _MESSAGES = {
     "reduce_scatter": "reduce_scatter",

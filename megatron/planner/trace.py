@@ -17,73 +17,34 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
-from megatron.kernels.work import Attention, Memory, Product
-from megatron.planner.events import (
-    Again,
-    Give,
-    Message,
-    Parameter,
-    Part,
-    Pass,
-    Post,
-    Take,
-    Trace,
-    Wait,
-)
+from megatron.planner.events import Message, Parameter, Part, Pass, Step, Trace
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
 # Settings that a trace does not depend on. All others of these sections count, a new one too.
 _DOES_NOT_COUNT = {
     "model": (
-        "num_layers",
-        "layernorm_epsilon",
-        "rotary_base",
-        "init_method_std",
-        "init_method_xavier_uniform",
+        "num_layers layernorm_epsilon rotary_base init_method_std init_method_xavier_uniform"
     ),
     "parallel": (
-        "pipeline_model_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "pipeline_layout",
-        "virtual_pipeline_model_parallel_size",
-        "enable_zbh1_pipeline",
-        "distributed_backend",
-        "distributed_timeout_minutes",
-        "rank_order",
-        "device_order",
-        "cluster",
-        "local_rank",
-        "master_addr",
-        "master_port",
-        "world_size",
-        "data_parallel_size",
+        "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage pipeline_layout "
+        "virtual_pipeline_model_parallel_size enable_zbh1_pipeline distributed_backend "
+        "distributed_timeout_minutes rank_order device_order cluster local_rank master_addr "
+        "master_port world_size data_parallel_size"
     ),
-    "recompute": ("recompute_method", "recompute_num_layers"),
-    "batch": (
-        "global_batch_size",
-        "rampup_batch_size",
-        "train_iters",
-        "train_samples",
-        "train_tokens",
-    ),
-    "precision": (
-        "loss_scale",
-        "initial_loss_scale",
-        "min_loss_scale",
-        "loss_scale_window",
-        "hysteresis",
-    ),
-    "kernels": ("optimizer_implementation",),
+    "recompute": "recompute_method recompute_num_layers",
+    "batch": "global_batch_size rampup_batch_size train_iters train_samples train_tokens",
+    "precision": ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+    "kernels": "optimizer_implementation",
 }
-_COUNTS = {"data": ("reset_position_ids",)}
+_COUNTS = {"data": "reset_position_ids"}
 """Settings of the other sections that a trace depends on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
@@ -134,9 +95,9 @@ def _names() -> dict[str, list[str]]:
             field.name
             for field in dataclasses.fields(section)
             if (
-                field.name not in _DOES_NOT_COUNT[name]
+                field.name not in _DOES_NOT_COUNT[name].split()
                 if name in _DOES_NOT_COUNT
-                else field.name in _COUNTS.get(name, ())
+                else field.name in _COUNTS.get(name, "").split()
             )
         ]
         for name, section in SECTIONS.items()
@@ -260,21 +221,7 @@ def _write(path: Path | None, part: Part) -> None:
 
 
 _TYPES: dict[str, Any] = {
-    c.__name__: c
-    for c in (
-        Part,
-        Pass,
-        Parameter,
-        Product,
-        Attention,
-        Memory,
-        Again,
-        Message,
-        Post,
-        Wait,
-        Take,
-        Give,
-    )
+    kind.__name__: kind for kind in (Part, Pass, Parameter, Message, *get_args(Step))
 }
 
 

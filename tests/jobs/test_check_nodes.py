@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
+from megatron.jobs import check_nodes
 from megatron.jobs.check_nodes import (
     BETWEEN,
     FIGURES,
@@ -24,7 +24,6 @@ from megatron.jobs.check_nodes import (
     WITHIN,
     Process,
     Verdict,
-    expand_hosts,
     judge,
     rank_hosts,
 )
@@ -357,41 +356,9 @@ def test_the_hosts_of_those_who_did_not_come(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     assert rank_hosts(launch, {3: {"host": "b"}})[2:] == ["b", "b", "node 2", "node 2"]
     monkeypatch.setenv("SLURM_STEP_NODELIST", "a[1-3]")
+    monkeypatch.setattr(
+        check_nodes,
+        "ask_slurm",
+        lambda *command: subprocess.CompletedProcess(command, 0, "a1\na2\na3\n"),
+    )
     assert rank_hosts(launch, {0: {"host": "a1"}}) == ["a1", "a1", "a2", "a2", "a3", "a3"]
-
-
-# -- node lists ------------------------------------------------------------------------------------
-
-PREFIX = st.text("abcxyz-", min_size=1, max_size=5).map(lambda s: "n" + s + "z")
-RANGE = st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 5))
-
-
-@given(st.lists(st.tuples(PREFIX, st.lists(RANGE, max_size=4)), min_size=1, max_size=4))
-def test_node_lists_expand_to_what_they_were_made_from(
-    parts: list[tuple[str, list[tuple[int, int, int]]]],
-) -> None:
-    expected: list[str] = []
-    written: list[str] = []
-    for prefix, ranges in parts:
-        if not ranges:
-            expected.append(prefix)
-            written.append(prefix)
-            continue
-        inner = []
-        for low, more, width in ranges:
-            expected += [prefix + str(number).zfill(width) for number in range(low, low + more + 1)]
-            first, last = str(low).zfill(width), str(low + more).zfill(width)
-            inner.append(first if more == 0 else f"{first}-{last}")
-        written.append(f"{prefix}[{','.join(inner)}]")
-    assert expand_hosts(",".join(written)) == expected
-
-
-def test_node_lists() -> None:
-    assert expand_hosts("r[1-2]n[08-09]-ib") == ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]
-    assert expand_hosts("host-1.example.org,n[8-11]") == [
-        "host-1.example.org",
-        "n8",
-        "n9",
-        "n10",
-        "n11",
-    ]

@@ -83,12 +83,11 @@ def test_missing_libraries_and_folders_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = report(tmp_path, "--max-trials", "3")
-    for library in ("matplotlib", "optuna"):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, library, None)
-            files = write_report(found)
-        assert [path.name for path in files] == ["trials.md", "best.txt"]
-        assert library in files[0].read_text()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        files = write_report(found)
+    assert [path.name for path in files] == ["trials.md", "best.txt"]
+    assert "matplotlib" in files[0].read_text()
     for path in (tmp_path / "out/report").iterdir():
         path.unlink()
     (tmp_path / "out/report").rmdir()

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import parse_plan
+from megatron.config.command_line import command_line_of, parse_plan
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import Layout
 from megatron.planner.search.space import Space, make_config
-from megatron.planner.search.tables import flags_of
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
@@ -277,7 +276,7 @@ def test_the_flags_give_the_layout(preset, flags, layout):
     config = Space(base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}).config(
         layout
     )
-    assert parse_plan([*flags_of(config), "--world-size", str(layout.world)]) == config
+    assert parse_plan(command_line_of(config)) == config
 
 
 @pytest.mark.slow

@@ -33,18 +33,9 @@ from megatron.training.run.setup import set_up_host
 FEW, MANY = 1, 5
 SEQUENCE = 16
 _KIND = (
-    "swiglu",
-    "squared_relu",
-    "openai_gelu",
-    "normalization",
-    "add_bias_linear",
-    "position_embedding_type",
-    "untie_embeddings_and_output_weights",
-    "bf16",
-    "fp16",
-    "fp32_residual_connection",
-    "attention_backend",
-)
+    "swiglu squared_relu openai_gelu normalization add_bias_linear position_embedding_type "
+    "untie_embeddings_and_output_weights bf16 fp16 fp32_residual_connection attention_backend"
+).split()
 
 
 class HostSeconds(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 import json
 import math
@@ -17,14 +16,12 @@ from typing import Any, NamedTuple
 from megatron.config import Config, command_line_of
 from megatron.errors import ConfigError
 from megatron.model import formulas
-from megatron.pipeline.clock import timeline
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import DIMENSIONS, Layout, write_value
 from megatron.planner.memory import sized_model
 from megatron.planner.placement import place_with
-from megatron.planner.processes import process_pool
 from megatron.planner.search.find import Found, Search
 from megatron.planner.search.space import GIB
 from megatron.planner.table import Table
@@ -285,12 +282,8 @@ def write_files(
         "with the highest peak"
     )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
-    timeline(winner.run)  # computed once, for both processes
-    killed = "the process that writes the trace was killed, possibly for lack of memory"
-    with process_pool(1, killed) as in_process:
-        traced = in_process(functools.partial(write_trace, winner.run), [folder / "trace.json"])
-        plot_timeline(winner.run, folder / "timeline.png")
-        list(traced)  # re-raises its exception
+    write_trace(winner.run, folder / "trace.json")
+    plot_timeline(winner.run, folder / "timeline.png")
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
@@ -311,32 +304,19 @@ _SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
 """Machines that the launch scripts support, with additional lines of the header."""
 
 
-def flags_of(config: Config) -> list[str]:
-    """Return the flags of pretrain_gpt.py for this configuration, without the world size."""
-    return [word for word in command_line_of(config) if not word.startswith("--world-size")]
-
-
 def _site_script(
     flags: Sequence[str],
     config: Config,
     preset: str | None,
     cluster: Cluster,
-    tokens: float | None,
     notes: Sequence[str],
 ) -> str:
-    """Return a batch script that uses examples/frontier/job.sh.
-
-    If `flags`, those of `config`, give no length, the run gets `tokens`, or tokens per parameter.
-    """
+    """Return a batch script that uses examples/frontier/job.sh, with these flags of `config`."""
     devices = config.parallel.world_size
     site = f"examples/{cluster.name}/site.env"
     nodes = devices // cluster.devices_per_node
     name = preset or "gpt"
     hours = cluster.wall_limit_hours(nodes)
-    length = int(
-        tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
-    )
-    flags = [*flags, *([] if _has_length(config) else ["--train-tokens", str(length)])]
     whole, minutes = divmod(math.floor(60 * hours), 60)
     header = [
         f"-J {name}",
@@ -377,10 +357,6 @@ def _site_script(
     return "\n".join(lines) + "\n"
 
 
-def _has_length(config: Config) -> bool:
-    return any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
-
-
 def _by_flag(words: Sequence[str]) -> list[str]:
     """Return a line for each flag with its values."""
     lines: list[list[str]] = []
@@ -401,15 +377,21 @@ def write_script(
 ) -> Path:
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
-    They do not support a part of a node, either. Raises ConfigError.
+    They do not support a part of a node, either. If no flag gives the length of the run, it is
+    `tokens`; in job.sbatch by default tokens per parameter. Raises ConfigError.
     """
-    flags = flags_of(config)
-    choose = "another --output folder"
-    devices = config.parallel.world_size
-    each = cluster.devices_per_node
-    if cluster.name in _SITES and devices % each == 0:
-        text = _site_script(flags, config, preset, cluster, tokens, notes)
-        return write_text(folder / "job.sbatch", text, choose=choose)
+    flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
+    flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
+    devices, each = config.parallel.world_size, cluster.devices_per_node
+    on_site = cluster.name in _SITES and devices % each == 0
+    if on_site and tokens is None:
+        tokens = _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
+    lengths = {"train_iters", "train_samples", "train_tokens"}
+    if tokens is not None and not lengths & config.given.keys():
+        flags += ["--train-tokens", str(int(tokens))]
+    if on_site:
+        text = _site_script(flags, config, preset, cluster, notes)
+        return write_text(folder / "job.sbatch", text, choose=_CHOOSE)
     nodes = -(-devices // each)
     start = ["torchrun", f"--nproc-per-node={devices}"]
     if nodes > 1:
@@ -422,15 +404,9 @@ def write_script(
             f"--ntasks-per-node={each}",
             "python",
         ]
-    flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
-    flags += (
-        ["--train-tokens", str(int(tokens))]
-        if tokens is not None and not _has_length(config)
-        else []
-    )
     lines = [
         "#!/bin/bash",
         *(f"# {note}" for note in notes),
         f'{shlex.join([*start, "pretrain_gpt.py", *flags])} "$@"',
     ]
-    return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=choose)
+    return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=_CHOOSE)

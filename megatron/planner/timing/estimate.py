@@ -21,7 +21,6 @@ from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import Channels
-from megatron.planner.clocked import crowding, rates_of
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
 from megatron.planner.events import Trace
@@ -31,8 +30,10 @@ from megatron.planner.rates import Rates
 from megatron.planner.stage import (
     Stage,
     StageSeconds,
+    crowding,
     owners,
     parameters_of,
+    rates_of,
     stage_flops,
     stage_seconds,
     stages_of,

@@ -7,10 +7,9 @@ from collections import Counter
 
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
-from megatron.planner.clocked import rates_of, seconds_of
 from megatron.planner.events import Part, Pass
 from megatron.planner.rates import BACKWARD_OPERATIONS
-from megatron.planner.stage import stages_of
+from megatron.planner.stage import rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
 from megatron.planner.trace import trace

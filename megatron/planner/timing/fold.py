@@ -7,11 +7,17 @@ from collections.abc import Sequence
 
 from megatron.config import Config
 from megatron.planner.channels import Channels
-from megatron.planner.clocked import crowding, rates_of
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import Trace
 from megatron.planner.rates import Rates
-from megatron.planner.stage import Stage, parameters_of, stage_seconds, stages_of
+from megatron.planner.stage import (
+    Stage,
+    crowding,
+    parameters_of,
+    rates_of,
+    stage_seconds,
+    stages_of,
+)
 from megatron.planner.timing.estimate import reduction_seconds, update_seconds
 from megatron.planner.trace import trace
 

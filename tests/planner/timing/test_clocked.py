@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.work import Product
-from megatron.planner.clocked import pass_seconds, rates_of, seconds_of
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import Message, Pass, Post, Wait
-from megatron.planner.stage import Stage, stage_seconds
+from megatron.planner.stage import Stage, pass_seconds, rates_of, seconds_of, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 

@@ -13,9 +13,9 @@ from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.planner.channels import Channels
-from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import Figure
+from megatron.planner.stage import rates_of
 from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
 from tests.planner.timing.configs import configs, run, settings_of_runs
