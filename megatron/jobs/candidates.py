@@ -179,17 +179,8 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
 def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
     """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
     given = read_settings(flags).given
-    kept = [
-        *flags,
-        "--train-iters",
-        str(steps),
-        "--eval-iters",
-        "0",
-        "--log-interval",
-        "1",
-        "--timing-log-level",
-        "1",
-    ]
+    more = f"--train-iters {steps} --eval-iters 0 --log-interval 1 --timing-log-level 1"
+    kept = [*flags, *more.split()]
     kept += [] if _DATA & given.keys() else ["--mock-data"]
     if given.get("fp16") and not {"loss_scale", "initial_loss_scale"} & given.keys():
         kept += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
@@ -251,7 +242,8 @@ class _Names(dict[str, Any]):
         return found
 
     def _worked_out(self, name: str) -> Any:
-        each, found = self.machine.processes_per_node, None
+        each = self.machine.processes_per_node
+        found = None
         if name in self.space.derived:
             found = self.evaluate(f"[derived] {name}", self.space.derived[name])
             found = int(found) if isinstance(found, float) and found.is_integer() else found
@@ -321,7 +313,8 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
             raise Rejected(reason, rule.text)
     processes = names["processes"]
     each = machine.processes_per_node
-    nodes, most = -(-processes // each), machine.max_nodes
+    nodes = -(-processes // each)
+    most = machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:
         raise Rejected("more nodes than available", f"{nodes}, available are {most}")
@@ -335,7 +328,8 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         # N for every number, so that messages about different sizes are merged.
         general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
         raise Rejected(f"refused: {general}", problem) from None
-    layout, settings = layout_of(config), config.to_dict()
+    layout = layout_of(config)
+    settings = config.to_dict()
     # A single stage has no choice of schedule.
     if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
         raise Rejected("no such schedule with these chunks", f"it would be {layout.schedule}")

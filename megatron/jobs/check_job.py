@@ -315,7 +315,8 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
 
 def check_options(job: Job) -> None:
     """Check nodes and wall time against the machine's limits, and options that interact."""
-    cluster, given = job.cluster, job.value("time")
+    cluster = job.cluster
+    given = job.value("time")
     wall_s = duration_s(given or "")
     if given is None:
         if "nodes" in job.options:
@@ -354,7 +355,8 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
 
     The script is `words[at]`. Raises ConfigError.
     """
-    script, arguments = words[at], list(words[at + 1 :])
+    script = words[at]
+    arguments = list(words[at + 1 :])
     content = read_bytes(script, _MOST_BYTES, error=ConfigError)
     text = content.decode(errors="replace")
     options, problems = directives(text)
@@ -651,7 +653,9 @@ def remaining_steps(config: Config) -> tuple[int, int]:
     from megatron.checkpoint.settings import check_architecture
     from megatron.training.run.schedules import BatchSchedule, total_iterations
 
-    settings, iteration, consumed = config.checkpoint, 0, 0
+    settings = config.checkpoint
+    iteration = 0
+    consumed = 0
     found = find(settings.load, settings.load_tag) if settings.load else None
     if (
         settings.load

@@ -123,7 +123,8 @@ class Process:
         self, phase: str, ranks: Iterable[int], limit: timedelta
     ) -> dict[int, dict[str, Any]]:
         """Send this process's results to rank 0, which returns those in time and the good nodes."""
-        launch, store = self.launch, self._connection.store
+        launch = self.launch
+        store = self._connection.store
         told = {
             "host": launch.node,
             "device": self._device.type,

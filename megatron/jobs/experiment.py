@@ -169,7 +169,8 @@ class Point:
 def plan(request: Request) -> list[Point]:
     """Return a request's points, in the order of the varied size. Raises ConfigError."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
-    kind, known = KINDS[request.kind], _paper(base)
+    kind = KINDS[request.kind]
+    known = _paper(base)
     values = request.values or kind.values
     if known is not None and kind.varies == "dp" and not request.values:
         # The paper's number of GCDs, whatever the size of a replica in the recipe.
@@ -218,22 +219,18 @@ def _point(request: Request, base: Config, value: int) -> Point:
     # compilation, allocation and connections do not depend on the number of micro-batches.
     small = _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"]
     step = micro * sizes["dp"]
-    ramp = tuple[str, ...]()
+    steps = request.warm_up + request.iterations
+    ramp = ""
     if request.warm_up and small < batch and batch % step == 0:
-        ramp = "--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small)
+        ramp = f"--rampup-batch-size {small} {batch - small} {request.warm_up * small}"
     flags = [
         *request.recipe_flags,
         *flags_of("tp", tensor),
         *flags_of("pp", pipeline),
         *flags_of("mbs", micro),
         *flags_of("gbs", batch),
-        *ramp,
-        "--train-iters",
-        str(request.warm_up + request.iterations),
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "0",
+        *ramp.split(),
+        *f"--train-iters {steps} --log-interval 1 --eval-iters 0".split(),
     ]
     if request.of_the_paper and request.recipe == "paper":
         flags += [
@@ -470,7 +467,8 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
 
 def table(points: Sequence[Point], root: Path) -> Table:
     """Tabulate the points, with their state in the experiment's folder."""
-    first, rows = points[0].request, list[tuple[str, ...]]()
+    first = points[0].request
+    rows = list[tuple[str, ...]]()
     for point in points:
         sizes, times = [""] * 4, [""] * 4
         if point.config is not None:

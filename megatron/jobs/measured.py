@@ -124,7 +124,9 @@ def noise_of(layouts: Iterable[Measured]) -> float:
 
     The estimate uses repeated measurements of layouts, and the spread of steady steps.
     """
-    errors, squares, free = list[float](), 0.0, 0
+    errors = list[float]()
+    squares = 0.0
+    free = 0
     for one in layouts:
         if len(one.steps) > 1:
             squares += statistics.variance(map(math.log, one.steps)) * (len(one.steps) - 1)

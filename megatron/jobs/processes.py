@@ -30,7 +30,8 @@ _WAIT_S = 60  # from the end of one task of a step until srun ends the others
 # rank
 _PEERS_S = 20.0
 _MOST_LOGS = 256
-_FIRST_PORT, _PORTS = 3442, range(1024, 65536)
+_FIRST_PORT = 3442
+_PORTS = range(1024, 65536)
 _PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 
 # Signals the step named STEP through Slurm. If srun is terminated while its tasks start, it asks

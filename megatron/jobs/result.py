@@ -152,7 +152,9 @@ def _precedence(code: int) -> tuple[int, int]:
     return order, abs(code)
 
 
-DONE, FAILED, INVALID = "done", "failed", "invalid"
+DONE = "done"
+FAILED = "failed"
+INVALID = "invalid"
 """Outcomes of a trial: with figures; without; with contradictory figures, which never win."""
 
 

@@ -52,7 +52,8 @@ from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK, START_UP_S = 3.0, 300.0
 """Time limit of a run: factor of its predicted steps, and seconds for start-up."""
-TIME, ALLOCATION = "time is up", "the allocation ends"
+TIME = "time is up"
+ALLOCATION = "the allocation ends"
 """Reasons why `Runner.run` ended before its source was exhausted; or the name of a signal."""
 _POLL_S = 0.2
 # a step hangs after this many seconds, and this multiple of the longest step so far
@@ -274,7 +275,7 @@ class Runner:
     def _look_outside(self, each: Attempt, failed: Ending) -> None:
         """Find out whether the allocation, a signal or a dead node ended a run."""
         if not self._local and not each.interrupted:
-            if each.stopped is None and slurm_job_runs() is False:
+            if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
                 # Slurm signals steps as well as their starter
                 self._over = True
                 each.interrupted = ALLOCATION
@@ -448,12 +449,6 @@ def time_left(
 def slurm_time_left_s() -> float | None:
     """Return the seconds left of this Slurm job; None if squeue does not respond."""
     return duration_s(_squeue("%L") or "")
-
-
-def slurm_job_runs() -> bool | None:
-    """Return whether this Slurm job is still running; None if squeue does not respond."""
-    said = _squeue("%T")
-    return None if said is None else said == "RUNNING"
 
 
 def _squeue(what: str) -> str | None:

@@ -412,7 +412,8 @@ def compare(measured: Sequence[Figures]) -> list[Series]:
 
 
 def _series(members: list[Figures]) -> Series:
-    run, point = members[0].run, members[0].run.point
+    run = members[0].run
+    point = members[0].run.point
     known = published(run.get("num_layers"), run.get("hidden_size"))
     name = point.get("experiment") or (known.name if known else f"{run.get('num_layers')} layers")
     if point.get("kind") == SWEEP:

@@ -313,7 +313,8 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
     Raises ConfigError that lists all flags that are not allowed.
     """
-    found, problems = dict[str, str](), list[str]()
+    found = dict[str, str]()
+    problems = list[str]()
     for spelling, words in flags.items():
         written = " ".join([spelling, *words])
         names = flag_table()[spelling].settings

@@ -216,7 +216,8 @@ class Search:
         # Smaller trials must not overtake the first in the queue: it could wait forever.
         if not runner.room(trial.candidate.nodes):
             return None
-        self._held, self.trials[trial.number] = None, trial
+        self._held = None
+        self.trials[trial.number] = trial
         self._waiting = [other for other in self._waiting if other.number != trial.number]
         self._running.add(trial.number)
         candidate = trial.candidate
@@ -301,7 +302,8 @@ class Search:
     # -- a trial -----------------------------------------------------------------------------------
 
     def _job(self, trial: Trial) -> Job:
-        setup, candidate = self.setup, trial.candidate
+        setup = self.setup
+        candidate = trial.candidate
         flags = trial_flags(candidate.flags, setup.steps)
         point = {
             "name": f"{trial.number:04d} {candidate.key}",
@@ -369,7 +371,8 @@ class Search:
 
 def _check_identity(setup: Setup) -> None:
     """Raise ConfigError for the first difference between a search and that of its folder."""
-    path, now = setup.out / _IDENTITY, setup.identity()
+    path = setup.out / _IDENTITY
+    now = setup.identity()
     if not path.exists():
         setup.out.mkdir(parents=True, exist_ok=True)
         write_json(path, now)
@@ -554,19 +557,11 @@ def command(search: Search) -> str:
     cluster = search.setup.cluster
     program = ["pretrain_gpt.py", *candidate.flags]
     if search.setup.place.launcher != "slurm":
-        return shlex.join(["torchrun", f"--nproc-per-node={candidate.processes}", *program])
+        return f"torchrun --nproc-per-node={candidate.processes} {shlex.join(program)}"
     each = candidate.processes // candidate.nodes
-    words = [
-        "srun",
-        "-N",
-        str(candidate.nodes),
-        "-n",
-        str(candidate.processes),
-        f"--ntasks-per-node={each}",
-    ]
+    step = f"srun -N {candidate.nodes} -n {candidate.processes} --ntasks-per-node={each}"
     if cluster is not None:
-        words += ["-c", str(cluster.cpus_per_task)]
-        words += (
-            ["--gpus-per-task=1", "--gpu-bind=closest"] if cluster.device_type == "cuda" else []
-        )
-    return shlex.join([*words, "python", "-u", *program])
+        step += f" -c {cluster.cpus_per_task}"
+        if cluster.device_type == "cuda":
+            step += " --gpus-per-task=1 --gpu-bind=closest"
+    return f"{step} python -u {shlex.join(program)}"

@@ -116,7 +116,8 @@ class Channels:
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
-        self.placement, self._cluster = placement, cluster
+        self.placement = placement
+        self._cluster = cluster
         self.tensor_lane, self.data_lane, self._ends, self.boundaries, self._message_rate = _lanes(
             cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1
         )
@@ -411,10 +412,12 @@ def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
 ) -> tuple[Group, Group, Group, list[dict[bool, float]], Rate]:
     """Return the tensor, data and tied-embedding groups, the boundaries and their slowest rate."""
-    devices, links = len(order), node_links(cluster)
+    devices = len(order)
+    links = node_links(cluster)
     tensor = _group(links, layout.world_size, order, layout.strides[0], layout.tensor)
     data = _group(links, layout.world_size, order, layout.strides[1], layout.data)
-    stride, size = layout.strides[2], layout.pipeline
+    stride = layout.strides[2]
+    size = layout.pipeline
     if size == 1:
         return tensor, data, Group(1, 1, 1), [], Rate(1.0, ESTIMATED, "")
     if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
@@ -473,9 +476,11 @@ def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[A
     messages  (sending pipeline rank, its position, receiving position or _AWAY)
     wraps     the last rank of a pipeline also sends to the first one
     """
-    stride, size = layout.strides[2], layout.pipeline
+    stride = layout.strides[2]
+    size = layout.pipeline
     ranks = np.arange(layout.world_size)
-    stage, node = ranks // stride % size, ranks // devices
+    stage = ranks // stride % size
+    node = ranks // devices
 
     def places(step: int, end: int) -> Any:
         """Locate the neighbours one `step` further; the `end` of the pipeline wraps around."""

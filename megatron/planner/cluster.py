@@ -89,34 +89,17 @@ class Facts:
                 key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()
             ) from None
 
-    def take_fields(self, of: type[Any]) -> dict[str, Any]:
-        """Read the fields of a dataclass that name a key."""
-        hints = get_type_hints(of, include_extras=True)
-        return {
-            field.name: self.take(
-                field.metadata["key"], hints[field.name], field.metadata["default"]
-            )
-            for field in dataclasses.fields(of)
-            if "key" in field.metadata
-        }
-
-    def check_known(self) -> None:
+    def check_known(self, table: Mapping[str, Any] | None = None, prefix: str = "") -> None:
         """Raise ConfigError for a key that was never asked for."""
-        for key in self._unknown(self._tables, ""):
-            raise self.error(
-                key,
-                "is not a known key: see the files of known machines for all keys",
-            )
-
-    def _unknown(self, table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        for name, value in table.items():
+        for name, value in (self._tables if table is None else table).items():
             key = prefix + name
             if key in self._known:
                 continue
-            if isinstance(value, dict):
-                yield from self._unknown(value, f"{key}.")
-            else:
-                yield key
+            if not isinstance(value, dict):
+                raise self.error(
+                    key, "is not a known key: see the files of known machines for all keys"
+                )
+            self.check_known(value, f"{key}.")
 
 
 # -- machines --------------------------------------------------------------------------------------
@@ -324,7 +307,12 @@ def read_cluster(path: Path) -> Cluster:
     Raises ConfigError with the file and the fact that is wrong.
     """
     facts = Facts(path)
-    fields = facts.take_fields(Cluster)
+    hints = get_type_hints(Cluster, include_extras=True)
+    fields = {
+        field.name: facts.take(field.metadata["key"], hints[field.name], field.metadata["default"])
+        for field in dataclasses.fields(Cluster)
+        if field.metadata
+    }
     plain = tuple(range(fields["devices_per_node"]))
     fields["links"] = {(min(pair), max(pair)): width for pair, width in fields["links"].items()}
     fields["local_order"] = fields["local_order"] or plain
@@ -367,7 +355,8 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
 
 def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
     """Read a figure of [compute], with its source from [sources]."""
-    key, columns = f"compute.{name}", COLUMNS[name]
+    key = f"compute.{name}"
+    columns = COLUMNS[name]
     value = facts.take(f"{key}.value", Number if columns == 1 and is_time(name) else Positive, None)
     if value is None:
         points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])
@@ -407,15 +396,17 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose a writable path") from error
-    comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
-    tables = tables_of(cluster)
+    lines = [f"# {line}".rstrip() for line in heading.splitlines()]
+    tables = _tables_of(cluster)
     sources = dict(cluster.sources)
     for name, figure in cluster.compute.items():
         tables[f"compute.{name}"] = _facts_of(figure)
         if source_of(sources, name) != figure.source:
             sources[f"compute_{name.replace('.', '_')}"] = figure.source
-    text = render_tables({**tables, "sources": sources})
-    write_text(path, comments + text, choose="a writable path")
+    for name, values in {**tables, "sources": sources}.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+    write_text(path, "\n".join([*lines, ""]), choose="a writable path")
 
 
 def _facts_of(figure: Figure) -> dict[str, Any]:
@@ -427,12 +418,12 @@ def _facts_of(figure: Figure) -> dict[str, Any]:
     return found
 
 
-def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
-    """Return a dataclass's fields by table ("" for none) and name, without None and empty ones."""
+def _tables_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the fields by table ("" for none) and name, without None and empty ones."""
     found: dict[str, dict[str, Any]] = {"": {}}
-    for field in dataclasses.fields(facts):
+    for field in dataclasses.fields(cluster):
         table, _, name = field.metadata.get("key", "").rpartition(".")
-        value = getattr(facts, field.name)
+        value = getattr(cluster, field.name)
         if not name or value in (None, {}):
             continue
         if not table and isinstance(value, Mapping):
@@ -440,15 +431,6 @@ def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
         else:
             found.setdefault(table, {})[name] = value
     return found
-
-
-def render_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Render tables as TOML that parses to the same tables."""
-    lines: list[str] = []
-    for name, values in tables.items():
-        lines += ["", f"[{name}]"] if name else []
-        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
-    return "\n".join([*lines, ""])
 
 
 def _key(name: str) -> str:

@@ -98,8 +98,10 @@ class Layout(NamedTuple):
 
 def layout_of(config: Config) -> Layout:
     """Return the layout of a configuration."""
-    parallel, again = config.parallel, config.recompute
-    kind, recompute = again.recompute_granularity, "none"
+    parallel = config.parallel
+    again = config.recompute
+    kind = again.recompute_granularity
+    recompute = "none"
     if kind == "selective":
         recompute = f"selective:{_in_order(again.recompute_modules)}"
     elif kind == "full":

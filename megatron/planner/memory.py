@@ -158,7 +158,8 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     again = layer if traced.again is None else _passes(traced.again, block)
     groups = _groups(stage, group)
     plain = stage.layers - stage.layers_again
-    first, last = int(stage.first), int(stage.last)
+    first = int(stage.first)
+    last = int(stage.last)
     # keeps nothing of its own
     passing = [again["forward"], -again["forward"].sum(axis=0, keepdims=True)]
     forward = np.concatenate(

@@ -60,7 +60,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
     stages = stages_of(config)
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
-    tensor, parameters = list[Counter[Message]](), 0
+    tensor = list[Counter[Message]]()
+    parameters = 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
         for run in (

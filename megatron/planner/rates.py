@@ -51,7 +51,8 @@ class Rates:
     """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
-        self._figures, self._dtype = cluster.figures, dtype
+        self._figures = cluster.figures
+        self._dtype = dtype
         for name in (
             f"products.{dtype}",
             f"attention.{dtype}.forward",

@@ -96,11 +96,9 @@ class _Recorder(Follower):
         self._labels = []
         self.category = category
         self._label = ""
-        try:
-            yield found
-        finally:
-            found.append(Pass(tuple(self._steps), tuple(self._labels)))
-            self._steps = None
+        yield found
+        found.append(Pass(tuple(self._steps), tuple(self._labels)))
+        self._steps = None
 
     def begin(self) -> None:
         """Reset numbers, so that each recording is numbered alike."""
@@ -289,7 +287,8 @@ class _Piece:
     """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
     def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
-        first, last = kind == "embedding", kind == "head"
+        first = kind == "embedding"
+        last = kind == "head"
         topology = _topology(config, device)
         context = layer_context(config, topology, perform_initialization=False)
         make: Any = config.pieces.model or GPTChunk

@@ -70,13 +70,8 @@ def _stages(
 
 
 class Run(NamedTuple):
-    """Pass that a stage runs `times` times in a row.
+    """Pass that a stage runs `times` times in a row; again: whether all of it is recomputation."""
 
-    part   "embedding", "layer" or "head"
-    again  whether all of it is recomputation
-    """
-
-    part: str
     times: int
     of: Pass
     again: bool = False
@@ -95,25 +90,22 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     last = int(stage.last)
     alone = stage.groups_again
     inside = stage.layers_again - alone
-    embedding = trace.embedding
-    layer = trace.layer
     again = trace.again or trace.layer
-    head = trace.head
     found = {
         "forward": [
-            Run("embedding", first, embedding.forward),
-            Run("layer", stage.layers, layer.forward),
-            Run("head", last, head.forward),
+            Run(first, trace.embedding.forward),
+            Run(stage.layers, trace.layer.forward),
+            Run(last, trace.head.forward),
         ]
     }
     halves = ("inputs", "weights") if stage.split else ("backward",)
     for name, half in zip(("backward", "weight"), halves, strict=False):
         found[name] = [
-            Run("head", last, getattr(head, half)),
-            Run("layer", inside if name == "backward" else 0, layer.forward, again=True),
-            Run("layer", alone, getattr(again, half)),
-            Run("layer", stage.layers - alone, getattr(layer, half)),
-            Run("embedding", first, getattr(embedding, half)),
+            Run(last, getattr(trace.head, half)),
+            Run(inside if name == "backward" else 0, trace.layer.forward, again=True),
+            Run(alone, getattr(again, half)),
+            Run(stage.layers - alone, getattr(trace.layer, half)),
+            Run(first, getattr(trace.embedding, half)),
         ]
     return {
         name: [run for run in found.get(name, []) if run.times]
@@ -236,7 +228,8 @@ def pass_seconds(
             if hides:
                 continue
         there = max(clock, arrives.get(step.number, 0.0))
-        waited, clock = waited + there - clock, there
+        waited = waited + there - clock
+        clock = there
     return PassSeconds(compute, again, waited)
 
 

@@ -37,7 +37,8 @@ class Follower(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.category, self.vocabulary = "activations", -1
+        self.category = "activations"
+        self.vocabulary = -1
         self.number = 0  # of the storage that was seen last
         self._seen: dict[int, tuple[int, Any]] = {}
         self._works: dict[int, Work] = {}

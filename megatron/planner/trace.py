@@ -238,5 +238,6 @@ def _made(plain: Any) -> Any:
     """Return the value that `_plain` wrote."""
     if not isinstance(plain, list):
         return plain
-    name, values = plain[0], map(_made, plain[1:])
+    name = plain[0]
+    values = map(_made, plain[1:])
     return tuple(values) if name == "tuple" else _TYPES[name](*values)

@@ -120,7 +120,7 @@ rank = int(os.environ["RANK"])
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Replace the launcher of a job step by shell programs, in a running job."""
-    monkeypatch.setattr(running, "slurm_job_runs", lambda: True)
+    monkeypatch.setattr(running, "_squeue", lambda _: "RUNNING")
     return lambda program: monkeypatch.setattr(
         running, "slurm_command", lambda flags: ["bash", "-c", program]
     )

@@ -195,7 +195,7 @@ def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
     for listed in (traces._DOES_NOT_COUNT, traces._COUNTS):
         for section, names in listed.items():
             fields = {field.name for field in dataclasses.fields(getattr(run(), section))}
-            assert set(names) <= fields
+            assert set(names.split()) <= fields
 
 
 def plain_of(part: Part) -> Any:

@@ -44,7 +44,7 @@ _VALUES = 99_991  # distinct values in a tensor: a GPU's clock depends on its op
 
 
 def compute_tasks(
-    config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)
+    config: Config, device: torch.device, tensor_sizes: tuple[int, ...]
 ) -> list[Task]:
     """List all tasks of one device, for a model's shapes at these tensor-parallel sizes.
 

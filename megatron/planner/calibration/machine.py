@@ -261,9 +261,7 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
         nic_gb_per_s=_gb_per_s(found, 2),
         nic_on_device=(0,),
         nic_of_device=(0,) * found.per_node,
-        cores_of_device=tuple(
-            (min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices
-        ),
+        cores_of_device=tuple((min(i * core, found.cores - 1),) * 2 for i in devices),
         cpus_per_task=core,
         local_order=tuple(devices),
         device_orders=(tuple(devices),),

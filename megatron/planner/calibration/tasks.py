@@ -87,7 +87,7 @@ def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> fl
 
 
 def seconds_per_call(
-    work: Work, device: torch.device, seconds: float, largest: Largest | None = None
+    work: Work, device: torch.device, seconds: float, largest: Largest | None
 ) -> list[float]:
     """Time one call, after a warm-up, in three rounds of about `seconds` in total.
 

@@ -26,6 +26,7 @@ from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.planner.dryrun.follower import Collectives, Follower, Message, followed
 from megatron.planner.events import Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, find_peak
+from megatron.planner.processes import LAUNCHED
 from megatron.training.run.data import reads_data
 
 _LARGEST = 3
@@ -84,16 +85,10 @@ def member(
     replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
     if device == "meta":
         replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
-    launcher = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(changed(os.environ, dict.fromkeys(launcher)))
+        stack.enter_context(
+            changed(os.environ, dict.fromkeys((*LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK")))
+        )
         for name, value in replaced.items():
             setattr(accelerator, name, value)  # on the instance, over the methods of its class
             stack.callback(delattr, accelerator, name)

@@ -19,7 +19,6 @@ from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
-from megatron.model.stages import assign_layers
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import Cluster, load_cluster
@@ -27,6 +26,7 @@ from megatron.planner.dryrun.follower import Finding, check_collectives, check_m
 from megatron.planner.dryrun.rank import RankRun, run_rank
 from megatron.planner.memory import CATEGORIES, sized_model
 from megatron.planner.placement import choose_placement, layout_of
+from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
 
 GIB = 2.0**30
@@ -77,27 +77,24 @@ def members_of(config: Config) -> list[Member]:
     rank of the first and of the last stage, and the last data rank of the first stage, are
     compared.
     """
-    parallel, layout = config.parallel, layout_of(config)
-    size, stages = layout.pipeline, parallel.num_stages
-    layers = [
-        len(r) for r in assign_layers(config.model.num_layers, stages, parallel.pipeline_layout)
-    ]
+    layout, stages = layout_of(config), stages_of(config)
+    size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):
         own = p if config.pieces.schedule is not None else None  # nothing is known about it
-        kinds.setdefault((tuple(layers[p::size]), p == 0, p == size - 1, own), []).append(p)
+        kinds.setdefault((stages[p::size], own), []).append(p)
     found: list[tuple[int, tuple[int, ...]]] = []
     for ranks in kinds.values():
-        if parallel.schedule == "zb-h1" and len(ranks) > 1:
+        if config.parallel.schedule == "zb-h1" and len(ranks) > 1:
             found.append((ranks[-1], (ranks.pop(),)))
         found.append((ranks[0], tuple(ranks)))
-    last_t, last_d = layout.tensor - 1, layout.data - 1
+    last_t = layout.tensor - 1
+    last_d = layout.data - 1
     members = [
         Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)
     ]
-    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t] + [(0, last_d, 0)] * bool(
-        last_d
-    )
+    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t]
+    compared += [(0, last_d, 0)] if last_d else []
     return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
 
 
@@ -373,7 +370,8 @@ def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
 
 
 def _foot(found: Rehearsal) -> Iterator[str]:
-    config, on_gpu = found.config, found.device == "gpu"
+    config = found.config
+    on_gpu = found.device == "gpu"
     if found.capacity_bytes is not None:
         reserve = (
             f", {RESERVE_GIB:g} GiB less than a device has (assumed for runtime, communication "

@@ -27,7 +27,7 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import parameters_of_rank, peak_rank, state_bytes
-from megatron.planner.placement import Placement, check_device_order, place_with
+from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
 from megatron.planner.search.space import GIB, Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
@@ -131,7 +131,8 @@ class Search:
         too_big = self._too_big(sizes)
         if too_big is not None:
             return [], [too_big]
-        ranked, rejected = list[Ranked](), list[Rejected]()
+        ranked = list[Ranked]()
+        rejected = list[Rejected]()
         for size in sizes:
             layouts = [*self.space.variants(size)][::-1]
             kinds = {v._replace(recompute=kind_of_recompute(v.recompute)): v for v in layouts}
@@ -171,7 +172,8 @@ class Search:
 
     def _judged(self, ranked: Ranked) -> Ranked:
         """Estimate a layout on the best of its placements."""
-        layout, cluster = ranked.layout, self.space.cluster
+        layout = ranked.layout
+        cluster = self.space.cluster
         config = self.space.config(layout)
         costs = [
             (folded_seconds(config, cluster, channels), p)
@@ -229,14 +231,8 @@ class Search:
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements to estimate, with their channels."""
-        parallel = config.parallel
         cluster = self.space.cluster
-        key = (
-            parallel.world_size,
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.num_chunks > 1,
-        )
+        key = layout_of(config), config.parallel.num_chunks > 1
         if key not in self._known:
             found = worthwhile_placements(config, cluster, self.space.wanted)
             self._known[key] = [
@@ -404,13 +400,9 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
     check_device_orders does.
     """
     check_device_orders(wanted, cluster)
-    parallel = config.parallel
-    devices = min(parallel.world_size, cluster.devices_per_node)
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp": parallel.data_parallel_size,
-    }
+    devices = min(config.parallel.world_size, cluster.devices_per_node)
+    layout = layout_of(config)
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
     different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
     for order in RANK_ORDERS:
         if order in wanted.get("order", RANK_ORDERS):

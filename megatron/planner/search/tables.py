@@ -120,7 +120,8 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
 
 def _paper_tflops(found: Estimate) -> str:
     """Return a device's TFLOP/s by `formulas.paper_flops`, which assumes a GPT with f = 4 h."""
-    config, model = found.config, sized_model(found.config)
+    config = found.config
+    model = sized_model(found.config)
     flops = formulas.paper_flops(
         config.batch.global_batch_size,
         model.seq_length,
@@ -167,7 +168,8 @@ def bounds_table(chosen: Sequence[Chosen]) -> Table:
 
 def values_table(given: Search, found: Found, name: str) -> Table:
     """Tabulate the best layout with each value of one dimension."""
-    seq, rows = given.space.base.model.seq_length, []
+    seq = given.space.base.model.seq_length
+    rows = []
     for value, best in sorted(
         (v[1], best)
         for v, best in found.by_value(given.space.cluster.devices_per_node).items()
@@ -382,7 +384,8 @@ def write_script(
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
-    devices, each = config.parallel.world_size, cluster.devices_per_node
+    devices = config.parallel.world_size
+    each = cluster.devices_per_node
     on_site = cluster.name in _SITES and devices % each == 0
     if on_site and tokens is None:
         tokens = _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
@@ -393,20 +396,12 @@ def write_script(
         text = _site_script(flags, config, preset, cluster, notes)
         return write_text(folder / "job.sbatch", text, choose=_CHOOSE)
     nodes = -(-devices // each)
-    start = ["torchrun", f"--nproc-per-node={devices}"]
+    start = f"torchrun --nproc-per-node={devices}"
     if nodes > 1:
-        start = [
-            "srun",
-            "-N",
-            str(nodes),
-            "-n",
-            str(devices),
-            f"--ntasks-per-node={each}",
-            "python",
-        ]
+        start = f"srun -N {nodes} -n {devices} --ntasks-per-node={each} python"
     lines = [
         "#!/bin/bash",
         *(f"# {note}" for note in notes),
-        f'{shlex.join([*start, "pretrain_gpt.py", *flags])} "$@"',
+        f'{start} pretrain_gpt.py {shlex.join(flags)} "$@"',
     ]
     return write_text(folder / "command.sh", "\n".join(lines) + "\n", choose=_CHOOSE)

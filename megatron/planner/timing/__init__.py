@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.planner.timing.estimate import PARTS, Estimate, estimate
+from megatron.planner.timing.estimate import PARTS, Estimate, estimate, folded_seconds
 from megatron.planner.timing.explain import explain
-from megatron.planner.timing.fold import folded_seconds
 
 __all__ = ["PARTS", "Estimate", "estimate", "explain", "folded_seconds"]

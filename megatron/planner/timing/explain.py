@@ -142,17 +142,18 @@ def _stages(found: Estimate, rank: int) -> Table:
 def _step(found: Estimate, rank: int) -> Table:
     config = found.config
     run = found.run
-    parallel = found.config.parallel
-    t = parallel.tensor_model_parallel_size
-    p = parallel.pipeline_model_parallel_size
-    d = parallel.data_parallel_size
+    layout = found.placement.layout
     m = config.num_micro_batches()
     batch = (
-        f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {d} "
+        f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {layout.data} "
         "replicas)"
     )
     rows = [
-        ("devices", f"TP {t} x PP {p} x DP {d}", f"{found.devices}"),
+        (
+            "devices",
+            f"TP {layout.tensor} x PP {layout.pipeline} x DP {layout.data}",
+            f"{found.devices}",
+        ),
         ("micro-batches", batch, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
         *(
