@@ -19,7 +19,6 @@ from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
 from megatron.jobs.scaling import METRICS, POINT, RESULT
-from megatron.jobs.space import flags_of
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
@@ -217,27 +216,20 @@ def _point(request: Request, base: Config, value: int) -> Point:
     tasks = min(world, request.tasks_per_node)
     # Use a smaller batch during the warm-up if that is shorter: once the pipeline is full,
     # compilation, allocation and connections do not depend on the number of micro-batches.
-    small = _WARM_UP_DEPTHS * pipeline * micro * sizes["dp"]
     step = micro * sizes["dp"]
+    small = _WARM_UP_DEPTHS * pipeline * step
     steps = request.warm_up + request.iterations
     ramp = ""
     if request.warm_up and small < batch and batch % step == 0:
         ramp = f"--rampup-batch-size {small} {batch - small} {request.warm_up * small}"
-    flags = [
-        *request.recipe_flags,
-        *flags_of("tp", tensor),
-        *flags_of("pp", pipeline),
-        *flags_of("mbs", micro),
-        *flags_of("gbs", batch),
-        *ramp.split(),
-        *f"--train-iters {steps} --log-interval 1 --eval-iters 0".split(),
-    ]
+    words = (
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
+        f"--micro-batch-size {micro} --global-batch-size {batch} {ramp} --train-iters {steps} "
+        "--log-interval 1 --eval-iters 0"
+    )
     if request.of_the_paper and request.recipe == "paper":
-        flags += [
-            "--make-vocab-size-divisible-by",
-            str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)),
-        ]
-    flags += request.flags
+        words += f" --make-vocab-size-divisible-by {max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)}"
+    flags = [*request.recipe_flags, *words.split(), *request.flags]
     config, problem = None, None
     if world % tasks:
         problem = (

@@ -366,13 +366,9 @@ def load_space(name_or_path: str) -> Space:
             setting: f"flags has {written}"
             for setting, written in settings_of_flags(scanned.flags).items()
         }
-    found: dict[str, dict[str, Any]] = {
-        "parameters": {},
-        "variables": {},
-        "derived": {},
-        "constraints": {},
-    }
-    for table, entries in found.items():
+    found: dict[str, dict[str, Any]] = {}
+    for table in ("parameters", "variables", "derived", "constraints"):
+        entries = found[table] = {}
         for key, given in file[table].items():
             with _at(path, f"[{table}] {key}"):
                 name = _named(key, said) if table in ("parameters", "derived") else key

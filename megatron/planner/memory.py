@@ -11,19 +11,17 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.config import Config, ModelConfig
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
 from megatron.planner.stage import Stage, owners, parameters_of, stages_of
 from megatron.planner.trace import GPT2_VOCABULARY, trace
-
-if TYPE_CHECKING:
-    from megatron.config import Config, ModelConfig
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in

@@ -78,23 +78,18 @@ def gpus_here() -> int:
 
 
 @contextlib.contextmanager
-def process_pool(
-    processes: int,
-    killed: str,
-    start: Callable[..., object] | None = None,
-    *arguments: Any,
-) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield map(function, items), computed in order by processes that have called start(*arguments).
+def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Yield map(function, items), computed in order by other processes.
 
-    They are forked, so that loaded data need not be sent; no thread that matters there may be
-    running.
+    They are forked by the first call, so that loaded data need not be sent; no thread that matters
+    there may be running.
 
     Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
     also end when this process is killed. Raises MegatronError with the text `killed` when one of
     them is killed.
     """
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), start, arguments))
+    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
 
     def run(function: Callable[..., Any], items: Any) -> Iterator[Any]:
         # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
@@ -113,7 +108,7 @@ def process_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(parent: int, start: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
+def _begin(parent: int) -> None:
     def end_with_parent() -> None:
         # a process that waits for tasks does not notice that their source was killed
         while os.getppid() == parent:
@@ -123,5 +118,3 @@ def _begin(parent: int, start: Callable[..., object] | None, arguments: tuple[An
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=end_with_parent, daemon=True).start()
-    if start is not None:
-        start(*arguments)

@@ -17,11 +17,6 @@ from tests.helpers.launching import ROOT
 _base = 0
 
 
-def start(base: int) -> None:
-    global _base
-    _base = base
-
-
 def work(number: int) -> tuple[int, int, bool]:
     """Return the result, the process id, and whether this process now ignores Ctrl-C."""
     held = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
@@ -41,8 +36,9 @@ def fail(number: int) -> int:
 
 
 @pytest.mark.slow
-def test_answers_come_in_order_from_processes_that_were_started() -> None:
-    with process_pool(2, "killed", start, 100) as run:
+def test_answers_come_in_order_from_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_base", 100)
+    with process_pool(2, "killed") as run:
         answers = list(run(work, range(40)))
     assert [number for number, *_ in answers] == list(range(100, 140)) and all(
         quiet for *_, quiet in answers

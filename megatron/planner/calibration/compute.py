@@ -12,11 +12,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.gradients import sum_of_squares
 from megatron.engine.optimizer import build_optimizer, create_state
@@ -31,9 +32,6 @@ from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
 from megatron.planner.timing.estimate import bytes_per_element
 from megatron.planner.trace import that_counts
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 MICRO_BATCHES = 1, 4
 _CACHE, _MOST_SETS = 1 << 26, 32

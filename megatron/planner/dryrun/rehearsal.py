@@ -22,8 +22,13 @@ from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.dryrun.follower import Finding, check_collectives, check_messages
-from megatron.planner.dryrun.rank import RankRun, run_rank
+from megatron.planner.dryrun.rank import (
+    Finding,
+    RankRun,
+    check_collectives,
+    check_messages,
+    run_rank,
+)
 from megatron.planner.memory import CATEGORIES, sized_model
 from megatron.planner.placement import choose_placement, layout_of
 from megatron.planner.stage import stages_of

@@ -353,11 +353,6 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
 _search_of_process: Search
 
 
-def _start(given: Search) -> None:
-    global _search_of_process
-    _search_of_process = given
-
-
 def _in_process(task: tuple[str, Any]) -> Any:
     sys.audit("megatron.planner.task", task[0])
     return getattr(_search_of_process, task[0])(task[1])
@@ -371,12 +366,13 @@ def _workers(
     if processes < 2:
         yield lambda kind, tasks: (getattr(given, kind)(task) for task in tasks)
         return
-    # Forked, so that loaded modules and the machine's figures need not be sent.
+    global _search_of_process
+    _search_of_process = given  # which forked processes inherit
     killed = (
         "a process of the search was killed, possibly for lack of memory: use fewer --processes, "
         "or narrow the search with --fix"
     )
-    with process_pool(processes, killed, _start, given) as in_processes:
+    with process_pool(processes, killed) as in_processes:
         yield lambda kind, tasks: in_processes(_in_process, [(kind, task) for task in tasks])
 
 

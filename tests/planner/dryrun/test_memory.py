@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import reduce_scatter_first_async
-from megatron.planner.dryrun.follower import Follower, followed
-from megatron.planner.dryrun.rank import member
+from megatron.planner.dryrun.rank import Follower, followed, member
 from megatron.planner.memory import CATEGORIES, GPU_BLOCK, changes, find_peak
 
 KIB = 1 << 10
