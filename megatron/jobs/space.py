@@ -140,19 +140,9 @@ _KEYS: Mapping[str, type] = {
     "trial": dict,
 }
 _TRIAL = {"iterations": 5, "warm_up": 3}
-_DIMENSIONS = [dimension.name for dimension in DIMENSIONS]
+_DIMENSIONS = [d.name for d in DIMENSIONS]
 _SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
-SETTING = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
-    "sp": "sequence_parallel",
-    "zero": "zero_stage",
-    "overlap": "tp_comm_overlap",
-    "order": "rank_order",
-    "devices": "device_order",
-}
+SETTING = {d.name: d.setting for d in DIMENSIONS if d.setting and d.name != "nodes"}
 """Settings that short names are aliases of."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
 DECIDES = {

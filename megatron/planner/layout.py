@@ -53,19 +53,12 @@ class Layout(NamedTuple):
         """
         chunked = self.chunks > 1 and stages is None
         return {
-            "world_size": self.world,
-            "global_batch_size": self.batch,
-            "micro_batch_size": self.micro,
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
+            **{d.setting: getattr(self, d.field) for d in DIMENSIONS if d.setting},
             # Not whole: the configuration says what is wrong with it.
             "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks))
             if chunked
             else None,
             "enable_zbh1_pipeline": self.schedule == "zb-h1",
-            "sequence_parallel": self.sp,
-            "tp_comm_overlap": self.overlap,
-            "zero_stage": self.zero,
             "rank_order": self.rank_order or None,
             "device_order": self.device_order or None,
             **recompute_settings(self.recompute),
@@ -106,20 +99,16 @@ def layout_of(config: Config) -> Layout:
         recompute = f"selective:{_in_order(again.recompute_modules)}"
     elif kind == "full":
         recompute = f"full:{again.recompute_method}:{again.recompute_num_layers}"
+    plain = {d.field: config.get(d.setting) for d in DIMENSIONS if d.setting}
+    orders = {
+        "rank_order": parallel.rank_order or "",
+        "device_order": tuple(parallel.device_order or ()),
+    }
     return Layout(
-        parallel.world_size,
-        config.batch.global_batch_size,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.num_chunks,
-        config.schedule_name,
-        config.batch.micro_batch_size,
-        parallel.sequence_parallel,
-        parallel.tp_comm_overlap,
-        config.engine.zero_stage,
-        recompute,
-        parallel.rank_order or "",
-        tuple(parallel.device_order or ()),
+        **plain | orders,
+        chunks=parallel.num_chunks,
+        schedule=config.schedule_name,
+        recompute=recompute,
     )
 
 
@@ -150,12 +139,14 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One dimension of the search space: its name, field of a layout, and the meaning of words.
-    `words` describes accepted words beyond the fixed ones; `pattern` matches them.
+    """One dimension of the search space: its name, field of a layout, the setting with the same
+    value ("" for none), and the meaning of words. `words` describes accepted words beyond the fixed
+    ones; `pattern` matches them.
     """
 
     name: str
     field: str
+    setting: str = ""
     values: Mapping[str, Any] = {}
     words: str = "a number"
     pattern: str = r"0*[1-9]\d{,8}"
@@ -194,16 +185,16 @@ _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
 
 DIMENSIONS: tuple[Dimension, ...] = (
-    Dimension("nodes", "world"),
-    Dimension("gbs", "batch"),
-    Dimension("tp", "tp"),
-    Dimension("pp", "pp"),
+    Dimension("nodes", "world", "world_size"),
+    Dimension("gbs", "batch", "global_batch_size"),
+    Dimension("tp", "tp", "tensor_model_parallel_size"),
+    Dimension("pp", "pp", "pipeline_model_parallel_size"),
     Dimension("chunks", "chunks"),
-    Dimension("schedule", "schedule", _names(SCHEDULES)),
-    Dimension("mbs", "micro"),
-    Dimension("sp", "sp", _SWITCH),
-    Dimension("overlap", "overlap", _SWITCH),
-    Dimension("zero", "zero", _names((0, 1))),
+    Dimension("schedule", "schedule", values=_names(SCHEDULES)),
+    Dimension("mbs", "micro", "micro_batch_size"),
+    Dimension("sp", "sp", "sequence_parallel", _SWITCH),
+    Dimension("overlap", "overlap", "tp_comm_overlap", _SWITCH),
+    Dimension("zero", "zero", "zero_stage", _names((0, 1))),
     Dimension(
         "recompute",
         "recompute",
@@ -211,9 +202,10 @@ DIMENSIONS: tuple[Dimension, ...] = (
         words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or "
         "full[:uniform|block[:LAYERS]]",
     ),
-    Dimension("order", "rank_order", _names(RANK_ORDERS)),
+    Dimension("order", "rank_order", "rank_order", _names(RANK_ORDERS)),
     Dimension(
         "devices",
+        "device_order",
         "device_order",
         pattern=r"\d{1,4}(-\d{1,4})*",
         words="such as 0-1-6-7-2-3-4-5",
