@@ -1,5 +1,6 @@
-"""Command line of a training: its flags are generated from the settings, and all problems are
-reported together.
+"""Command line of a training run.
+
+Its flags are generated from the settings, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ def settings_flags() -> Mapping[str, Flag]:
 
 @functools.cache
 def flag_table() -> Mapping[str, Flag]:
-    """Return every spelling that a command line may contain, with its meaning. Flags of other
-    frameworks may have dashes in place of underscores, and underscores in place of dashes.
+    """Return every spelling that a command line may contain, with its meaning.
+
+    Flags of other frameworks may have dashes instead of underscores, and underscores instead of
+    dashes.
     """
     table = dict(settings_flags())
     for spelling, foreign in foreign_flags().items():
@@ -95,8 +98,9 @@ def flag_table() -> Mapping[str, Flag]:
 
 @dataclass
 class Scanned:
-    """Words of a command line by flag. `flags` has each spelling once, with the words of its last
-    use.
+    """Words of a command line by flag.
+
+    `flags` has each spelling once, with the words of its last use.
     """
 
     flags: dict[str, list[str]]
@@ -110,8 +114,9 @@ def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
 
 
 def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
-    """Return the training flags with a tool's preset in front. Raises ConfigError for two
-    presets.
+    """Return the training flags with a tool's preset in front.
+
+    Raises ConfigError for two presets.
     """
     if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
         raise ConfigError(f"--preset {name} and a second --preset are given: give one")
@@ -129,10 +134,10 @@ def scan(argv: Sequence[str]) -> Scanned:
     """Split a command line into flags and their words. Unknown flags become problems."""
     flags: dict[str, list[str]] = {}
     problems: list[str] = []
-    words: list[str] | None = None  # where the next word belongs; None: to no flag
+    words: list[str] | None = None  # words of the current flag; None: no flag takes them
     for place, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
-        # Forks, Primus and Megatron-LM's attributes have underscores.
+        # Forks, Primus and the attribute names of Megatron-LM have underscores.
         if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
@@ -146,17 +151,18 @@ def scan(argv: Sequence[str]) -> Scanned:
         elif spelling not in flag_table():
             known = (flag for flag in settings_flags() if flag != "-h")
             problems.append(f"unknown flag {spelling}{did_you_mean(spelling, known)}")
-            words = []  # what follows are its values
+            words = []  # the words after it are its values
         else:
-            flags.pop(spelling, None)  # a repeated flag counts where it comes last
+            flags.pop(spelling, None)  # a repeated flag takes its last position
             flags[spelling] = [value] if equals else []
             words = None if equals else flags[spelling]
     return Scanned(flags, problems)
 
 
 def _is_flag(word: str) -> bool:
-    """Return whether a word is a flag: it begins with a dash, and is neither a negative number nor
-    text with spaces.
+    """Return whether a word is a flag.
+
+    A flag begins with a dash, and is neither a negative number nor text with spaces.
     """
     return (
         word.startswith("-")
@@ -204,8 +210,9 @@ def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
 
 
 def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
-    """Return the settings that a command line chooses, including those of a preset, before they are
-    resolved. Problems are collected in `problems`.
+    """Return the settings that a command line chooses, with its preset's, before they are resolved.
+
+    Problems are collected in `problems`.
     """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
@@ -265,8 +272,9 @@ def _give_pieces(settings: Settings, words: list[str]) -> None:
 def _chosen_values(
     settings: Settings, flags: Mapping[str, list[str]]
 ) -> dict[str, tuple[str, Any]]:
-    """Return (flag as written, value) by setting. Two flags with different values for a setting are
-    a problem.
+    """Return (flag as written, value) by setting.
+
+    Two flags with different values for a setting are a problem.
     """
     chosen: dict[str, tuple[str, Any]] = {}
     weak: dict[str, tuple[str, Any]] = {}
@@ -324,8 +332,9 @@ def _value(flag: Flag, option: Option, words: list[str]) -> Any:
 
 
 def command_line_of(config: Config) -> list[str]:
-    """Return a command line for the same configuration, with the chosen settings only, by
-    section.
+    """Return a command line for the same configuration.
+
+    It has the chosen settings only, by section.
     """
     argv: list[str] = []
     for name, option in all_options().items():

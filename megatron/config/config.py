@@ -30,8 +30,7 @@ from megatron.errors import ConfigError
 class Config(Sections):
     """All settings of a run, resolved and checked. Use Config.create(...) or parse_args(...).
 
-    `pieces` are the user's own pieces (with_pieces). replace(...) keeps them; to_dict leaves them
-    out.
+    `pieces` are the user's own pieces (with_pieces). replace(...) keeps them; to_dict omits them.
     """
 
     given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
@@ -44,8 +43,7 @@ class Config(Sections):
 
     @classmethod
     def create(cls, preset: str | None = None, **values: Any) -> Config:
-        """Create a configuration from setting names: Config.create(num_layers=4, hidden_size=64,
-        ...).
+        """Create a configuration from setting names: Config.create(num_layers=4, ...).
 
         Required: num_layers, hidden_size, num_attention_heads, seq_length. Defaults:
         micro_batch_size 1, lr 1e-4, train_iters 1, world_size one replica. `preset` names a preset
@@ -59,8 +57,9 @@ class Config(Sections):
         return finish(settings)
 
     def replace(self, **values: Any) -> Config:
-        """Return a copy with some settings changed, and dependent settings derived again. None
-        resets a setting.
+        """Return a copy with some settings changed and dependent settings derived again.
+
+        None resets a setting.
         """
         settings = Settings(
             given=dict(self.given),
@@ -74,8 +73,9 @@ class Config(Sections):
         return finish(settings, merge_json=merge)
 
     def with_pieces(self, **pieces: Any) -> Config:
-        """Return a copy with the user's own layer, model, datasets, optimizer, schedule or
-        callbacks.
+        """Return a copy with the user's own pieces.
+
+        They are a layer, model, datasets, optimizer, schedule or callbacks.
         """
         return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, **pieces))
 
@@ -95,8 +95,9 @@ class Config(Sections):
         )
 
     def origin(self, name: str) -> str:
-        """Return where a setting comes from: 'default', 'command line', 'preset X', 'FILE:LINE:
-        key', 'derived ...'.
+        """Return the origin of a setting.
+
+        It is 'default', 'command line', 'preset X', 'FILE:LINE: key' or 'derived ...'.
         """
         self._check_name(name)
         return self.origins[name]
@@ -119,8 +120,9 @@ class Config(Sections):
             raise ConfigError(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
 
     def num_micro_batches(self, global_batch_size: int | None = None) -> int:
-        """Return the number of micro-batches of a step on each replica, for the full or the given
-        global batch.
+        """Return the number of micro-batches of a step on each replica.
+
+        It is that of the full global batch, or of the given one.
         """
         size = self.batch.global_batch_size if global_batch_size is None else global_batch_size
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
@@ -138,10 +140,10 @@ class Config(Sections):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Create a configuration from `to_dict`'s result. Values equal to derived ones stay
-        derived.
+        """Create a configuration from the result of `to_dict`.
 
-        Raises ConfigError for an unknown name or an invalid value.
+        Values equal to derived ones stay derived. Raises ConfigError for an unknown name or an
+        invalid value.
         """
         options = all_options()
         default = {n: _plain(o.default) for n, o in options.items()}
@@ -163,7 +165,7 @@ class Config(Sections):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value as it is represented in JSON."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -209,7 +211,7 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
 # --- resolve
 
 
-# Of library users and tests: a training run must give its own; see run_requirements.
+# For library users and tests: a training run must give the value; see run_requirements.
 _STAND_IN_ORIGIN = "default; a training run must give it"
 # Setting -> value and origin, where it is unset.
 _FALLBACKS: Mapping[str, tuple[Any, str]] = {
@@ -263,8 +265,8 @@ def _model(s: Settings) -> None:
     v = s.values
     if v["ffn_hidden_size"] is None and s.usable("hidden_size"):
         if v["swiglu"]:
-            # Three matrices instead of two: 2/3 of the width keeps the parameters (Shazeer 2020,
-            # arXiv 2002.05202).
+            # Three matrices instead of two: 2/3 of the width keeps the number of parameters
+            # (Shazeer 2020, arXiv 2002.05202).
             width = int(4 * v["hidden_size"] * 2 / 3 / 64) * 64
             s.derive("ffn_hidden_size", max(64, width), "derived from hidden-size and swiglu")
         else:

@@ -31,8 +31,9 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def merge_deepspeed_json(settings: Settings) -> None:
-    """Merge the file named by `deepspeed_config`, if any. Problems and notices are added to
-    `settings`.
+    """Merge the file named by `deepspeed_config`, if any.
+
+    Problems and notices are added to `settings`.
     """
     path = settings.given.get("deepspeed_config")
     if path is None:
@@ -126,8 +127,9 @@ class _Merge:
             self.settings.mark_bad(names[0], problem, self._at(key))
 
     def _set_one(self, key: str, name: str, value: Any, written: Any = None) -> None:
-        """Give one setting. `written`: what the file has, where that is not the setting's own
-        value.
+        """Set one setting.
+
+        `written` is the value in the file, if it differs from the setting's own value.
         """
         settings, option, origin = self.settings, all_options()[name], f"{self._at(key)}: {key}"
         try:
@@ -144,8 +146,8 @@ class _Merge:
             return
         chosen, where = settings.given[name], settings.origins[name]
         if name == "loss_scale" and value == 0 and chosen:
-            # DeepSpeed reads the scale from its file alone, so that scripts with both have run
-            # with a dynamic one.
+            # DeepSpeed reads the scale from its file only: scripts that set both have trained
+            # with a dynamic scale.
             settings.give(name, None, origin)
             settings.notices.append(
                 f"--loss-scale {chosen:g} ({where}) has no effect: the loss scale is dynamic, as "
@@ -161,8 +163,9 @@ class _Merge:
             )
 
     def _both_precisions(self) -> None:
-        """Record a contradiction where the file switches on one precision, and the command line or
-        another entry the other.
+        """Record a contradiction between the file and another source.
+
+        The file enables one precision, and the command line or another entry enables the other.
         """
         given, origins = self.settings.given, self.settings.origins
         if not (given.get("fp16") and given.get("bf16")):
@@ -179,8 +182,9 @@ class _Merge:
         self.settings.mark_bad("bf16", problem, "argument")
 
     def _accumulation(self, steps: Any) -> None:
-        """Set the batch size that is missing in gradient_accumulation_steps x micro-batch x replicas
-        = global batch, or check it.
+        """Derive the missing batch size from the accumulation steps, or check the given sizes.
+
+        The global batch is gradient_accumulation_steps x micro-batch x replicas.
         """
         if steps is None or steps == "auto":
             return
@@ -243,14 +247,15 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return the line (from 1) of every key of the object in `text`, by its dotted path. `text` is
-    valid JSON; objects within lists are left out.
+    """Return the line (from 1) of every key of the object in `text`, by its dotted path.
+
+    `text` is valid JSON; objects within lists are omitted.
 
     >>> key_lines('{"fp16": {\\n "enabled": true}}')
     {'fp16': 1, 'fp16.enabled': 2}
     """
     lines: dict[str, int] = {}
-    # of each open object the key that is being read, of each open list None
+    # for each open object the key that is being read, for each open list None
     open_keys: list[str | None] = []
     awaits_key = False
     line, counted = 1, 0

@@ -31,7 +31,8 @@ class Family:
 class Foreign:
     """One such flag.
 
-    values: how many it takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
+    values: number of values that it takes: '0', '1', '?' or '*'. harmless: values that leave the
+    feature off.
     """
 
     family: Family
@@ -52,7 +53,7 @@ class Foreign:
             settings.problems.append(f"{written} is not supported: {reason}")
 
     def _miscounted(self, words: list[str]) -> str:
-        """Return the expected number of values if there are others, else an empty string."""
+        """Return the expected number of values if it is a different one, else an empty string."""
         switched = self.values == "0" and len(words) == 1 and words[0].lower() in ("true", "false")
         fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[
             self.values

@@ -1,5 +1,6 @@
-"""Texts of --help (settings by section with their defaults, at most 100 columns wide) and of
---print-config.
+"""Texts of --help and --print-config.
+
+--help lists the settings by section with their defaults, at most 100 columns wide.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def _others() -> list[str]:
 
 
 def _entry(heading: str, description: str) -> list[str]:
-    """Return a heading on the left and a description on the right. A long heading gets its own
-    line.
+    """Return a heading on the left and a description on the right.
+
+    A long heading gets its own line.
     """
     wrapped = textwrap.wrap(description, WIDTH - _INDENT, break_on_hyphens=False)
     left = f"  {heading}"

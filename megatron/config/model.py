@@ -165,8 +165,9 @@ class ModelConfig:
         return "gelu"
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Return the vocabulary size padded to a multiple of make_vocab_size_divisible_by x
-        tensor_parallel_size.
+        """Return the padded vocabulary size.
+
+        It is a multiple of make_vocab_size_divisible_by x tensor_parallel_size.
         """
         assert self.vocab_size is not None, (
             "vocab_size is unknown until the tokenizer has been read"

@@ -32,7 +32,7 @@ _SHOWN = 40  # characters of a bad value
 # limit of their own: iterations, minutes, vocabulary entries.
 MOST = 10**9
 MOST_LAYERS = 2**16
-MOST_WIDTH = 2**20  # a matrix of this width squared has 4 TiB in fp32
+MOST_WIDTH = 2**20  # a square matrix of this width has 4 TiB in fp32
 MOST_POSITIONS = 2**24  # fp32, in which angles are computed, holds whole numbers exactly up to here
 MOST_PROCESSES = 2**20  # ten times the devices of the largest machines
 MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
@@ -43,8 +43,9 @@ LEAST_NORMAL = 2.0**-126  # of fp32; smaller values may be flushed to zero
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. `name` and `kind` are read from the dataclass field; the rest is written there
-    with `option(...)`.
+    """One setting, declared with `option(...)`.
+
+    `name` and `kind` are read from the dataclass field.
 
     flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a
     bool off. shortcuts: spellings without a value that set the field to the given one.
@@ -65,8 +66,8 @@ class Option:
     choices: tuple[Any, ...] | None = None
     value_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     implies: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    inert: str = ""  # why the setting has no effect, for those that existing scripts give
-    # what to do about a value that is no choice; why another word is read as a number
+    inert: str = ""  # why the setting has no effect; it is accepted for existing scripts
+    # what to do about an invalid choice, or why another word is read as a number
     hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
@@ -78,7 +79,7 @@ class Option:
     below: float | None = None
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
-    none_word: bool = False  # the word none un-sets a setting without choices too
+    none_word: bool = False  # the word none also resets a setting without choices
 
     @property
     def has_none(self) -> bool:
@@ -98,8 +99,9 @@ class Option:
         return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
 
     def parse(self, texts: list[str]) -> Any:
-        """Return the value of these command-line words. Raises ValueError that says what was
-        expected.
+        """Return the value of these command-line words.
+
+        Raises ValueError with the expected form.
         """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
@@ -129,8 +131,9 @@ class Option:
         return text
 
     def accept(self, value: Any) -> Any:
-        """Return the value in the field's type and spelling. Raises ValueError for a wrong type,
-        choice or range.
+        """Return the value in the field's type and spelling.
+
+        Raises ValueError for a wrong type, choice or range.
         """
         if self.many:
             if not isinstance(value, (list, tuple)):
@@ -175,8 +178,9 @@ class Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser for tools: errors are ConfigError, abbreviations are off, and help texts keep
-    their line breaks.
+    """Parser for tools, based on argparse.
+
+    Errors are ConfigError, abbreviations are off, and help texts keep their line breaks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +198,7 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """Return an argparse type for a number above 0, or from `least` on."""
+    """Return an argparse type for a number above 0, or of at least `least`."""
     above = 0 if least is None else None
     return functools.partial(_number, Option(kind=float, at_least=least, above=above, at_most=most))
 
@@ -216,10 +220,10 @@ def _shown(value: Any) -> str:
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
-    """Return a dataclass field with an Option. A default of None means unset (required, derived or
-    off).
+    """Return a dataclass field with an Option.
 
-    `flags` defaults to the field's name with dashes; flags=() gives a field no flag.
+    A default of None means unset (required, derived or off). `flags` defaults to the field's name
+    with dashes; flags=() gives a field no flag.
     """
     attributes.setdefault("flags", None)
     metadata = {_KEY: {"help": help, "default": default, **attributes}}

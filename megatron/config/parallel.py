@@ -134,9 +134,7 @@ class ParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks (virtual stages) per pipeline rank; 1 without
-        interleaving.
-        """
+        """Return the number of chunks (virtual stages) per pipeline rank; 1 if not interleaved."""
         return self.virtual_pipeline_model_parallel_size
 
     @property
@@ -264,8 +262,9 @@ def layout_counts(layout: str) -> list[int] | None:
 
 
 def even_counts(number: int, stages: int) -> list[int]:
-    """Distribute layers over stages: each gets the quotient, and the stages just before the last
-    one get the remainder.
+    """Return the number of layers per stage.
+
+    Each gets the quotient, and the stages just before the last one get the remainder.
     """
     each, left_over = divmod(number, stages)
     before_last = stages - 1

@@ -43,8 +43,9 @@ class Pieces:
                 yield field.name, piece
 
     def describe(self) -> dict[str, str]:
-        """Return where each of the user's own pieces is defined, for logs and for comparing
-        ranks.
+        """Return where each of the user's own pieces is defined.
+
+        Logs show it, and ranks compare it.
         """
         return {
             name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
@@ -67,8 +68,9 @@ PLAIN = Pieces()
 
 
 def load_pieces(file: str) -> Pieces:
-    """Run the Python file named by the user, and return its dictionary PIECES as Pieces. Raises
-    ConfigError if the file or the dictionary is missing.
+    """Run the user's Python file, and return its dictionary PIECES as Pieces.
+
+    Raises ConfigError if the file or the dictionary is missing.
     """
     path = Path(file)
     # The name by which pickle finds the functions and classes in another process.

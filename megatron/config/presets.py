@@ -1,5 +1,6 @@
-"""Presets: named starting points, which every other flag or argument overrides. presets.toml has
-them.
+"""Presets: named starting points, which every other flag or argument overrides.
+
+They are listed in presets.toml.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> None:
-    """Set a preset's values, except for `chosen` settings and those that a chosen one makes
-    meaningless.
-    """
+    """Set a preset's values, except those that `chosen` settings replace or make meaningless."""
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or f": choose one of {', '.join(PRESETS)}"
         settings.problems.append(f"--preset '{name}' is unknown{hint}")
@@ -56,8 +55,9 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> Non
 
 
 def _cannot_interleave(preset: Mapping[str, Any], pipeline_size: Any) -> bool:
-    """Return whether the preset's chunk size gives fewer than two chunks per rank for another
-    pipeline size.
+    """Return whether another pipeline size makes the preset's interleaving impossible.
+
+    The preset's chunk size then gives fewer than two chunks per rank.
     """
     each = preset.get("num_layers_per_virtual_pipeline_stage")
     if each is None or not isinstance(pipeline_size, int) or pipeline_size < 1:

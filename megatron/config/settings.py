@@ -59,8 +59,9 @@ def section_of(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ', did you mean --x or --y?', or an empty string. Names that begin with the word come
-    first.
+    """Return ', did you mean --x or --y?', or an empty string.
+
+    Names that begin with the word come first.
     """
     names = sorted(known)
     longer = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
@@ -73,8 +74,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise ConfigError with all problems, numbered if there are several. Return if there are
-    none.
+    """Raise ConfigError with all problems, numbered if there are several.
+
+    Return if there are none.
     """
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
@@ -86,10 +88,10 @@ def raise_problems(problems: list[str]) -> None:
 
 @dataclass
 class Settings:
-    """Values by setting name. `given` holds chosen values; `values` adds defaults and derived
-    values.
+    """Values by setting name.
 
-    Settings in `bad` had an invalid value: checks that need them are skipped.
+    `given` holds chosen values; `values` adds defaults and derived values. Settings in `bad` had an
+    invalid value: checks that need them are skipped.
     """
 
     given: dict[str, Any] = field(default_factory=dict)

@@ -197,11 +197,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Fused kernels and attention implementation. Each has a plain torch equivalent, equal up to
-    rounding.
+    """Fused kernels and attention implementation.
 
-    A fusion is used where a kernel library for the device is loaded and, on a CPU, where it is
-    faster than torch. megatron.kernels.choose decides, and the log reports the decision.
+    Each kernel has a plain torch equivalent, equal up to rounding. A fusion is used where a kernel
+    library for the device is loaded and, on a CPU, where it is faster than torch.
+    megatron.kernels.choose decides, and the log reports the decision.
     """
 
     title: ClassVar[str] = "kernels"

@@ -44,8 +44,9 @@ LATE: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Direct:
-    """A flag that maps to settings by itself. `read` returns values of some of them, or raises
-    ValueError or ConfigError.
+    """A flag that maps to settings by itself.
+
+    `read` returns values of some of them, or raises ValueError or ConfigError.
     """
 
     settings: tuple[str, ...]
@@ -84,8 +85,9 @@ def _gated_activation(words: list[str]) -> dict[str, Any]:
 
 
 def _profiled_steps(words: list[str]) -> dict[str, Any]:
-    """Return the profiled steps of FIRST,LAST, counted from 1; --profile-step-end is the iteration
-    at which profiling stops.
+    """Return the profiled steps of FIRST,LAST, counted from 1.
+
+    --profile-step-end is the iteration at which profiling stops.
     """
     first, comma, last = _TEXT.parse(words).partition(",")
     if not comma:
@@ -107,8 +109,9 @@ _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
 def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
-    """Return the WEIGHT PREFIX pairs of BigScience's weighted paths, which also have a name and a
-    part of each file.
+    """Return the WEIGHT PREFIX pairs of BigScience's weighted paths.
+
+    The paths also have a name and a part of each file.
     """
     if len(groups) != 1:
         raise ValueError(
@@ -187,7 +190,7 @@ DIRECT: Mapping[str, Direct] = {
 
 
 def translate_late(settings: Settings, flags: Flags) -> None:
-    """Set the settings that the LATE flags among `flags` mean."""
+    """Set the settings that correspond to the LATE flags among `flags`."""
     present = {flag: words for flag, words in flags.items() if flag in LATE and not is_off(words)}
     if NO_PIPELINE in present:
         _no_pipeline(settings)
@@ -211,8 +214,9 @@ def _no_pipeline(settings: Settings) -> None:
 
 
 class _Stages:
-    """Layers per stage, from flags that describe what the first and the last stage hold besides
-    layers.
+    """Layers per stage, from flags that describe the first and the last stage.
+
+    These also hold the embedding and the loss.
     """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
@@ -222,8 +226,9 @@ class _Stages:
         self.embedding, self.loss = self._is_on(EMBEDDING), self._is_on(LOSS)
 
     def give(self) -> None:
-        """Set pipeline_layout, or the layers of a chunk. Raises ValueError for what is not
-        possible.
+        """Set pipeline_layout, or the layers of a chunk.
+
+        Raises ValueError for an impossible layout.
         """
         ways: dict[Callable[[int, int], list[int]], list[str]] = {
             self._by_partition: [PARTITION],
@@ -274,8 +279,9 @@ class _Stages:
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
-        """Return counts by Megatron-DeepSpeed's partition method; none for the method that is used
-        anyway.
+        """Return counts by Megatron-DeepSpeed's partition method.
+
+        An empty list for the method that is always used.
         """
         method = self._read(PARTITION, _TEXT).lower()
         if method == "type:transformer":
@@ -318,8 +324,10 @@ class _Stages:
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 
     def _by_text(self, layers: int, chunks: int) -> list[int]:
-        """Return counts from Megatron's notation: E, t and L for embedding, layer and loss, |
-        between stages, *n to repeat the preceding letter or bracket.
+        """Return counts from Megatron's notation.
+
+        E, t and L are embedding, layer and loss; | separates stages; *n repeats the preceding
+        letter or bracket.
         """
         layout = self._read(LAYOUT, _TEXT)
         text = _unroll(r"\(([^()]*)\)\*([0-9]{1,6})", layout.replace(",", ""))
@@ -383,7 +391,7 @@ class _Stages:
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:
-    """Return the counts with `first` layers less in the first stage and `last` in the last."""
+    """Return the counts with `first` fewer layers in the first stage, `last` fewer in the last."""
     return [
         count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)
     ]

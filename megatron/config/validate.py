@@ -1,5 +1,6 @@
-"""Checks of a resolved configuration. All problems are collected; no check needs a process group or
-a file.
+"""Checks of a resolved configuration.
+
+All problems are collected; no check needs a process group or a file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron.config.settings import Settings, all_options
 Values = dict[str, Any]
 Problems = Callable[[Values], Iterator[str]]
 
-# Settings of which one at most may be chosen.
+# Settings of which at most one may be chosen.
 EXCLUSIVE = (
     ("swiglu", "squared_relu", "openai_gelu"),
     ("fp16", "bf16"),
@@ -26,14 +27,14 @@ EXCLUSIVE = (
     ("data_path", "data_file_list", "mock_data", "test_data_path"),
     ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
 )
-# Settings of which the first must not be greater.
+# Settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-# A setting that must be given (None) or have this value, for those that need it where they have
-# another value than their default.
+# A setting that must be given (None) or have this value, and the settings that need it when they
+# do not have their default value.
 NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("save", None, ("save_interval_minutes", "async_save", "keep_last", "requeue")),
     ("load", None, ("finetune", "reset_iteration", "load_tag")),
@@ -355,7 +356,7 @@ def _rate_units(v: Values) -> Iterator[str]:
 def _rate_lengths(v: Values) -> Iterator[str]:
     for unit in ("iters", "samples", "tokens"):
         warmup, decay = v[f"lr_warmup_{unit}"], v[f"lr_decay_{unit}"]
-        # constant and inverse-square-root never end, so that a warm-up may be as long as the run
+        # constant and inverse-square-root never end, so a warm-up may be as long as the run
         ends = v["lr_decay_style"] in ("linear", "cosine", "WSD")
         if ends and warmup and decay and warmup >= decay:
             yield (
