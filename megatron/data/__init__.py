@@ -1,3 +1,1 @@
-"""Token files, the samples drawn from them, tokenizers, and the micro-batches that training
-reads.
-"""
+"""Token files, samples drawn from them, tokenizers, and the micro-batches that training reads."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from megatron.config.files import DataConfig
 
 SPLIT_NAMES = ("train", "valid", "test")
-# The place of --split in the description of an index over a whole data set (--train-data-path and
-# its siblings): its documents differ from those of the split that the run may also name.
+# Used instead of --split in the description of an index over a whole data set (--train-data-path
+# and its siblings): its documents differ from those of the split that the run may also name.
 WHOLE = "whole"
 _MOST_BYTES = 1 << 24  # of a --data-file-list
 
@@ -61,12 +61,11 @@ class SplitPlan:
 
 
 def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and past-the-last sequence of train, validation and test, in Megatron's
-    rounding.
+    """Return the first and past-the-last sequence of train, validation and test.
 
     `split` is up to three numbers, separated by commas or slashes, which the configuration has
-    checked. Each cut adds round(share * N); the surplus of the rounding is taken from every cut
-    after the first.
+    checked. Rounding is Megatron's: each cut adds round(share * N), and the surplus is subtracted
+    from every cut after the first.
 
     >>> split_bounds("969, 30, 1", 1000)
     ((0, 969), (969, 999), (999, 1000))
@@ -81,10 +80,10 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
 
 
 def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
-    """Return the blend of one prefix, or of pairs `weight prefix`; weights are scaled to add up to
-    1.
+    """Return the blend of one prefix, or of pairs `weight prefix`.
 
-    A weight of 0 leaves a data set out. The configuration has checked the form.
+    Weights are scaled to add up to 1. A weight of 0 excludes a data set. The configuration has
+    checked the form.
     """
     if len(values) == 1:
         return (BlendPart(1.0, values[0]),)
@@ -92,11 +91,10 @@ def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
 
 
 def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
-    """Read a blend from a file with lines `weight prefix [corpus]`; empty lines and lines with #
-    are skipped.
+    """Read a blend from a file with lines `weight prefix [corpus]`.
 
-    Raises DataError if the file cannot be read and ConfigError, with file and line, for a line of
-    another form.
+    Empty lines and lines with # are skipped. Raises DataError if the file cannot be read and
+    ConfigError, with file and line, for a line of another form.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
     pairs = []
@@ -125,16 +123,18 @@ def _normalised(pairs: Sequence[tuple[float, str]]) -> tuple[BlendPart, ...]:
 
 
 def samples_of_part(num_samples: int, weight: float) -> int:
-    """Return the samples to prepare of one data set of a blend: half a percent more than its share,
-    as in Megatron.
+    """Return the number of samples to prepare of one data set of a blend.
+
+    It is half a percent more than the share, as in Megatron.
     """
     return math.ceil(num_samples * weight * 1.005)
 
 
 def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
-    """Return what the data flags name for training, validation and test; None if they name nothing.
+    """Return the data that the flags name for each split; None if they name none.
 
-    Raises ConfigError for none at all, DataError for a --data-file-list that cannot be read.
+    The splits are training, validation and test. Raises ConfigError if no split has data, DataError
+    for a --data-file-list that cannot be read.
     """
     if data.data_path or data.data_file_list:
         blend = (
@@ -153,8 +153,9 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
 
 
 def data_prefixes(config: Config) -> list[str]:
-    """Return the prefixes of all files that the run reads, training data first. Raises as
-    plan_splits does.
+    """Return the prefixes of all files that the run reads, training data first.
+
+    Raises the errors of plan_splits.
     """
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
@@ -176,10 +177,11 @@ def build_datasets(
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
     `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples.
-    `verify` reads all of an index that is found and compares it with its digest; one rank of a job
-    does this for all. `workers` indices of a blend are built at the same time. Of several callers,
-    one builds each index and the others wait for its files. Raises DataError for files that are
-    missing or damaged, and for training without data; ConfigError for contradictory data flags.
+    `verify` reads an index that is found completely and compares it with its digest; one rank of a
+    job does this for all. `workers` indices of a blend are built at the same time. Of several
+    callers, one builds each index and the others wait for its files. Raises DataError for files
+    that are missing or damaged, and for training without data; ConfigError for contradictory data
+    flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
@@ -209,8 +211,9 @@ def build_datasets(
 
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    """Return the user's own data sets as a run reads them. Raises DataError if they have too few
-    samples.
+    """Return the user's own data sets as a run reads them.
+
+    Raises DataError if they have too few samples.
     """
     assert config.pieces.datasets is not None, "the user gave a function for data sets"
     made = list(config.pieces.datasets(config, *counts))
@@ -257,9 +260,9 @@ def _build_split(
     verify: bool,
     workers: int,
 ) -> Source | BlendedDataset | None:
-    """Return split number `index` (train, valid, test) from opened files; None without data.
+    """Build split number `index` (train, valid, test) from opened files; None without data.
 
-    A data set too small for this split is left out, and the weights of the others grow in
+    A data set too small for this split is omitted, and the weights of the others grow in
     proportion.
     """
     data, seq_length = config.data, config.model.seq_length
@@ -314,10 +317,10 @@ def _build_split(
 def _samples_of_exact_epochs(
     data: DataConfig, tokens: Sequence[int], seq_length: int, num_samples: int
 ) -> int:
-    """Return the samples of --train-data-exact-num-epochs epochs, whatever the length of the run.
+    """Return the number of samples of --train-data-exact-num-epochs epochs.
 
-    `tokens` are those of each data set. Raises ConfigError for a blend, and for a run that takes
-    more samples.
+    The length of the run does not change it. `tokens` are those of each data set. Raises
+    ConfigError for a blend, and for a run that needs more samples.
     """
     epochs = data.train_data_exact_num_epochs
     assert epochs is not None, "the flag was given"

@@ -49,11 +49,10 @@ class FileLock:
         return True
 
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
-        """Take the lock if it is free, or wait if its holder may have died unnoticed; return
-        whether it was taken.
+        """Take the lock if it is free, or wait if its holder may have died unnoticed.
 
-        A holder on this host is alive. For one on another host, report with `say` and wait up to
-        `wait_s` seconds.
+        Return whether it was taken. A holder on this host is alive. For one on another host, report
+        with `say` and wait up to `wait_s` seconds.
         """
         if self.acquire():
             return True
@@ -73,7 +72,7 @@ class FileLock:
         try:
             with open(self.path, errors="replace") as file:
                 pid, host, *_ = file.read(_MOST_CHARACTERS).split()
-            return int(pid), host.split("?")[0]  # what follows is filelock's mark of a container
+            return int(pid), host.split("?")[0]  # the rest is filelock's mark of a container
         except (OSError, ValueError):
             return None
 
@@ -86,14 +85,15 @@ class FileLock:
         """Release the lock and remove its file. Harmless if the lock is not held."""
         if self._lock.is_locked:
             if not self._is_soft:
-                # first: a waiter with the old file open notices and tries again
+                # Before the release: a waiter with the old file open notices and tries again.
                 self.path.unlink(missing_ok=True)
             self._lock.release()
 
 
 class FolderClaim:
-    """An exclusive claim on a folder, from `take` to `release`: a script submitted twice must not
-    write to it twice.
+    """An exclusive claim on a folder, from `take` to `release`.
+
+    It prevents a script that was submitted twice from writing to the folder twice.
 
     folder  is created if missing
     what    its name in messages, such as "--save FOLDER"
@@ -105,8 +105,9 @@ class FolderClaim:
         self._lock = FileLock(folder / LOCK_NAME)
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Claim the folder; if it cannot be locked, only note that. Raises ConfigError while
-        another program has it.
+        """Claim the folder; if it cannot be locked, only report that with `say`.
+
+        Raises ConfigError while another program holds it.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,7 @@ class FolderClaim:
 def renamed_into(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file with a temporary name, which is synced and renamed to `path` at the end.
 
-    It is removed after an error.
+    After an error the file is removed.
     """
     temporary = temporary_name(path)
     try:

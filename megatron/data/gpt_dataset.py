@@ -1,26 +1,25 @@
-"""Samples of seq_length + 1 tokens: of one data set, of a blend, of a data set of one's own, or
-generated.
+"""Samples of seq_length + 1 tokens: of one data set, a blend, a user's data set, or generated.
 
-All have a length and return int64 arrays, so a training loop takes any of them.
+All have a length and return int64 arrays, so a training loop accepts any of them.
 
-GPTDataset cuts samples out of the joined documents. They follow from three arrays: document, sample
-and shuffle index. The order of the draws is Megatron's, so that the same data, seed and counts give
-the same samples: one RandomState(seed) shuffles the documents of all epochs together, then the
+GPTDataset cuts samples out of the concatenated documents. Three arrays determine them: document,
+sample and shuffle index. The order of random draws is Megatron's, so the same data, seed and counts
+give the same samples: one RandomState(seed) shuffles the documents of all epochs together, then the
 samples. When the last epoch gives less than 80% of an epoch's samples, its documents and samples
 are shuffled separately, so that the earlier epochs are used up first.
 
 PackedDataset packs samples from whole documents. A bin is a sample of seq_length + 1 tokens. A
 document that fits is one piece; a longer one is cut into pieces of seq_length + 1 tokens that
-overlap by one, so that each of its predictions (a token from those before it) is in exactly one
-piece. Pieces go into bins by best fit, the longest first (indexed_dataset.best_fit_pack); unused
-room is padding. Every epoch reads every bin once, in an order of its own, so every prediction
-within a document counts exactly once per epoch. The batch leaves out predictions across pieces, by
-the lengths that `segments` returns. A document of one token is dropped: it takes part in no
+overlap by one, so that each of its predictions (of a token from those before it) is in exactly one
+piece. Pieces are assigned to bins by best fit, the longest first (indexed_dataset.best_fit_pack);
+unused room is padding. Every epoch reads every bin once, in a different order, so every prediction
+within a document counts exactly once per epoch. The batch excludes predictions across pieces, by
+the lengths that `segments` returns. A document of one token is dropped, because it has no
 prediction.
 
 The share of padding depends on the lengths. With enough documents to fill the last bins, most of
 them much shorter than a sample (web text, mean 300 to 700 tokens, sequence length 2048), it is
-under 0.1 %. It stays high if nothing short is left to fill up with: all documents over half a
+under 0.1 %. It stays high if no short pieces are left to fill the bins: all documents over half a
 sample (of 1,100 tokens each: 46 %), all of one length that does not divide the sample (of 900: 12
 %), or so few that the last bin counts.
 """
@@ -53,18 +52,18 @@ from megatron.data.indexed_dataset import (
 from megatron.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
-# Sequence, first token and number of tokens of the pieces that are joined to a sample.
+# Sequence, first token and number of tokens of the pieces of a sample.
 Pieces = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 BIN_PARTS = ("pieces", "bin_starts", "counts")
 _UINT32_LIMIT = 2**32 - 2
-_BLOCK = 1 << 20  # sequences or pieces processed at once: keeps temporary memory flat
+_BLOCK = 1 << 20  # sequences or pieces processed at once: bounds temporary memory
 _PROBES = 256
 _SPOT_CHECKS = 16
 
 
 class TokenDataset(Protocol):
-    """The data set that a stream of micro-batches reads."""
+    """A data set that a stream of micro-batches reads."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -75,11 +74,10 @@ class TokenDataset(Protocol):
         ...
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """Return the lengths of the pieces of sample `index`, from its first token on; the rest is
-        padding.
+        """Return the lengths of the pieces of sample `index`, from its first token on.
 
-        None if pieces are not separated: then the id that ends a document tells where documents
-        end.
+        The rest is padding. None if pieces are not separated: then the id that ends a document
+        tells where documents end.
         """
         ...
 
@@ -89,11 +87,11 @@ class TokenDataset(Protocol):
 
 
 class Source(TokenDataset, Protocol):
-    """A data set whose samples come from one pair of files: a part of a blend, and the unit whose
-    use is counted.
+    """A data set whose samples come from one pair of files.
 
-    `name` is the prefix of the files, `description` names the index in the cache,
-    `tokens_per_epoch` counts all tokens of the split.
+    It is a part of a blend, and the unit whose consumption is counted. `name` is the prefix of the
+    files, `description` names the index in the cache, `tokens_per_epoch` counts all tokens of the
+    split.
     """
 
     name: str
@@ -106,27 +104,28 @@ class Source(TokenDataset, Protocol):
 
 
 class _Unpacked:
-    """The members that all data sets share whose samples are not packed."""
+    """Members shared by all data sets whose samples are not packed."""
 
     seq_length: int
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """Return None: as in Megatron, a sample is one text, in which the end-of-document id ends
-        documents.
+        """Return None: as in Megatron, a sample is one text.
+
+        The end-of-document id ends documents in it.
         """
         return None
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        """Return the number of all tokens: every one is trained on."""
+        """Return the number of all tokens, since training uses each of them."""
         return len(indices) * self.seq_length
 
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The values that determine an index.
+    """Parameters that determine an index.
 
     `start` and `stop` bound the sequences of the split, `tokens_per_epoch` counts their tokens.
-    `prefix`, `name` and `split` are part of the description as the user gave them.
+    `prefix`, `name` and `split` are part of the description, as the user gave them.
     """
 
     prefix: str
@@ -142,13 +141,14 @@ class IndexRequest:
 
     @property
     def sample_tokens(self) -> int:
-        """Return the tokens of a sample."""
+        """Return the number of tokens of a sample."""
         return self.seq_length + 1
 
     @property
     def num_epochs(self) -> int:
-        """Return the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >=
-        num_samples.
+        """Return the smallest number of epochs that gives num_samples.
+
+        That is the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >= num_samples.
         """
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
 
@@ -164,8 +164,9 @@ class IndexRequest:
         return np.minimum(left, self.sample_tokens)
 
     def samples_in(self, epochs: int) -> int:
-        """Return the whole samples in that many epochs; a sample begins with the last token of the
-        one before.
+        """Return the number of whole samples in `epochs` epochs.
+
+        A sample begins with the last token of the one before.
         """
         return (epochs * self.tokens_per_epoch - 1) // self.seq_length
 
@@ -178,8 +179,9 @@ class IndexRequest:
 
     @property
     def description(self) -> str:
-        """Return the text whose md5 names the cache files: Megatron-DeepSpeed's, so that its caches
-        are found.
+        """Return the text whose md5 names the cache files.
+
+        It is Megatron-DeepSpeed's, so that its caches are found.
         """
         return (
             f"GPT Dataset\n\nData prefix {self.prefix}\nDataset name {self.name}\nNumber of "
@@ -189,8 +191,9 @@ class IndexRequest:
 
     @property
     def bins_description(self) -> str:
-        """Return the text whose md5 names the files of the bins; seed and number of samples do not
-        change it.
+        """Return the text whose md5 names the files of the bins.
+
+        Seed and number of samples do not change it.
         """
         return (
             f"Packed GPT Dataset, best fit\n\nData prefix {self.prefix}\nSequences {self.start} "
@@ -206,9 +209,9 @@ def build_index(request: IndexRequest) -> Arrays:
     build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample that
     the i-th read returns.
 
-    Uses the memory of the arrays: 4 bytes per document and epoch, and 12 per sample (8 more if
+    Memory is that of the arrays: 4 bytes per document and epoch, and 12 per sample (8 more if
     doc_idx has 2^31 entries, 4 more for the int64 of shuffle_idx). Before the samples are counted,
-    it uses 4 more per document.
+    4 more bytes per document are needed.
     """
     random = np.random.RandomState(request.seed)
     last_apart = request.separate_last_epoch
@@ -248,12 +251,11 @@ def _shuffle_index(
 
 
 class FileDataset(ABC):
-    """Samples that are joined from pieces of the sequences that `request` names.
+    """Samples concatenated from pieces of the sequences that `request` names.
 
-    `description` names the index in the cache, which is looked
-    up in `index-cache` beside the data, then in `data_cache_path`, and built if it is missing.
-    `pad_id` fills samples. Raises DataError for an .idx file with impossible sizes, and as
-    load_or_build does.
+    `description` names the index in the cache. It is looked up in `index-cache` beside the data,
+    then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises DataError
+    for an .idx file with impossible sizes, and the errors of load_or_build.
     """
 
     description: str
@@ -287,7 +289,7 @@ class FileDataset(ABC):
         build: Callable[[], Arrays],
         fits: Callable[[Arrays], bool],
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Return arrays from the cache, or build them from sizes that are checked."""
+        """Return arrays from the cache, or build them from checked sizes."""
 
         def build_checked() -> Arrays:
             self._check_sizes()
@@ -333,7 +335,7 @@ class FileDataset(ABC):
     def _pieces(self, index: int) -> Pieces:
         found = self._find(index)
         if found is None:
-            self._check_sizes()  # blames the data if they are damaged
+            self._check_sizes()  # reports the data instead if they are damaged
             raise DataError(
                 f"{self.name}: entry {index} of the cached index does not lead to a sample of "
                 f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
@@ -344,7 +346,7 @@ class FileDataset(ABC):
 
 
 class GPTDataset(FileDataset, _Unpacked):
-    """Samples that are cut out of the joined documents, overlap by one token and are shuffled."""
+    """Samples cut from the concatenated documents, overlapping by one token, in shuffled order."""
 
     def _load(self) -> None:
         request = self._request
@@ -366,8 +368,9 @@ class GPTDataset(FileDataset, _Unpacked):
 def pieces_of_sample(
     documents: npt.NDArray[np.int32], rows: npt.NDArray[Any], request: IndexRequest
 ) -> Pieces | None:
-    """Return the pieces between two rows of sample_idx; None unless they are a sample of seq_length
-    + 1 tokens.
+    """Return the pieces between two rows of sample_idx.
+
+    None unless they are a sample of seq_length + 1 tokens.
     """
     if len(rows) != 2:
         return None
@@ -406,7 +409,7 @@ def index_fits(arrays: Arrays, request: IndexRequest) -> bool:
 
 
 def _spread(count: int, number: int) -> npt.NDArray[np.int64]:
-    """Return about `number` of 0..count-1 at equal distances."""
+    """Return about `number` of the indices 0..count-1 at equal distances."""
     return np.linspace(0, count - 1, number).astype(np.int64)
 
 
@@ -418,8 +421,8 @@ def build_packing(request: IndexRequest) -> Arrays:
     start. counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a
     checksum of some sizes.
 
-    Uses 24 bytes per piece and 8 per bin, of which 8 each are the arrays, and some 40 MB. Raises DataError if no
-    sequence has two tokens.
+    Uses 24 bytes per piece and 8 per bin, of which 8 each are the arrays, and some 40 MB. Raises
+    DataError if no sequence has two tokens.
     """
     pieces, lengths = _cut(request)
     if not len(pieces):
@@ -443,7 +446,8 @@ def build_packing(request: IndexRequest) -> Arrays:
 def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 | np.int64]:
     """Return the bin of each sample, [epochs * bins], uint32, or int64 for 2^32 bins.
 
-    One RandomState(seed) shuffles the bins of each epoch, so that more epochs only add to the end.
+    One RandomState(seed) shuffles the bins of each epoch in turn, so more epochs only append to the
+    result.
     """
     dtype = np.uint32 if num_bins <= 2**32 else np.int64
     bins: npt.NDArray[Any] = np.arange(num_bins, dtype=dtype)
@@ -454,17 +458,19 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
 
 
 def waste_of(num_bins: int, num_pieces: int, predictions: int, capacity: int) -> float:
-    """Return the share of the bins' tokens that is padding. A piece has one token more than
-    predictions.
+    """Return the share of the bins' tokens that is padding.
+
+    A piece has one token more than predictions.
     """
     return 1 - (predictions + num_pieces) / (num_bins * capacity)
 
 
 def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], the
-    tokens of each.
+    """Cut the sequences of the split into pieces.
 
-    A sequence has as many pieces as its predictions divided by seq_length, rounded up.
+    Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], the
+    tokens of each piece. A sequence has as many pieces as its predictions divided by seq_length,
+    rounded up.
     """
     seq_length = np.int32(request.seq_length)
     pieces, lengths = list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int32]]()
@@ -481,8 +487,9 @@ def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
 
 
 def _probe(request: IndexRequest) -> int:
-    """Return a checksum of the sizes of some sequences, which detects other data under the same
-    name.
+    """Return a checksum of the sizes of some sequences.
+
+    It detects other data under the same name.
     """
     where = np.linspace(request.start, request.stop - 1, _PROBES).astype(np.int64)
     return zlib.crc32(request.sizes[where].astype("<i4").tobytes())
@@ -494,8 +501,9 @@ def pieces_of_bin(
     number: int,
     request: IndexRequest,
 ) -> Pieces | None:
-    """Return the pieces of a bin; None if there are none or they are not within the split and the
-    bin.
+    """Return the pieces of a bin.
+
+    None if there are none or they are not within the split and the bin.
     """
     if not 0 <= number < len(starts) - 1:
         return None
@@ -511,8 +519,9 @@ def pieces_of_bin(
 
 
 def packing_fits(arrays: Arrays, request: IndexRequest) -> bool:
-    """Return whether cached arrays belong to this data, by their shapes, a checksum of sizes and a
-    few bins.
+    """Return whether cached arrays belong to this data.
+
+    Shapes, a checksum of sizes and a few bins are compared.
     """
     pieces, starts, counts = (arrays[part] for part in BIN_PARTS)
     if counts.shape != (3,) or pieces.shape[1:] != (2,) or starts.ndim != 1 or len(starts) < 2:
@@ -576,11 +585,11 @@ class PackedDataset(FileDataset):
 
 
 class BlendedDataset:
-    """`size` samples of several data sets, in the order that keeps every share closest to its
-    weight.
+    """`size` samples of several data sets.
 
-    Each data set must have at least samples_of_part(size, weight) samples. The index is kept in
-    memory, or in `data_cache_path` if given, where all processes of a machine share it.
+    Their order keeps every share as close as possible to its weight. Each data set must have at
+    least samples_of_part(size, weight) samples. The index is kept in memory, or in
+    `data_cache_path` if given, where all processes of a machine share it.
     """
 
     def __init__(
@@ -634,7 +643,7 @@ class BlendedDataset:
     def locate(
         self, indices: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Return which of `datasets` each of these samples comes from, and its number there."""
+        """Return the data set of each of these samples, and the sample's number in it."""
         return self._which[indices], self._sample[indices]
 
     def _find(self, index: int) -> tuple[Source, int]:
@@ -642,11 +651,11 @@ class BlendedDataset:
 
 
 class OwnDataset(_Unpacked):
-    """A user's data set, which has a length and samples by number, completed by the other members
-    of Source.
+    """A user's data set, completed by the other members of Source.
 
-    Members of Source that it has itself are used; without them a sample is one text, and all
-    samples are an epoch. Raises DataError for a sample of another form.
+    It has a length and samples by number. Members of Source that it defines are used; without them
+    a sample is one text, and all samples are an epoch. Raises DataError for a sample of another
+    form.
     """
 
     def __init__(self, dataset: Any, name: str, seq_length: int) -> None:
@@ -676,7 +685,7 @@ class OwnDataset(_Unpacked):
 class MockDataset(_Unpacked):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
-    A sample is a row of short documents, each a run of ids with a fixed step, ended by the id
+    A sample is a row of short documents. Each is a run of ids with a fixed step, ended by the id
     vocab_size - 1.
     """
 

@@ -1,5 +1,6 @@
-"""Arrays that are built once and read by every process: one builds while the others wait for its
-lock.
+"""Arrays that are built once and read by every process.
+
+One process builds them while the others wait for its lock.
 
 An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{part}.npy` per
 array: the names that Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into
@@ -48,7 +49,7 @@ class CacheEntry:
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return what is in the entry and where it is, for messages."""
+        """Return the content and the place of the entry, for messages."""
         lines = [line for line in self.description.split("\n")[:4] if line]
         return f"{', '.join(lines)}: {self.description_path}"
 
@@ -91,8 +92,9 @@ class CacheEntry:
             )
 
     def store(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description. Raises OSError. The caller has the entry's
-        lock.
+        """Write the arrays, then the description.
+
+        The caller holds the entry's lock. Raises OSError.
         """
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
@@ -125,14 +127,14 @@ def load_or_build(
     fits: Callable[[Arrays], bool] = lambda _: True,
     verify: bool = False,
 ) -> Arrays:
-    """Return the arrays of an entry from the first directory that has it, or build it and write it
-    to the last one.
+    """Return the arrays of an entry from the first directory that has it, or build it.
 
-    `fits` rejects arrays built from other data under the same description; they are built again.
-    With `verify` an entry that is found is read completely and must be what was stored. Waits up to
-    WAIT_S seconds for another process that is building. Raises DataError if the entry does not
-    match its digests, the directory cannot be written, the build fails for lack of memory or on a
-    file, or the wait is over; then the message names the lock and its holder.
+    A new entry is written to the last directory. `fits` rejects arrays built from other data under
+    the same description; they are built again. With `verify` an entry that is found is read
+    completely and must match its digests. Waits up to WAIT_S seconds for another process that is
+    building. Raises DataError if the entry does not match its digests, the directory cannot be
+    written, the build fails for lack of memory or on a file, or the wait times out; then the
+    message names the lock and its holder.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
     target = entries[-1]
@@ -198,11 +200,11 @@ def _build(
 
 @contextlib.contextmanager
 def heard(listen: Callable[[str], object]) -> Iterator[None]:
-    """Pass the messages of the block to `listen` alone."""
+    """Pass the messages of the block to `listen` only."""
 
     def hear(record: logging.LogRecord) -> bool:
         listen(record.getMessage())
-        return False  # it goes nowhere else
+        return False  # no other handler gets it
 
     level = log.level
     log.addFilter(hear)

@@ -1,5 +1,4 @@
-"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`: Megatron's format, byte
-for byte.
+"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`, in Megatron's format.
 
 The .bin file has the token ids of all sequences, one after the other. The .idx file, little-endian
 and without padding:
@@ -65,25 +64,25 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type that Megatron writes: uint16 for a vocabulary under 65,500 entries, int32
-    from there on.
+    """Return the type that Megatron writes.
+
+    It is uint16 for a vocabulary under 65,500 entries, int32 from there on.
     """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
-    """Reads token sequences; threads may share one.
+    """Reader of token sequences; threads may share one.
 
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads
-    are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` stays the
-    name of the data. Opening takes the same time for any size. Raises DataError with the file if
-    one is missing, truncated, of another format, or if the two do not belong together; damage that
-    only a full scan finds is reported, with file and byte, when it is read.
+    are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` remains
+    the name of the data. Opening takes the same time for any size. Raises DataError with the file
+    if one is missing, truncated, of another format, or if the two do not belong together. Damage
+    that only a full scan finds is reported, with file and byte, when it is read.
 
-    sizes: int32 [N], tokens of each sequence.
-    pointers: int64 [N], byte offset of each sequence.
-    document_indices: int64 [D], sequence at which each document starts, and N.
-    modes: int8 [N], or None.
+    sizes: int32 [N], tokens of each sequence. pointers: int64 [N], byte offset of each sequence.
+    document_indices: int64 [D], sequence at which each document starts, and N. modes: int8 [N], or
+    None.
     """
 
     def __init__(
@@ -154,8 +153,9 @@ class IndexedDataset:
         return self.tokens_between(0, len(self))
 
     def tokens_between(self, start: int, stop: int) -> int:
-        """Return the tokens of the sequences start..stop-1 by their ends: sequences are
-        contiguous.
+        """Return the number of tokens of the sequences start..stop-1.
+
+        It follows from their ends: sequences are contiguous.
         """
         if start >= stop:
             return 0
@@ -166,11 +166,10 @@ class IndexedDataset:
         return tokens
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Return tokens offset..offset+length-1 of a sequence (length None: to its end), in the
-        file's type.
+        """Return tokens offset..offset+length-1 of a sequence, in the file's type.
 
-        Raises IndexError outside of the data set and DataError, with file and byte offset, if it is
-        damaged.
+        A length of None reads to its end. Raises IndexError outside of the data set and DataError,
+        with file and byte offset, if it is damaged.
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
@@ -183,7 +182,7 @@ class IndexedDataset:
     def gather(
         self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]
     ) -> None:
-        """Read many pieces, joined in this order, into `out`, which has exactly their length.
+        """Read many pieces, concatenated in this order, into `out`, which has exactly their length.
 
         Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Raises
         as `read` does, and DataError for tokens that are not integers.
@@ -205,19 +204,16 @@ class IndexedDataset:
             at += count
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError, as `read` does, for the first damaged one of the sequences
-        start..stop-1.
+        """Raise DataError for the first damaged one of the sequences start..stop-1.
 
-        Reads 12 bytes of each.
+        The error is that of `read`. Reads 12 bytes of each.
         """
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             self._entries(np.arange(first, last))
 
     def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
-        """Return file, document and byte of token `token` of the pieces that `gather` joins, for
-        messages.
-        """
+        """Return file, document and byte of a token in the pieces of `gather`, for messages."""
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
@@ -251,11 +247,10 @@ class IndexedDataset:
     def _entries(
         self, wanted: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return sizes and pointers of sequences. Raises DataError for the first one that is
-        damaged.
+        """Return sizes and pointers of sequences.
 
-        Sequences are contiguous, so a size, its pointer and the next pointer have to agree: most
-        damage is found where it is read.
+        Raises DataError for the first one that is damaged. Sequences are contiguous, so a size, its
+        pointer and the next pointer have to agree: most damage is found where it is read.
         """
         itemsize = self.dtype.itemsize
         sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
@@ -304,7 +299,7 @@ class IndexedDataset:
 
 
 class Index(NamedTuple):
-    """The content of an .idx file, mapped; IndexedDataset describes the fields."""
+    """Content of an .idx file, mapped; IndexedDataset describes the fields."""
 
     dtype: np.dtype[Any]
     sizes: npt.NDArray[np.int32]
@@ -314,8 +309,9 @@ class Index(NamedTuple):
 
 
 def map_index(path: Path) -> Index:
-    """Map the parts of an .idx file. Raises DataError if the header is wrong; nothing else is
-    checked.
+    """Map the parts of an .idx file.
+
+    Raises DataError if the header is wrong; nothing else is checked.
     """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -381,11 +377,10 @@ def _loops() -> ModuleType:
 
 
 def shuffle(array: npt.NDArray[Any], random: np.random.RandomState) -> None:
-    """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same order and the same
-    generator state afterwards.
+    """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same result.
 
-    In C++ it is several times faster for arrays larger than the caches, without temporary memory or
-    the GIL.
+    Order and state of the generator afterwards are the same. In C++ it is several times faster for
+    arrays larger than the caches, without temporary memory or the GIL.
     """
     if len(array) < _FEW:
         random.shuffle(array)
@@ -402,14 +397,13 @@ def build_sample_index(
     seq_length: int,
     num_samples: int,
 ) -> npt.NDArray[Any]:
-    """Return where each sample starts: [num_samples + 1, 2] of (position in document_index, token
-    offset).
+    """Return where each sample starts: [num_samples + 1, 2] of (document, token offset).
 
-    Sample i starts at token i * seq_length of the documents `sizes[document_index]` joined in this
-    order; it ends with the first token of sample i+1, which belongs to both. int32, or int64 if
-    document_index has more entries than int32 holds. `sizes` need not be aligned, and nothing is
-    copied: only the result takes memory. Raises ValueError if the documents have fewer than
-    num_samples * seq_length + 1 tokens.
+    The document is a position in document_index. Sample i starts at token i * seq_length of the
+    documents `sizes[document_index]` concatenated in this order; it ends with the first token of
+    sample i+1, which belongs to both. int32, or int64 if document_index has more entries than int32
+    holds. `sizes` need not be aligned, and nothing is copied: only the result takes memory. Raises
+    ValueError if the documents have fewer than num_samples * seq_length + 1 tokens.
     """
     sizes = np.ascontiguousarray(sizes, np.int32)  # no copy for the unaligned ones of an index file
     document_index = np.require(document_index, np.int32, ["C", "A"])
@@ -424,23 +418,23 @@ def build_sample_index(
 def build_blend_index(
     weights: npt.NDArray[np.float64], size: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Return the data set of each of `size` samples of a blend, and the number of the sample in its
-    data set.
+    """Return the data set of each of `size` samples of a blend, and the sample's number in it.
 
     Sample k comes from the data set with the largest weight * max(k, 1) - (samples taken from it so
     far), the lowest number among equal ones. Returns (uint8 [size], or int32 for more than 255 data
     sets; int64 [size]).
 
-    Of n data sets with weights w that add up to 1, every prefix of K samples has `taken` of data
-    set i with taken - w_i K <= 1 - w_i and w_i K - taken <= 1 + 1/2 + ... + 1/(n - 1), up to the
-    rounding of w_i K. Proof: the differences w_i K - taken add up to 0, so the data set drawn from
-    has one that is not negative: the first bound. For the second, let A_m be the largest mean of m
-    differences. If the m largest after a draw exclude the data set just drawn from, their mean was
-    at most A_{m+1} and has grown by at most 1/m; otherwise it has not grown. So A_m <= A_{m+1} +
-    1/m, and A_n is 0. No more samples than the rounded-up share plus one are ever taken.
+    Of n data sets with weights w that add up to 1, every prefix of K samples has `taken` samples of
+    data set i with taken - w_i K <= 1 - w_i and w_i K - taken <= 1 + 1/2 + ... + 1/(n - 1), up to
+    the rounding of w_i K. Proof: the differences w_i K - taken add up to 0, so the data set drawn
+    from has a difference that is not negative: the first bound. For the second, let A_m be the
+    largest mean of m differences. If the m largest after a draw exclude the data set just drawn
+    from, their mean was at most A_{m+1} and has grown by at most 1/m; otherwise it has not grown.
+    So A_m <= A_{m+1} + 1/m, and A_n is 0. No more samples than the rounded-up share plus one are
+    ever taken.
 
-    Takes time for size * n and memory for the result. A sample takes about 25 ns + 0.15 ns * n:
-    10^9 samples of 100 data sets take 40 seconds.
+    Takes time proportional to size * n, and memory for the result. A sample takes about 25 ns +
+    0.15 ns * n: 10^9 samples of 100 data sets take 40 seconds.
     """
     weights = np.ascontiguousarray(weights, np.float64)
     function = (

@@ -1,8 +1,8 @@
-"""Writes the pair of files that indexed_dataset.py describes.
+"""Writer of the pair of files that indexed_dataset.py describes.
 
 An unfinished data set is three part files: the tokens, int32 sizes and int64 document ends. They
 are only appended to, so memory does not grow with the data, and a run that was killed can truncate
-them to a known length and resume. `seal` joins the two small ones to the .idx; `publish` renames
+them to a known length and resume. `seal` joins the two small ones into the .idx; `publish` renames
 both files.
 """
 
@@ -49,7 +49,7 @@ class WriterPosition:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair of files under temporary names; `close` renames them, .idx last.
+    """Writer of a pair of files under temporary names; `close` renames them, .idx last.
 
     Part files are in the folder PREFIX_parts, for this writer only: leftovers of a killed writer
     are removed. As a context manager it leaves nothing behind after an exception, and existing
@@ -118,9 +118,9 @@ class IndexedDatasetWriter:
     def add_batch(
         self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers
     ) -> None:
-        """Append whole documents: their joined tokens, the tokens per sequence, and the sequences
-        per document.
+        """Append whole documents.
 
+        They are given as concatenated tokens, tokens per sequence, and sequences per document.
         Raises DataError for ids that the type cannot represent.
         """
         assert self._ended == self.num_sequences, "the previous document was not ended"
@@ -129,8 +129,9 @@ class IndexedDatasetWriter:
         self.append_document_ends(self._ended + np.cumsum(document_sequences, dtype=np.int64))
 
     def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append a sequence to the current document. Raises DataError for ids that the type cannot
-        represent.
+        """Append a sequence to the current document.
+
+        Raises DataError for ids that the type cannot represent.
         """
         self.append_tokens(np.asarray(tokens) if len(tokens) else np.empty(0, self.dtype))
         self.append_sequences([len(tokens)])
@@ -147,8 +148,8 @@ class IndexedDatasetWriter:
     def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
         """Append to .bin only.
 
-        With append_sequences and append_document_ends, for data in pieces that do not end with
-        sequences; `seal` checks that all agree.
+        Use it with append_sequences and append_document_ends, for data in pieces that do not end
+        with sequences; `seal` checks that all agree.
         """
         written = np.ascontiguousarray(tokens)
         if tokens.dtype != self.dtype:
@@ -174,9 +175,7 @@ class IndexedDatasetWriter:
         self.num_sequences += len(values)
 
     def append_document_ends(self, ends: Integers) -> None:
-        """Append documents that end before these sequences, counted from the start of the data
-        set.
-        """
+        """Append documents that end before these sequences, counted from the start of the data."""
         values = np.asarray(ends, np.int64)
         if len(values):
             assert self._ended <= values[0] and values[-1] <= self.num_sequences, (
@@ -190,8 +189,9 @@ class IndexedDatasetWriter:
             self._files[name].write(values.data.cast("B") if len(values) else b"")
 
     def position(self) -> WriterPosition:
-        """Sync everything written so far; return the position that a later writer can `resume`
-        from.
+        """Sync everything written so far.
+
+        Return the position from which a later writer can `resume`.
         """
         assert self._ended == self.num_sequences, "the last document was not ended"
         with self._explained():
@@ -200,9 +200,7 @@ class IndexedDatasetWriter:
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Sync the parts in their final form. After it nothing can be added, only `publish`
-        remains.
-        """
+        """Sync the parts in their final form. Then nothing can be added, only `publish` remains."""
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -277,8 +275,9 @@ class IndexedDatasetWriter:
             self._lock.release()
 
     def leave(self) -> None:
-        """Stop writing and leave the parts; only the part counted by `position()` is certain to be
-        on disk.
+        """Stop writing and leave the parts.
+
+        Only the part counted by `position()` is certain to be on disk.
         """
         self._close_files()
         if self._lock is not None:
@@ -292,7 +291,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the file system into DataErrors."""
+        """Convert errors of the file system to DataErrors."""
         try:
             yield
         except OSError as error:

@@ -1,5 +1,6 @@
-"""The order of samples, the stream of micro-batches that a data-parallel rank reads in it, and the
-ledger of what has been consumed.
+"""Order of samples, streams of micro-batches, and the ledger of consumed data.
+
+A data-parallel rank reads its micro-batches in the order of the samples.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _SHOWN = 6  # sources listed in a line
 def permute(positions: Indices, size: int, key: int) -> Indices:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
-    Each value is computed on its own, so that 10^9 samples need neither memory nor time to shuffle.
-    `positions` and `key` are not negative. A Feistel network over the numbers r * columns + c of
-    the smallest table that holds `size`: each round adds a hash of one coordinate to the other,
-    which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002,
-    section 5); a number beyond `size` goes through the network again (section 4). The hash is the
-    finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    Each value is computed independently, so that 10^9 samples need neither memory nor time to
+    shuffle. `positions` and `key` are not negative. A Feistel network permutes the numbers r *
+    columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
+    the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002, section 5); a number beyond `size` passes through the network again (section 4).
+    The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
         "positions out of range"
@@ -70,8 +71,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Return the same positions as ascending ranges [start, stop) that do not touch, without empty
-    ones.
+    """Return the same positions as ascending disjoint ranges [start, stop).
+
+    Ranges do not touch, and empty ones are dropped.
 
     >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
     ((0, 2), (8, 15))
@@ -88,22 +90,24 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
-    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`
-    (merged ones).
+    """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`.
+
+    `ranges` are merged ones.
 
     >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
     [0, 2, 3, 6, 7]
     """
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    # before each range, and after the last one
+    # left out before each range, and after the last one
     missing = np.concatenate(([0], np.cumsum(stops - starts)))
     # A range comes before the entry with this position.
     return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
 
 
 def are_ranges(value: Any) -> bool:
-    """Return whether this is a list of [start, stop] as in a checkpoint: whole numbers, 0 <= start
-    < stop.
+    """Return whether this is a list of [start, stop] as in a checkpoint.
+
+    They are whole numbers with 0 <= start < stop.
     """
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple)
@@ -122,8 +126,8 @@ class SampleOrder:
     number of workers reads the same samples.
 
     total     samples of the data set
-    cyclic    the data set again and again, each epoch in an order of its own, keyed by its number;
-              otherwise once, in its own order
+    cyclic    repeat the data set, each epoch in a different order, keyed by its number; otherwise
+              one pass in the original order
     left_out  ranges of positions to skip, as `merged` returns them. The run needs as many samples
               as before, so at the end of a single pass its first samples replace those left out.
     """
@@ -167,14 +171,15 @@ class SampleOrder:
 def sample_order(
     dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
 ) -> SampleOrder:
-    """Return the order of --dataloader-type (None: single) over `total` samples without those
-    `left_out`.
+    """Return the order of --dataloader-type (None: single) over `total` samples.
+
+    It skips those `left_out`.
     """
     return SampleOrder(total, dataloader_type == "cyclic", merged(left_out))
 
 
 class MicroBatchStream:
-    """The micro-batches of this rank from `consumed_samples` on, until the order ends if it does.
+    """Micro-batches of this rank from `consumed_samples` on, to the end of the order if it has one.
 
     Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every
     rank: rank r takes positions r*mbs .. (r+1)*mbs of it.
@@ -219,11 +224,10 @@ class MicroBatchStream:
         self._next_read = consumed_samples  # start of the next micro-batch to read ahead
 
     def take(self, n: int) -> list[MicroBatch]:
-        """Return the next n micro-batches of this rank, on the device; n * micro_batch_size *
-        data_size samples.
+        """Return the next n micro-batches of this rank, on the device.
 
-        Raises DataError past the end of the data set (dataloader type 'single') and for unreadable
-        data.
+        All ranks together take n * micro_batch_size * data_size samples. Raises DataError past the
+        end of the data set (dataloader type 'single') and for unreadable data.
         """
         batches = []
         for _ in range(n):
@@ -237,8 +241,9 @@ class MicroBatchStream:
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead without waiting for reads in progress. A closed stream returns no more
-        micro-batches.
+        """Stop reading ahead without waiting for reads in progress.
+
+        A closed stream returns no more micro-batches.
         """
         self._ahead.clear()
         if self._threads is not None:
@@ -250,8 +255,9 @@ class MicroBatchStream:
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
-        """Read the micro-batch of the chunk at `start` into host memory, pinned if it goes to an
-        accelerator.
+        """Read the micro-batch of the chunk at `start` into host memory.
+
+        The memory is pinned if the micro-batch is for an accelerator.
         """
         self._order.check(start + self._chunk)
         positions = self._own + start
@@ -270,8 +276,9 @@ class MicroBatchStream:
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
     def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None]:
-        """Return the tokens and pieces of a sample. Raises DataError with the sample, the fault and
-        its place.
+        """Return the tokens and pieces of a sample.
+
+        Raises DataError with the sample, the fault and its place.
         """
         try:
             tokens, segments = self._dataset[index], self._dataset.segments(index)
@@ -296,8 +303,9 @@ class MicroBatchStream:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`b` samples of `s` tokens. Tensors are on one device; `document_lengths` stays in host
-    memory.
+    """`b` samples of `s` tokens.
+
+    Tensors are on one device; `document_lengths` stays in host memory.
 
     tokens, labels: int64 [b, s]; label j is the token after token j.
     loss_mask: float32 [b, s]; 0 for positions that are not part of the loss.
@@ -405,8 +413,9 @@ def make_micro_batch(
 def _pieces(
     segments: Sequence[npt.NDArray[np.int64]], shape: tuple[int, ...], first_sample: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Tell which of tokens 1 ... s of samples [b, s + 1] start a piece or the padding, and which
-    are not padding.
+    """Return which of tokens 1 ... s start a piece or the padding, and which are not padding.
+
+    Samples are [b, s + 1].
     """
     samples, size = shape
     assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"
@@ -430,7 +439,7 @@ def _pieces(
 
 @dataclass
 class Consumed:
-    """The counts of one source.
+    """Counts of one source.
 
     Tokens are those trained on, without padding. An epoch is all tokens of the source in this
     split, so epochs are fractions. `left_out` counts the samples that training skipped.
@@ -448,11 +457,11 @@ class Consumed:
 
 
 class Ledger:
-    """Counts the samples, tokens and epochs consumed of each source, which is the prefix of its
-    files.
+    """Counter of the samples, tokens and epochs consumed of each source.
 
-    The counts depend only on the samples consumed: nothing is counted twice, and a resumed run
-    continues from the counts of its checkpoint, even if the blend has changed.
+    A source is identified by the prefix of its files. The counts depend only on the samples
+    consumed: nothing is counted twice, and a resumed run continues from the counts of its
+    checkpoint, even if the blend has changed.
 
     `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are
     counted in the current data set.
@@ -474,8 +483,9 @@ class Ledger:
         self.advance(consumed_samples)
 
     def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
-        """Count up to `consumed_samples`; return the sources that began a second or later epoch,
-        with its number.
+        """Count up to `consumed_samples`.
+
+        Return the sources that began a second or later epoch, with its number.
         """
         before = {name: max(count.epoch, 1) for name, count in self.counts.items()}
         while self._position < consumed_samples:
@@ -505,10 +515,10 @@ class Ledger:
         carried: Mapping[str, Mapping[str, Any]],
         left_out: npt.NDArray[np.int64],
     ) -> Ledger:
-        """Return the ledger of a run that went back to the checkpoint at `consumed_samples`, with
-        the record `carried`.
+        """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
 
-        The run skips the samples `left_out` in addition to those that it skipped before.
+        The checkpoint has the record `carried`. The run skips the samples `left_out` in addition to
+        those that it skipped before.
         """
         back = Ledger(self._dataset, order, consumed_samples, carried)
         for name, count in self.counts.items():
@@ -518,8 +528,9 @@ class Ledger:
         return back
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file, with left_out
-        if not 0.
+        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file.
+
+        It has left_out if that is not 0.
         """
         records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
         for record in records.values():
@@ -533,8 +544,9 @@ class Ledger:
         return {short[name]: count.epochs for name, count in self.counts.items()}
 
     def line(self) -> str:
-        """Return a log line: the epochs of the first sources in descending order, and the range of
-        the rest.
+        """Return a log line.
+
+        It has the epochs of the first sources in descending order, and the range of the rest.
         """
         listed = sorted(self.epochs().items(), key=lambda item: -item[1])
         parts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
@@ -549,7 +561,7 @@ class Ledger:
     def _by_source(
         self, indices: npt.NDArray[np.int64]
     ) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
-        """Yield each source with the numbers, in the source, of the samples that come from it."""
+        """Yield each source, and the numbers of its samples within the source."""
         # A checkpoint without a record may have consumed more than the data set of a run with
         # nothing left to do.
         indices = indices[indices < len(self._dataset)]

@@ -61,7 +61,7 @@ class TikTokenSettings:
 
 @dataclass(frozen=True)
 class Published:
-    """The pattern and the special tokens that the publisher of a rank file states."""
+    """The pattern and the special tokens stated by the publisher of a rank file."""
 
     pattern: str
     special: Mapping[str, int]
@@ -96,8 +96,9 @@ PUBLISHED: Mapping[int, Published] = {
 
 
 def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None) -> RankTokenizer:
-    """Return the tokenizer of a file. Raises ConfigError for settings that do not fit it, DataError
-    for other files.
+    """Return the tokenizer of a file.
+
+    Raises ConfigError for settings that do not fit it, DataError for other files.
     """
     if settings.pattern is not None and settings.pattern not in PATTERNS:
         raise ConfigError(
@@ -115,8 +116,9 @@ def _special_tokens(
 ) -> tuple[list[str], int]:
     """Return the special tokens and the place of the one that ends a document.
 
-    `names` and `count` stand for absent flags; None is as many as there are names. Tokens without a
-    name have Megatron-LM's. Raises ConfigError for flags that contradict each other.
+    `names` and `count` replace absent flags; a `count` of None is the number of names.
+    Tokens without a name have Megatron-LM's. Raises ConfigError for flags that contradict each
+    other.
     """
     if settings.special_tokens is not None:
         names = settings.special_tokens
@@ -216,8 +218,9 @@ def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
 
 def _ranks(entries: Iterator[tuple[str, bytes, int]]) -> dict[bytes, int]:
-    """Return the rank of each token. Raises DataError, with the place, for one that is not base64
-    or that repeats another.
+    """Return the rank of each token.
+
+    Raises DataError, with the place, for one that is not base64 or that repeats another.
     """
     ranks: dict[bytes, int] = {}
     for where, word, rank in entries:

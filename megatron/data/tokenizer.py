@@ -67,12 +67,12 @@ def build_tokenizer(
     tiktoken_special_tokens: Sequence[str] | None = None,
     num_threads: int | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of
-    these names.
+    """Return the tokenizer of --tokenizer-type.
 
-    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
-    Hugging Face's library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS
-    for the whole process (the second has no effect once the library has started its threads).
+    The arguments up to num_threads are the flags of these names. `vocab_extra_ids` appends
+    <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for Hugging Face's library, the
+    others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS for the whole process (the
+    second has no effect once the library has started its threads).
 
     Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
     tokenizer's, and DataError, with path and flag, for a file that is missing or of another kind.
@@ -124,8 +124,9 @@ def build_tokenizer(
 
 
 def with_vocabulary(config: Config) -> tuple[Config, str]:
-    """Return the configuration with the size of its tokenizer's vocabulary, and why that is not
-    known ("" if it is).
+    """Return the configuration with the size of its tokenizer's vocabulary.
+
+    Also return why the size is not known ("" if it is).
     """
     known = config.model.vocab_size
     if config.tokenizer.tokenizer_type is None:

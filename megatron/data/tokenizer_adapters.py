@@ -1,6 +1,4 @@
-"""Adapters over the tokenizer libraries: Hugging Face's `tokenizers`, SentencePiece and
-tiktoken.
-"""
+"""Adapters for the tokenizer libraries: Hugging Face's `tokenizers`, SentencePiece and tiktoken."""
 
 from __future__ import annotations
 
@@ -49,11 +47,10 @@ PATTERNS: Mapping[str, str] = {
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. `vocab_size` is one more than the highest id; `eod` ends a
-    document.
+    """Text to token ids and back.
 
-    The adapter of a library implements `_encode` and `_decode`. `names` are the texts of ids
-    unknown to the library.
+    `vocab_size` is one more than the highest id; `eod` ends a document. The adapter of a library
+    implements `_encode` and `_decode`. `names` are the texts of ids unknown to the library.
     """
 
     def __init__(self, vocab_size: int, eod: int, names: Mapping[int, str] | None = None) -> None:
@@ -72,8 +69,9 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Raises DataError for a text with half of a surrogate
-        pair.
+        """Return the ids of each text.
+
+        Raises DataError for a text with half of a surrogate pair.
         """
         return [
             ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
@@ -83,10 +81,10 @@ class Tokenizer(ABC):
     def encode_batch_arrays(
         self, texts: Sequence[str], dtype: npt.DTypeLike
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        """Return the joined ids of all texts in `dtype`, and the number of ids of each text, int32
-        [len(texts)].
+        """Return the concatenated ids of all texts in `dtype`, and the number of ids of each text.
 
-        Preprocessing calls this: the ids are those of encode_batch, at less cost for each.
+        The numbers are int32 [len(texts)]. Preprocessing calls this: the ids are those of
+        encode_batch, at a lower cost per text.
         """
         limit = np.iinfo(dtype).max
         assert self.vocab_size - 1 <= limit, (
@@ -99,8 +97,9 @@ class Tokenizer(ABC):
         return np.fromiter(chain.from_iterable(found), dtype, int(sizes.sum())), sizes
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids give their name or nothing. Raises DataError for an
-        unknown id.
+        """Return the text of ids; special ids give their name or nothing.
+
+        Raises DataError for an unknown id.
         """
         parts, run = list[str](), list[int]()
         for i in map(int, ids):
@@ -150,11 +149,10 @@ class NullTokenizer(Tokenizer):
 
 
 class RankTokenizer(Tokenizer):
-    """Byte-pair encoding with tiktoken: of neighbours, those whose joint byte string has the lowest
-    id merge first.
+    """Byte-pair encoding with tiktoken.
 
-    `ids` has every single byte. No text can spell a special token. Bytes that are not a character
-    decode to U+FFFD.
+    Of neighbours, those whose joint byte string has the lowest id merge first. `ids` has every
+    single byte. No text can spell a special token. Bytes that are not a character decode to U+FFFD.
     """
 
     def __init__(
@@ -213,11 +211,11 @@ class GPT2Tokenizer(FastTokenizer):
 
     It runs in tiktoken, which is three to four times as fast, if the ids are proven to be the same.
     tiktoken merges by the ids of the results; the files list the pairs that merge, in order. Both
-    give the same ids if (1) later merges have higher ids, and (2) each result, as a text of its
-    own, is encoded as itself. Proof: let tiktoken be the first to deviate, merging x and y to t by
-    a pair that is not in the files. Nothing has merged across the ends of t so far, so with the
-    files alone the text t becomes x, y as well and stays so, which contradicts (2). Both conditions
-    are checked before the first text; if one fails, `tokenizers` encodes.
+    give the same ids if (1) later merges have higher ids, and (2) each result, encoded as a
+    separate text, is a single token. Proof: let tiktoken be the first to deviate, merging x and y
+    to t by a pair that is not in the files. Nothing has merged across the ends of t so far, so with
+    the files alone the text t becomes x, y as well and stays so, which contradicts (2). Both
+    conditions are checked before the first text; if one fails, `tokenizers` encodes.
     """
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -319,8 +317,9 @@ def hugging_face(path: Path) -> Tokenizer:
 
 
 def _end_beside(file: Path) -> tuple[str, str]:
-    """Return the eos_token that a JSON file beside a tokenizer.json names, and the name of that
-    file, or two ''.
+    """Return the eos_token that a JSON file beside a tokenizer.json names, and that file's name.
+
+    Both are '' without one.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         beside = file.with_name(name)
@@ -337,8 +336,7 @@ def _end_beside(file: Path) -> tuple[str, str]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the names that Megatron appends to its pieces if `appended` is
-    given.
+    """A SentencePiece model, with the names that Megatron appends if `appended` is given.
 
     add_bos: put the model's beginning-of-sentence id before every text.
     """
@@ -362,8 +360,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> Tokenizer:
-    """Return one of Megatron's three SentencePiece tokenizers; SentencePieceTokenizer alone has
-    `vocab_extra_ids`.
+    """Return one of Megatron's three SentencePiece tokenizers.
+
+    Only SentencePieceTokenizer has `vocab_extra_ids`.
     """
 
     with reading(path, "a SentencePiece model"):
@@ -389,8 +388,9 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
 
 
 def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
-    """Return all pieces and the names that Megatron appends, in Megatron's order, as data have
-    them.
+    """Return all pieces and the names that Megatron appends, in Megatron's order.
+
+    The ids of data written by Megatron depend on it.
     """
     names = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     names += ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
@@ -406,7 +406,7 @@ def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn every error that a library raises for a wrong file into a DataError."""
+    """Convert every error that a library raises for a wrong file to a DataError."""
     try:
         yield
     except (ConfigError, DataError):
@@ -416,8 +416,9 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def check_vocabulary(path: Path, ids: Collection[int], tokens: Iterable[bytes]) -> None:
-    """Raise DataError unless all ids differ and every single byte is a token: without it some texts
-    could not be encoded.
+    """Raise DataError unless all ids differ and every single byte is a token.
+
+    Otherwise some texts could not be encoded.
     """
     if len(set(ids)) < len(ids):
         shared, times = Counter(ids).most_common(1)[0]
