@@ -1,5 +1,6 @@
-"""Checkpoints that load on any layout: every rank writes the shards it holds, under global names
-and offsets.
+"""Checkpoints that load on any layout.
+
+Every rank writes the shards it holds, under global names and offsets.
 
     DIRECTORY/latest_checkpointed_iteration.txt   the last complete checkpoint
     DIRECTORY/iter_0000100/

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: their names, how they are written, and their manifest.
+"""Small files of a checkpoint: their names, how they are written, and their manifest.
 
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
@@ -8,9 +8,9 @@ data files have their digests in the shard lists (shards.py), which the manifest
 a flipped bit or a truncation anywhere in a checkpoint is found by the reader of the affected part,
 before it is used.
 
-The generation gives the order in which the checkpoints of a folder were saved. Iterations do not
-when a run went back, and clocks may be wrong. Each save counts one up from the largest that is
-there; checkpoints without a generation are older than all others.
+The generation gives the order in which the checkpoints of a folder were saved. Iterations do not,
+because a run may roll back, and clocks may be wrong. Each save uses the largest existing generation
+plus one; checkpoints without a generation are older than all others.
 
 Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
 fast as memory can be read. They detect accidents but are not a signature.
@@ -46,8 +46,9 @@ _LARGEST_GENERATION = 1 << 62  # the next save can still count up
 
 
 def digest(data: Any) -> str:
-    """Return 32 hex digits for bytes, or anything else with the buffer protocol (a memoryview, a
-    numpy array).
+    """Return 32 hex digits for bytes or any object with the buffer protocol.
+
+    Examples are a memoryview and a numpy array.
 
     >>> digest(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -63,8 +64,11 @@ def file_digest(path: str | os.PathLike[str]) -> Written:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Return JSON text. Raises CheckpointError, naming `what`, for values that JSON cannot represent
-    or that could not be read back."""
+    """Return JSON text.
+
+    Raises CheckpointError, naming `what`, for values that JSON cannot represent or that could not
+    be read back.
+    """
     try:
         text = json.dumps(value, indent=1, sort_keys=True) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -78,7 +82,7 @@ def to_json(value: Any, what: str) -> str:
 def write_text(path: Path, text: str) -> Written:
     """Write a file, sync it to disk, and return its size and digest. Raises OSError.
 
-    Use it only for files that nobody reads yet: a crash may leave a partial one.
+    Use it only for files that are not read yet: a crash may leave a partial one.
     """
     data = text.encode()
     with open(path, "wb") as f:
@@ -98,8 +102,9 @@ class Manifest:
     generation: int = 0
 
     def read_bytes(self, name: str) -> bytes:
-        """Return the content of a file, checked against the manifest. Raises CheckpointError naming
-        the file.
+        """Return the content of a file, checked against the manifest.
+
+        Raises CheckpointError naming the file.
         """
         if name not in self.files:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}")
@@ -113,8 +118,9 @@ class Manifest:
         return data
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file, checked against the manifest. Raises CheckpointError
-        naming the file.
+        """Return the JSON object in a file, checked against the manifest.
+
+        Raises CheckpointError naming the file.
         """
         found: dict[str, Any] = parse_json(
             self.read_bytes(name), self.folder / name, error=CheckpointError
@@ -128,11 +134,12 @@ def write_manifest(
     known: Mapping[str, Written] | None = None,
     generation: int = 0,
 ) -> Written:
-    """Write the manifest for the files `names` of a folder and return its size and digest. Raises
-    OSError.
+    """Write the manifest for the files `names` of a folder and return its size and digest.
 
     known   {name: (bytes, digest)} from write_text. These files are not read again, so that
             corruption on the way to the disk is found when they are loaded
+
+    Raises OSError.
     """
     known = known or {}
     files = {name: known[name] if name in known else file_digest(folder / name) for name in names}
@@ -142,8 +149,9 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError naming the file when it is
-    missing or damaged.
+    """Return the manifest of a checkpoint.
+
+    Raises CheckpointError naming the file when it is missing or damaged.
     """
     path = folder / MANIFEST
     text = read_bytes(path, _MANIFEST_LIMIT_BYTES, error=CheckpointError)
@@ -173,8 +181,9 @@ def _checked(name: str, size: Any, value: Any) -> Written:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """Return the text of a manifest: `content`, which determines every byte, and the digest of its
-    compact form.
+    """Return the text of a manifest.
+
+    It has `content`, which determines every byte, and the digest of its compact form.
     """
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps(content | {"digest": own}, indent=1, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint to load: the newest good one, or the one that is asked for.
+"""Choice of the checkpoint to load: the newest good one, or the requested one.
 
 A good checkpoint has its final name, a valid manifest, and every small file as the manifest lists
 it. The bytes in data files are checked by the ranks that read them (load.py). The tracker file
@@ -49,7 +49,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """Result of a search.
 
     folder     the newest good checkpoint; None where there is none
     rejected   newer ones that are broken, newest first
@@ -63,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The small files of a checkpoint, checked.
+    """Checked small files of a checkpoint.
 
     state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration",
                "optimizer"
@@ -122,8 +122,9 @@ def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the iteration in a folder's name; None where it is not the name of a finished
-    checkpoint.
+    """Return the iteration in a folder's name.
+
+    None where it is not the name of a finished checkpoint.
 
     >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
     (100, None)
@@ -140,11 +141,10 @@ def number_of(folder: Path) -> int:
 
 
 def folders(directory: str | os.PathLike[str]) -> list[Path]:
-    """List the folders with the name of a finished checkpoint, newest first. Raises
-    CheckpointError.
+    """List the folders with the name of a finished checkpoint, newest first.
 
     A checkpoint that was about to be replaced when its run was killed may exist under the name
-    ".old" alone (folder.commit_folder). It counts.
+    ".old" alone (folder.commit_folder). It counts. Raises CheckpointError.
     """
     names = set(_names(Path(directory)))
     found = [
@@ -158,8 +158,9 @@ def folders(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
-    """Return the generation of each checkpoint whose manifest is valid. Damage of the others is
-    reported when they are opened.
+    """Return the generation of each checkpoint whose manifest is valid.
+
+    Damage of the others is reported when they are opened.
     """
     found = {}
     for folder in numbered:
@@ -169,19 +170,19 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: str | os.PathLike[str]) -> int:
-    """Return the generation of a save that follows all those in some directories. Raises
-    CheckpointError.
+    """Return the generation of a save that follows all those in some directories.
+
+    Raises CheckpointError.
     """
     there = [folder for directory in directories for folder in folders(directory)]
     return 1 + max(generations(there).values(), default=0)
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
-    """Return the checkpoints, of {folder: generation}, that were saved before one of an earlier
-    iteration.
+    """Return the checkpoints that were saved before one of an earlier iteration.
 
-    The run went back before them. They do not replace a broken checkpoint, as they contain what
-    made the run go back.
+    `known` is {folder: generation}. The run rolled back past these checkpoints. They do not replace
+    a broken one, as they contain what made the run roll back.
     """
     found: list[Path] = []
     latest = 0
@@ -193,8 +194,9 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check the small files of a checkpoint. Raises CheckpointError naming the file that
-    is damaged.
+    """Read and check the small files of a checkpoint.
+
+    Raises CheckpointError naming the file that is damaged.
     """
     names = _names(folder)
     if MANIFEST not in names:
@@ -217,9 +219,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def find(
     directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None
 ) -> Found:
-    """Find the newest good checkpoint of a directory, or the one that `tag` (an iteration or a
-    folder) names.
+    """Find the newest good checkpoint of a directory, or the one that `tag` names.
 
+    tag      an iteration or a folder
     before   only checkpoints of earlier iterations, without notes
 
     Raises CheckpointError where the checkpoint of a `tag` does not exist or is broken, and where
@@ -255,8 +257,9 @@ def find(
 
 
 def required(directory: str | os.PathLike[str], found: Found) -> Path:
-    """Return the folder that was found. Raises CheckpointError, naming what is broken, where there
-    is none.
+    """Return the folder that was found.
+
+    Raises CheckpointError, naming the broken checkpoints, where there is none.
     """
     if found.folder is not None:
         return found.folder
@@ -272,8 +275,9 @@ def required(directory: str | os.PathLike[str], found: Found) -> Path:
 
 
 def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
-    """Return the newest good checkpoint, or the one that `tag` names. Raises CheckpointError where
-    there is none.
+    """Return the newest good checkpoint, or the one that `tag` names.
+
+    Raises CheckpointError where there is none.
     """
     return required(directory, find(directory, tag))
 
@@ -290,13 +294,13 @@ def _names(root: Path) -> list[str]:
 
 
 def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
-    """Return the checkpoints that are not considered: those before which the run went back, and
-    those that are later than the tracker's iteration.
+    """Return the checkpoints that are not considered.
 
-    The latter are of another run, or from before a user went back by writing the tracker. Where the
-    save was killed just before the tracker was renamed, the temporary tracker file is still there
-    and the checkpoint counts. A tracker that names a missing folder says nothing about others: it
-    may be damaged, e.g. cut to fewer digits.
+    They are those that the run rolled back past, and those that are later than the tracker's
+    iteration. The latter are of another run, or from before a user went back by writing the
+    tracker. Where the save was killed just before the tracker was renamed, the temporary tracker
+    file is still there and the checkpoint counts. A tracker that names a missing folder says
+    nothing about others: it may be damaged, e.g. cut to fewer digits.
     """
     newest, known = tracker.iteration, generations(there)
     skipped = [folder for folder in overtaken(known) if number_of(folder) != newest]
@@ -344,8 +348,9 @@ def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator
 
 
 def _check_foreign(root: Path) -> None:
-    """Raise CheckpointError where a directory without checkpoints of ours is one itself, or holds
-    foreign ones.
+    """Raise CheckpointError where a directory is a checkpoint itself or holds foreign ones.
+
+    The directory has no checkpoints of this program.
     """
     names = _names(root)
     if MANIFEST in names:

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: names, the commit of a new one, and the removal of old ones.
+"""Directory of checkpoints: names, the commit of a new one, and the removal of old ones.
 
 A folder has a temporary name until all of it is on disk, and loses its final name before anything
 in it is deleted. So a folder with a checkpoint's name is always complete.
@@ -22,7 +22,7 @@ _LEFT_OVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]{8})?\.(tmp|old|removed)")
 
 
 def folder_name(iteration: int) -> str:
-    """Return the folder of a checkpoint.
+    """Return the name of a checkpoint's folder.
 
     >>> folder_name(100)
     'iter_0000100'
@@ -51,19 +51,19 @@ def start_folder(folder: Path) -> Path:
 
 
 def new_tracker(folder: Path, generation: int) -> Path:
-    """Return the temporary name of a save's tracker file, which is written before the checkpoint
-    gets its name.
+    """Return the temporary name of a save's tracker file.
+
+    The file is written before the checkpoint gets its name.
     """
     return folder.with_name(f"{TRACKER}.{generation}.tmp")
 
 
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
-    """Give a complete folder its final name and write the tracker file. On OSError both are as
-    before.
+    """Give a complete folder its final name and write the tracker file.
 
-    The only exception is a failure of the very last sync: then a power failure could still undo the
-    commit. An older checkpoint of the same name is replaced. At no moment does the tracker name a
-    checkpoint that does not exist.
+    On OSError both are as before. The only exception is a failure of the very last sync: then a
+    power failure could still undo the commit. An older checkpoint of the same name is replaced. At
+    no moment does the tracker name a checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
     renewed, old = new_tracker(folder, generation), folder.with_name(folder.name + ".old")
@@ -133,8 +133,9 @@ def to_remove(
 
 
 def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
-    """Rename checkpoints, oldest first, so that they no longer count; return the folders to
-    delete.
+    """Rename checkpoints, oldest first, so that they no longer count.
+
+    Return the folders to delete.
     """
     renamed = []
     for iteration in iterations:
@@ -147,12 +148,12 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 
 
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
-    """Return the folders that killed saves and removals have left, except `current`, which is being
-    written.
+    """Return the leftover folders of killed saves and removals.
 
-    A checkpoint gets its name back where the one that was to replace it was never completed. A
-    folder that another run may still be writing is renamed before anything in it is deleted: that
-    run's save fails and leaves no partial checkpoint.
+    `current`, which is being written, is excluded. A checkpoint gets its name back where the one
+    that was to replace it was never completed. A folder that another run may still be writing is
+    renamed before anything in it is deleted: that run's save fails and leaves no partial
+    checkpoint.
     """
     found = []
     for path in sorted(directory.iterdir()):
@@ -171,6 +172,6 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
 
 
 def clear(folders: Iterable[Path]) -> None:
-    """Delete folders. Those that cannot be deleted are left for the next time."""
+    """Delete folders. Those that cannot be deleted are left for the next attempt."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

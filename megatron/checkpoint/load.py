@@ -63,7 +63,7 @@ from megatron.untrusted import open_regular
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Where training resumes.
+    """State from which training resumes.
 
     iteration   iterations done; 0 when fine-tuning
     state       the caller's state that was saved; empty when fine-tuning
@@ -93,8 +93,7 @@ def load(
     folder: Path | None = None,
     alive: Alive = nothing,
 ) -> LoadedState:
-    """Load weights and optimizer from DIRECTORY into an engine of any layout, ZeRO stage and
-    precision.
+    """Load weights and optimizer into an engine of any layout, ZeRO stage and precision.
 
     All ranks call it.
 
@@ -144,8 +143,9 @@ def load_weights(
     topology: Topology,
     tag: str | int | None = None,
 ) -> LoadedState:
-    """Load only the weights, into parameters of any dtype, without an Engine: for evaluation or to
-    generate text.
+    """Load only the weights, into parameters of any dtype, without an Engine.
+
+    It is for evaluation and for generating text.
 
     chunks   the model of this rank; each parameter carries a Sharding
     tag      an iteration or the name of a folder instead of the newest good checkpoint
@@ -171,13 +171,14 @@ def _newest_that_loads(
     folder: Path | None,
     attempt: Callable[[Checkpoint], None],
 ) -> LoadedState:
-    """Give checkpoints to `attempt`, newest first, until one is not damaged; return what was
-    loaded.
+    """Pass checkpoints to `attempt`, newest first, until one is not damaged.
+
+    Return what was loaded.
 
     attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
-    All ranks call it and get the same. Raises CheckpointError where none is left, or where `tag`
-    names a damaged one.
+    All ranks call it and get the same result. Raises CheckpointError where none is left, or where
+    `tag` names a damaged one.
     """
     found = Found(folder)
     if folder is None:
@@ -208,7 +209,7 @@ def _read(
     topology: Topology,
     alive: Alive,
 ) -> None:
-    """Fill `tensors` on all ranks, each of which reads what it needs.
+    """Fill `tensors` on all ranks; each rank reads only the shards it needs.
 
     Raises _Damage, or CheckpointError where the tensors do not fit the model.
     """
@@ -227,7 +228,7 @@ def _read(
         for name, shards in tensors.items():
             there = stored[name]["shape"] if name in stored else "missing"
             if there != shards.shape:
-                problems.append(f"{name} is {there} there and {shards.shape} in this model")
+                problems.append(f"{name} is {there} in the checkpoint and {shards.shape} here")
         if topology.world.is_first:
             known = {f"{kind}.{name}" for kind in kinds for part in listed for name in part}
             of_kinds = {name for name in names if name.partition(".")[0] in kinds}
@@ -248,11 +249,10 @@ def _fill(
     stored: Mapping[str, Stored],
     alive: Alive,
 ) -> None:
-    """Fill the pieces of `tensors` in place from the shards that overlap with them, converting to
-    their dtypes.
+    """Fill the pieces of `tensors` in place from the shards that overlap with them.
 
-    There is no communication. Raises CheckpointError naming the file that is damaged; what was
-    filled before stays.
+    Values are converted to their dtypes. There is no communication. Raises CheckpointError naming
+    the file that is damaged; what was filled before stays.
     """
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
     for name, shards in tensors.items():
@@ -290,11 +290,11 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
         data = file.read(shard.length) if end <= size else b""
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}), with {name} in it"
+            f"{path} cannot be read ({error.strerror or error}); it contains {name}"
         ) from error
     if end > size:
         raise CheckpointError(
-            f"{path} has {size} bytes where at least {end} were written, also of {name}"
+            f"{path} has {size} bytes, but at least {end} were written; it contains {name}"
         )
     if digest(data) != shard.digest:
         raise CheckpointError(

@@ -1,5 +1,6 @@
-"""Saving of checkpoints: of a run, while training waits or continues, and of whole tensors by a
-single process.
+"""Saving of checkpoints.
+
+A run saves while training waits or continues; a single process saves whole tensors.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Saved:
 
 @dataclass
 class _Pending:
-    """A save between its start and its commit; writes this rank's part, here or in a thread.
+    """A save between its start and its commit.
+
+    It writes this rank's part, in the calling thread or in another one.
 
     tensors     what this rank writes
     texts       small files that rank 0 writes, by name
@@ -132,7 +135,7 @@ class _Pending:
         executor.shutdown(wait=False)
 
     def result(self, alive: Alive) -> dict[str, Stored]:
-        """Return the shards when all is written; raises what went wrong."""
+        """Return the shards once all is written; raises the error of a failed write."""
         if self.future is None:
             return write_tensors(self.tensors, self.temporary, self.rank, alive)
         seen = self.progress
@@ -147,8 +150,9 @@ class _Pending:
 
 
 class Saver:
-    """Writer of checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in
-    the same order.
+    """Writer of checkpoints DIRECTORY/iter_NNNNNNN, one at a time.
+
+    All ranks call each method, in the same order.
 
     config   .checkpoint.no_save_optim leaves out the optimizer's state; .keep_last and .keep_every
              select the older checkpoints to keep; the one that .load_tag names is never removed
@@ -185,6 +189,7 @@ class Saver:
     @property
     def written(self) -> bool:
         """Return whether this rank's thread has finished its part of the pending save or failed.
+
         There is no communication.
         """
         future = None if self._pending is None else self._pending.future
@@ -192,13 +197,15 @@ class Saver:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Host memory that saves in the background hold on this rank."""
+        """Bytes of host memory that saves in the background hold on this rank."""
         return self._snapshot.bytes
 
     def prepare(self, engine: Engine) -> str:
-        """Allocate and pin the host memory for saves in the background, which takes seconds; return
-        a note where it could not be pinned on this rank. Raises CheckpointError on every rank where
-        one has no memory."""
+        """Allocate and pin the host memory for saves in the background.
+
+        This takes seconds. Return a note where the memory could not be pinned on this rank. Raises
+        CheckpointError on every rank where one has no memory.
+        """
         with together(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
         return self._snapshot.note
@@ -271,8 +278,9 @@ class Saver:
         return saved
 
     def _complete(self, pending: _Pending, mine: dict[str, Stored]) -> int:
-        """Collect the shards of all ranks, write the lists and commit the folder; return its
-        bytes.
+        """Collect the shards of all ranks, write the lists and commit the folder.
+
+        Return the checkpoint's bytes.
         """
         topology = self._topology
         whole = topology.world.size <= WHOLE_UP_TO
@@ -301,7 +309,7 @@ class Saver:
         return decided_by_first(topology, complete)
 
     def _retire(self, iteration: int) -> None:
-        """On rank 0, after the commit of `iteration`: remove older checkpoints."""
+        """Remove older checkpoints, on rank 0, after the commit of `iteration`."""
         settings = self._config.checkpoint
         tag = settings.load_tag
         keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
@@ -323,7 +331,7 @@ class Saver:
         self._removal = self._cleaner.submit(clear, folders)
 
     def _remove(self, pending: _Pending) -> None:
-        """Remove what a failed save has written, as it may be what fills the disk."""
+        """Remove the files of a failed save, since they may fill the disk."""
         if self._topology.world.is_first and pending.temporary != Path():
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
@@ -358,7 +366,7 @@ def _texts(
 
 
 def _write_part(folder: Path, number: int, stored: dict[str, Stored], whole: bool) -> _Part:
-    """Write the piece of a data-parallel group."""
+    """Write the shard list of a data-parallel group."""
     piece = write_piece(folder, number, stored)
     return piece, totals(stored), stored_bytes(stored), stored if whole else {}
 
@@ -366,7 +374,9 @@ def _write_part(folder: Path, number: int, stored: dict[str, Stored], whole: boo
 def _write_small_files(
     folder: Path, parts: list[_Part], texts: Mapping[str, str], whole: bool, generation: int
 ) -> int:
-    """Check that all elements are there and write the small files; return the checkpoint's bytes.
+    """Check that all elements are present and write the small files.
+
+    Return the bytes of the checkpoint.
 
     texts   the files from `_texts`
     whole   whether to write .metadata
@@ -393,10 +403,10 @@ def write_offline(
     optimizer: bool,
     provenance: Mapping[str, Any],
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN from whole tensors, make it the last checkpoint, and return its
-    path.
+    """Write DIRECTORY/iter_NNNNNNN from whole tensors, and return its path.
 
-    One process without a model writes it, tensor by tensor, in bounded memory.
+    It becomes the last checkpoint. One process without a model writes it, tensor by tensor, in
+    bounded memory.
 
     tensors      (name, whole tensor in host memory), with names as in tensors.py. They are taken
                  one at a time
@@ -405,8 +415,8 @@ def write_offline(
     optimizer    whether its state is among the tensors
     provenance   provenance of the checkpoint, JSON-ready
 
-    Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then no
-    checkpoint has appeared.
+    Raises CheckpointError when it cannot be written, and propagates the errors of `tensors`; then
+    no checkpoint has appeared.
     """
     folder = Path(directory).absolute() / folder_name(iteration)
     texts = _texts(iteration, config, state, scalars, optimizer, provenance)

@@ -1,5 +1,6 @@
-"""The configuration in a checkpoint, its comparison with another one, and a checkpoint's size. Needs
-no torch.
+"""The configuration in a checkpoint, its comparison with another one, and a checkpoint's size.
+
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
     if ours.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
     different = [
-        f"--{name.replace('_', '-')} is {theirs[name]!r} there and {ours[name]!r} here"
+        f"--{name.replace('_', '-')} is {theirs[name]!r} in the checkpoint and {ours[name]!r} here"
         for name in fields
         if name in theirs and name in ours and theirs[name] != ours[name]
     ]
@@ -75,8 +76,9 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint: 4 bytes for each weight and, with the optimizer, its
-    state.
+    """Return the size of a checkpoint in bytes.
+
+    It has 4 bytes for each weight and, with the optimizer, its state.
     """
     state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
     return (4 + state) * parameters_of(config)

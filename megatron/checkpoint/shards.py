@@ -1,10 +1,9 @@
-"""Lists of the shards in a checkpoint's data files: collected from the ranks, written, and read
-back.
+"""Lists of the shards in a checkpoint's data files.
 
-A shard is a box of a tensor's index space. A large job has hundreds of thousands of them. A single
-list would cost the rank that writes it, and each rank that reads it, minutes and gigabytes. So they
-are collected in two steps, from the ranks of a data-parallel group to its first, and from those to
-rank 0:
+They are collected from the ranks, written, and read back. A shard is a rectangular part of a
+tensor. A large job has hundreds of thousands of them. A single list would cost the rank that writes
+it, and each rank that reads it, minutes and gigabytes. So they are collected in two steps, from the
+ranks of a data-parallel group to its first, and from those to rank 0:
 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
@@ -57,8 +56,9 @@ Totals = dict[str, tuple[Index, int]]
 
 
 class Shard(NamedTuple):
-    """A box of a tensor: global offset and sizes; its bytes, from `start` of `file`, and their
-    digest.
+    """A rectangular part of a tensor: global offset and sizes.
+
+    Its bytes begin at `start` of `file` and have a digest.
     """
 
     offset: Index
@@ -70,7 +70,7 @@ class Shard(NamedTuple):
 
 
 def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
-    """Join the shards of several ranks, tensor by tensor."""
+    """Merge the shards of several ranks, tensor by tensor."""
     found: dict[str, Stored] = {}
     for part in parts:
         for name, stored in part.items():
@@ -96,8 +96,9 @@ def stored_bytes(stored: Mapping[str, Stored]) -> int:
 
 
 def check_complete(parts: Iterable[Totals]) -> None:
-    """Raise CheckpointError unless the parts together have as many elements of every tensor as it
-    has.
+    """Raise CheckpointError unless the parts together have all elements of every tensor.
+
+    Only the numbers of elements are compared.
     """
     lacking: dict[str, int] = {}
     for part in parts:
@@ -128,8 +129,9 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
 
 
 def _intersect(boxes: list[Shard]) -> bool:
-    """Return whether two of the sorted shards have elements in common, by a sweep along the first
-    dimension.
+    """Return whether two of the sorted shards have elements in common.
+
+    A sweep along the first dimension finds them.
     """
     running: list[Shard] = []
     for shard in boxes:
@@ -143,8 +145,9 @@ def _intersect(boxes: list[Shard]) -> bool:
 def overlap(
     offset: Index, sizes: Index, other: Index, other_sizes: Index
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of two boxes, in coordinates of the first and of the second; None
-    where it is empty.
+    """Return the intersection of two rectangular parts of a tensor.
+
+    It is given in coordinates of the first and of the second; None where it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))
@@ -204,8 +207,9 @@ def read_index(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
-    """Return the entries of those of the tensors `names` (None: all) that the checkpoint has. Raises
-    CheckpointError.
+    """Return the entries of those of the tensors `names` (None: all) that the checkpoint has.
+
+    Raises CheckpointError.
     """
     listed = read_index(manifest)
     wanted = set(listed if names is None else names)
@@ -225,8 +229,9 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
 
 
 def _checked(stored: Any) -> Stored:
-    """Return a tensor's entry from JSON, with tuples where `Stored` has them. Raises KeyError,
-    TypeError or ValueError where it is malformed.
+    """Return a tensor's entry from JSON, with tuples where `Stored` has them.
+
+    Raises KeyError, TypeError or ValueError where it is malformed.
     """
     shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
     if not all(map(is_count, shape)):
@@ -254,7 +259,7 @@ def _damaged(manifest: Manifest, name: str) -> CheckpointError:
 
 
 def piece_name(number: int) -> str:
-    """Return the file of a piece.
+    """Return the file name of a piece.
 
     >>> piece_name(17)
     'boxes_00017.json'

@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint, the shards of them that a rank holds, and a copy of these in host
-memory.
+"""Tensors of a checkpoint, the shards that a rank holds, and a copy of these in host memory.
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
@@ -44,11 +43,11 @@ def _flat(fragment: Fragment, kind: str) -> torch.Tensor:
 
 
 def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
-    """Return what this rank writes, by name. Each element of the model is written by exactly one
-    rank.
+    """Return what this rank writes, by name.
 
-    Padding is left out, and so are copies that another model-parallel rank writes. Where all
-    data-parallel ranks hold the same (ZeRO stage 0), each writes a part.
+    Exactly one rank writes each element of the model. Padding is omitted, and so are copies that
+    another model-parallel rank writes. Where all data-parallel ranks hold the same (ZeRO stage 0),
+    each writes a part.
     """
     copies = engine.data_parallel_copies
     mine = topology.data.rank if copies > 1 else 0
@@ -67,8 +66,9 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
 
 
 def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
-    """Return views of this rank's masters and moments, copies included, to be filled from a
-    checkpoint.
+    """Return views of this rank's masters and moments, to be filled from a checkpoint.
+
+    Copies are included.
     """
     return {
         f"{kind}.{f.sharding.name}": Shards(f.sharding.global_shape, dict(f.real(_flat(f, kind))))
@@ -86,8 +86,9 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 
 
 def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shards]:
-    """Return views of the parameters themselves, without padding, for a model that has no
-    engine.
+    """Return views of the parameters themselves, without padding.
+
+    It is for a model that has no engine.
     """
     out = {}
     for p in parameters:
@@ -101,8 +102,8 @@ class Snapshot:
     """Host memory for a copy of what a rank writes, reused by later saves.
 
     It is as large as this rank's part of the state; torch's allocator of pinned memory would round
-    it up to a power of two. Where the state is on a GPU the driver, CUDA's or HIP's, pins the
-    memory once, in `reserve`: copies run at the speed of the bus while the GPU computes.
+    it up to a power of two. Where the state is on a GPU, the driver of CUDA or HIP pins the memory
+    once, in `reserve`: copies run at the speed of the bus while the GPU computes.
 
     cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a
              GPU
@@ -116,12 +117,13 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """Size of the memory held."""
+        """Bytes of memory held."""
         return self._memory.numel()
 
     def reserve(self, tensors: Mapping[str, Shards]) -> None:
-        """Get the memory for a copy of `tensors`, unless there is enough. Raises OSError where it
-        is not available.
+        """Get the memory for a copy of `tensors`, unless there is enough.
+
+        Raises OSError where it is not available.
         """
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
@@ -156,10 +158,9 @@ class Snapshot:
             torch.ones(1, device=device)
 
     def take(self, tensors: Mapping[str, Shards]) -> dict[str, Shards]:
-        """Return a copy of `tensors`, valid until the next one is taken. The originals may change
-        afterwards.
+        """Return a copy of `tensors`, valid until the next one is taken.
 
-        Raises OSError where there is no memory for it.
+        The originals may change afterwards. Raises OSError where there is no memory for it.
         """
         self.reserve(tensors)
         at, copies = 0, dict[str, Shards]()
@@ -176,7 +177,7 @@ class Snapshot:
 
 
 def snapshot_bytes(tensors: Mapping[str, Shards]) -> int:
-    """Return the host memory that a copy of `tensors` takes."""
+    """Return the bytes of host memory that a copy of `tensors` takes."""
     return sum(map(_aligned, _views(tensors)))
 
 

@@ -1,5 +1,6 @@
-"""Errors of one rank that are raised on all, so that no rank continues alone or waits for one that
-has stopped.
+"""Errors of one rank that are raised on all.
+
+No rank then continues alone or waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def describe(error: BaseException) -> str:
 def together(
     topology: Topology, what: str, damage: type[CheckpointError] = CheckpointError
 ) -> Iterator[None]:
-    """Run the body on all ranks; where it fails on any, raise an error on all that names ranks and
-    reasons.
+    """Run the body on all ranks; where it fails on any, raise an error on all.
+
+    The error names ranks and reasons.
 
     damage   type of the error where nothing but CheckpointErrors occurred; otherwise it is
              CheckpointError
@@ -68,11 +70,10 @@ def decided_by_first(
     decide: Callable[[], T],
     damage: type[CheckpointError] = CheckpointError,
 ) -> T:
-    """Return on all ranks the result of `decide` on rank 0; its errors are raised on all, as by
-    `together`.
+    """Return on all ranks the result of `decide` on rank 0.
 
-    File systems do not show every node the same at the same moment: one rank looks, so that all
-    load the same.
+    Its errors are raised on all, as by `together`. File systems do not show every node the same at
+    the same moment: one rank looks, so that all load the same.
     """
     result: Any = None
     failure: CheckpointError | None = None

@@ -1,12 +1,11 @@
-"""Writing of data files: tensors one after another in the format of torch.save, with a digest of
-each shard.
+"""Writing of data files: tensors in the format of torch.save, with a digest of each shard.
 
 torch's own checkpoint writer copies every view before it writes it, and has no digests. Here a
 contiguous view in host memory is written without a copy; any other is copied first. So a save
 needs, in addition to the state, at most as much memory as the largest shard that is on a device or
 not contiguous.
 
-The CRC-32 of zip records, which torch.load never compares, is left out: the digest replaces it at a
+The CRC-32 of zip records, which torch.load never compares, is omitted: the digest replaces it at a
 tenth of its cost.
 """
 
@@ -129,8 +128,11 @@ def write_tensors(
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC-32. The setting is global: files that another thread saves at the
-    same time have none either, which torch.load accepts."""
+    """Turn off torch.save's CRC-32.
+
+    The setting is global: files that another thread saves at the same time have none either, which
+    torch.load accepts.
+    """
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -140,10 +142,10 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the values in host memory, in a storage of their own, because torch.save writes whole
-    storages.
+    """Return the values in host memory, in a separate storage.
 
-    They are copied only where they are on a device or not contiguous.
+    torch.save writes whole storages. Values are copied only where they are on a device or not
+    contiguous.
     """
     view = view.detach().cpu().contiguous()
     if not view.numel():
