@@ -1,3 +1,4 @@
-"""DeepSpeed's ZeRO engine under our own pipeline: optimizer groups, gradients, precision, learning
-rate.
+"""DeepSpeed's ZeRO engine: optimizer groups, gradients, precision, learning rate.
+
+The pipeline around it is this project's own.
 """

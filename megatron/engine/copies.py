@@ -1,8 +1,8 @@
 """Bitwise comparison, by digests, of weights that several ranks hold copies of.
 
-Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the ends
-of the pipeline a tied embedding. Each rank updates its own copy, so a copy that differs stays
-different, and nothing else would show it.
+Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the
+first and the last pipeline stage a tied embedding. Each rank updates its own copy, so a copy that
+differs stays different, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _SHOWN = 4  # digests of a parameter in a message, those of most ranks first
 
 @dataclass(frozen=True)
 class FirstGradients:
-    """Gradients of this rank's first step for the parameters that all tensor ranks hold, before any
-    reduction.
+    """Gradients of this rank's first step, before any reduction.
+
+    They are those of the parameters that all tensor ranks hold.
 
     partial  whether the gradient of each is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
@@ -71,11 +72,11 @@ def check_copies(
     when: str,
     first: FirstGradients | None = None,
 ) -> None:
-    """Compare all copies of `parameters`, whose values have arrived; with `first` also the
-    gradients of the first step.
+    """Compare all copies of `parameters`, whose values have arrived.
 
-    All ranks call it. Raises TrainingError on every rank where copies differ, ConfigError where
-    gradients are not of the kind that they are taken for. `when` is part of the message.
+    With `first`, also compare the gradients of the first step. All ranks call it. Raises
+    TrainingError on every rank where copies differ, ConfigError where gradients are not of the kind
+    that they are taken for. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     found = torch.stack([digest(p) for p in parameters])
@@ -112,17 +113,20 @@ _DATA = (
 
 
 def _differing(found: torch.Tensor, group: Group) -> list[int]:
-    """Return the indices of the digests [n] that differ between ranks of the group; one message."""
+    """Return the indices of the digests [n] that differ between ranks of the group.
+
+    One message is sent.
+    """
     extremes = all_reduce(torch.cat([found, ~found]), group, dist.ReduceOp.MAX)
     return (extremes[: len(found)] != ~extremes[len(found) :]).nonzero().flatten().tolist()
 
 
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
-    """Return errors for gradients of the first step that are taken as whole but differ between
-    ranks, and for terms that do not differ.
+    """Return errors for first-step gradients that are not of the kind that they are taken for.
 
-    If all tokens of a batch are the same, the terms of all ranks may be equal too, but never those
-    of some parameters only.
+    These are gradients that are taken as whole but differ between ranks, and terms that do not
+    differ. If all tokens of a batch are the same, the terms of all ranks may be equal too, but
+    never those of some parameters only.
     """
     differing, given = set(_differing(first.digests, group)), first.digests.tolist()
     terms = {i for i, partial in enumerate(first.partial.values()) if partial}
@@ -159,8 +163,9 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
 
 
 def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
-    """Raise on all ranks the error of the first rank that has one; errors of gradients come before
-    those of weights.
+    """Raise on all ranks the error of the first rank that has one.
+
+    Errors of gradients come before those of weights.
     """
     world, none = topology.world, 2 * topology.world.size
     mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none

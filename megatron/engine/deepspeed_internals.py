@@ -1,4 +1,4 @@
-"""Everything that is used of DeepSpeed beyond its public interface: its start, and its ZeRO-1 step.
+"""Parts of DeepSpeed beyond its public interface: its start and its ZeRO-1 step.
 
 `OF_MODULES` and `OF_OBJECTS` list each name with the reason. All are checked when an engine is
 made: most of them are replaced, and replacing a name that a new version no longer uses would
@@ -6,7 +6,7 @@ silently do nothing.
 
 BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and
 moments and update their partition; around that they flatten, copy, reduce, clip and gather. Here
-gradients are flat and reduced before, the norm is one pass over this rank's partition, and the
+gradients are already flat and reduced, the norm is one pass over this rank's partition, and the
 caller gathers the weights. DeepSpeed's optimizers wait on the host for the norm; here norm, clip
 factor and the decision whether the step counts stay on the device, where the update reads them.
 """
@@ -57,8 +57,8 @@ _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
 _STEP = {
-    "all_gather_dp_groups": "does nothing: WeightGather sends the weights behind the next forward "
-    "pass",
+    "all_gather_dp_groups": "does nothing: WeightGather gathers the weights during the next "
+    "forward pass",
     "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements",
 }
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
@@ -72,7 +72,7 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.accelerator": {
         "DeepSpeedAccelerator.is_fp16_supported": "always true on a CPU: torch computes fp16 on "
-        "any, only slower",
+        "every CPU, only slower",
     },
     _BF16: {
         **_STEP,
@@ -85,8 +85,8 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
 }
 _BOTH = {
     "clip_grad": "read: the limit of the norm; 0 in bf16 where the update clips",
-    "_grad_acc_hooks": "removed: hooks guess when a backward pass ends, and passes of a pipeline "
-    "break the guess",
+    "_grad_acc_hooks": "removed: hooks guess when a backward pass ends, which is wrong in a "
+    "pipeline",
 }
 OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     "DeepSpeedEngine": {
@@ -105,7 +105,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
-        "clear_hp_grads": "does nothing: sums begin anew, and are not filled with zeros",
+        "clear_hp_grads": "does nothing: sums restart without being filled with zeros",
         "update_lp_params": "does nothing where FusedAdamW writes the working weights",
     },
     "DeepSpeedZeroOptimizer": {
@@ -118,7 +118,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "gradients",
         "scaled_global_norm": "returns our norm",
         "_update_model_bit16_weights": "does nothing: the parameters are views of the flat "
-        "weights, and stay so",
+        "weights, and remain so",
         "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients "
         "on the device",
         "loss_scaler": "returns our scale: DeepSpeed's would be updated before the gradients are "
@@ -132,7 +132,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: answers to its questions about model parallelism, from a Topology.
+    """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
     "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the
     data-parallel ranks; 0 gives DeepSpeed a data group of this rank alone, so that every rank keeps
@@ -171,11 +171,10 @@ class ModelParallelUnit:
 
 
 def ensure_process_group(device: Any = "cpu") -> None:
-    """Initialise torch.distributed where it is not; a process on its own gets a world of one,
-    without any port.
+    """Initialise torch.distributed where it is not initialised.
 
-    Raises ConfigError in a process that a launcher started as one of several: it must have joined
-    the others before.
+    A single process gets a world of one, without any port. Raises ConfigError in a process that a
+    launcher started as one of several: it must have joined the others before.
     """
     if dist.is_initialized():
         return
@@ -192,9 +191,9 @@ def ensure_process_group(device: Any = "cpu") -> None:
 def import_deepspeed(device: Any = "cpu") -> Any:
     """Import deepspeed without its messages and its slow start, and return the module.
 
-    Raises ConfigError when it is absent, too old, or lacks a name of OF_MODULES.
+    Raises ConfigError when it is missing, too old, or lacks a name of OF_MODULES.
     """
-    # tensors without data are made on any machine
+    # meta tensors can be made on any machine
     on_cpu = torch.device(device).type in ("cpu", "meta")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -211,8 +210,8 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     except ImportError as error:
         raise ConfigError(f"deepspeed cannot be imported ({error}): {_USE_A_TESTED_ONE}") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls collectives by names that newer versions of torch print a warning about, once
-    # in every process.
+    # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
+    # every process.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     for name, module in modules.items():
         _check_names(module, name, OF_MODULES[name], deepspeed.__version__)
@@ -222,11 +221,11 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 
 
 def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
-    """Return the configuration handed to DeepSpeed: what the user passes through, and above it what
-    the Engine decides.
+    """Return the configuration for DeepSpeed.
 
-    The batch sizes of an engine over `ranks` data-parallel ranks, the format of gradient sums and
-    the loss scale are stand-ins: the Engine has its own.
+    Settings of the Engine override entries that the user passes through. The batch sizes of an
+    engine over `ranks` data-parallel ranks, the format of gradient sums and the loss scale are
+    placeholders: the Engine has its own.
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
     return {
@@ -252,8 +251,9 @@ def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
 def start_engine(
     deepspeed: Any, topology: Topology, *, sums: torch.dtype = torch.float32, **arguments: Any
 ) -> Any:
-    """Run deepspeed.initialize(**arguments) over the running process group; return the
-    DeepSpeedEngine.
+    """Run deepspeed.initialize(**arguments) and return the DeepSpeedEngine.
+
+    It uses the running process group.
 
     sums  the format of BF16_Optimizer's gradient sums. The configuration always says fp32: with
           bf16 sums in it, DeepSpeed would choose another optimizer.
@@ -292,7 +292,7 @@ def start_engine(
         except importlib.import_module("pydantic").ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(
-                f"--deepspeed_config: DeepSpeed takes no such {error.title}: {wrong}"
+                f"--deepspeed_config: DeepSpeed rejects this {error.title}: {wrong}"
             ) from error
     return engine
 
@@ -323,7 +323,7 @@ def _check_object(thing: Any, version: str) -> None:
     kind = type(thing).__name__
     if kind not in OF_OBJECTS:
         raise ConfigError(
-            f"deepspeed {version} made a {kind} in place of one of {', '.join(OF_OBJECTS)}: "
+            f"deepspeed {version} made a {kind} instead of one of {', '.join(OF_OBJECTS)}: "
             f"{_USE_A_TESTED_ONE}"
         )
     _check_names(thing, kind, OF_OBJECTS[kind], version)
@@ -334,8 +334,8 @@ def _no_collections() -> Iterator[None]:
     """Suspend garbage collection.
 
     Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351)
-    when a collection within an import destroys something that imports, such as an engine before
-    this one.
+    when a collection within an import destroys an object whose destructor imports, such as an
+    earlier engine.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -347,8 +347,11 @@ def _no_collections() -> Iterator[None]:
 
 
 def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[None]:
-    """Set the variables without which DeepSpeed looks for mpi4py. Hide mpirun's, which DeepSpeed
-    compares with them although another launcher may be the one that counts. All are restored."""
+    """Set the variables without which DeepSpeed looks for mpi4py.
+
+    Also hide mpirun's, which DeepSpeed compares with them although another launcher may be the one
+    that counts. All are restored.
+    """
     values = {
         "RANK": topology.rank,
         "WORLD_SIZE": topology.world.size,
@@ -361,14 +364,15 @@ def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[Non
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
-    """Stand in for torch.compile while functions that are never called are defined."""
+    """Replacement of torch.compile while functions that are never called are defined."""
     return (lambda f: f) if function is None else function
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress records below ERROR of every logger: DeepSpeed logs dozens of lines per process
-    while it starts.
+    """Suppress records below ERROR of every logger.
+
+    DeepSpeed logs dozens of lines per process while it starts.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
@@ -414,8 +418,8 @@ class ZeroStep:
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
         self._clip = float(outer.clip_grad) or math.inf
-        # apex's optimizers and most of a user's own need the host to decide: it then reads the norm
-        # before them.
+        # With apex's optimizers and most user optimizers the host decides: it reads the norm before
+        # their step.
         self._on_device = isinstance(inner, FusedAdamW) or getattr(
             inner, "_step_supports_amp_scaling", False
         )
@@ -447,7 +451,7 @@ class ZeroStep:
         self._copies = owned_gradients(self.buckets, copies)
 
     def _share_masters(self, version: str) -> None:
-        """Make this rank's part of the fp32 weights the master weights: no copy is kept or made."""
+        """Use this rank's part of the fp32 weights as the master weights, without a copy."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             master.data = bucket.own_weights
         for p in self._parameters:
@@ -479,12 +483,11 @@ class ZeroStep:
             outer.unscale_and_clip_grads = _nothing
 
     def step(self, loss_scale: float) -> torch.Tensor:
-        """Take one step with the reduced gradients, which contain `loss_scale`; no weights are
-        gathered.
+        """Take one step with the reduced gradients, which contain `loss_scale`.
 
-        Returns the global norm of the gradient, loss scale included, a scalar on the device. Where
-        it is not finite nothing is changed, and the caller has to call `not_taken` once it has read
-        the norm.
+        No weights are gathered. Returns the global norm of the gradient, loss scale included, a
+        scalar on the device. Where it is not finite nothing is changed, and the caller has to call
+        `not_taken` once it has read the norm.
         """
         outer = self._outer
         if self._bf16:
@@ -498,7 +501,7 @@ class ZeroStep:
                 outer.averaged_gradients[i] = SimpleNamespace(flat_partition=bucket.own_gradients)
         squares = self._sum_of_squares()
         if self._bf16:
-            # each rank's rounded as DeepSpeed does: runs continue bit by bit
+            # each rank's sum is rounded as in DeepSpeed: runs continue bit for bit
             squares = squares.sqrt().square()
         self._norm = all_reduce(squares, self._topology.model).sqrt()
         if self._on_device:
@@ -513,13 +516,15 @@ class ZeroStep:
         return self._norm
 
     def not_taken(self) -> None:
-        """Take the last step, which was skipped, out of the bias correction. torch's optimizers do
-        so themselves, and others were not called."""
+        """Remove the last step, which was skipped, from the bias correction.
+
+        torch's optimizers do so themselves, and others were not called.
+        """
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()
 
     def update_working_weights(self) -> None:
-        """Make this rank's part of the weights of forward and backward from the master weights."""
+        """Copy the master weights to this rank's part of the weights of forward and backward."""
         with torch.no_grad():
             for bucket, master in zip(self.buckets, self.masters, strict=True):
                 bucket.own_weights.copy_(master)
@@ -538,19 +543,25 @@ class ZeroStep:
         return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
 
     def _gradients_to_clip(self, for_clipping: bool = False) -> Any:
-        """Return what DeepSpeed's bf16 optimizer clips, and nothing where it computes a norm."""
+        """Return the gradients for DeepSpeed's bf16 clipping; none for its norm."""
         return [bucket.own_gradients for bucket in self.buckets] if for_clipping else ([], {})
 
     def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor | float:
-        """Return the norm on the host where DeepSpeed clips by it, otherwise any positive number, for
-        which the host need not wait. Some versions refuse a norm of 0."""
+        """Return the norm on the host where DeepSpeed clips by it.
+
+        Otherwise return any positive number, for which the host need not wait. Some versions refuse
+        a norm of 0.
+        """
         return (
             1.0 if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
         )
 
     def _set_factor(self, loss_scale: float) -> None:
-        """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_,
-        divided by the loss scale. It is computed in fp64, as on the host."""
+        """Pass the factor of all gradients to the update.
+
+        It is that of torch.nn.utils.clip_grad_norm_, divided by the loss scale. It is computed in
+        fp64, as on the host.
+        """
         norm = (self._norm / loss_scale).double()
         good = torch.isfinite(norm)
         factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
@@ -563,4 +574,4 @@ class ZeroStep:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in for what is done elsewhere, or not needed."""
+    """Do nothing: replaces work that is done elsewhere, or not needed."""

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 
 class LossScale:
-    """The loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
+    """Loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
 
     A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after
-    `loss_scale_window` steps in a row without one, which also restores the allowance of overflows.
-    Every rank makes the same updates, because all ranks agree on an overflow first.
+    `loss_scale_window` steps in a row without overflow, which also restores the allowance of
+    overflows. Every rank makes the same updates, because all ranks agree on an overflow first.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -67,7 +67,7 @@ class LossScale:
             self.scale = precision.loss_scale or first
 
     def update(self, overflow: bool) -> None:
-        """Count a step that was taken, or skipped by overflow."""
+        """Count a step that was taken, or skipped because of an overflow."""
         if not self.dynamic:
             return
         if overflow:
@@ -82,14 +82,15 @@ class LossScale:
             self.scale *= 2.0
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         if not self.dynamic:
             return {"scale": self.scale}
         return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another run, perhaps of a fixed scale. A fixed scale of this run
-        is a setting, and stays.
+        """Continue from the state of another run, perhaps of a fixed scale.
+
+        A fixed scale of this run is a setting, and stays.
         """
         if self.dynamic:
             self.scale = float(state["scale"])
@@ -99,7 +100,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The figures of one optimizer step on the host; the same on every rank.
+    """Results of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
                  skipped
@@ -117,7 +118,7 @@ class StepResult:
 
 
 class _HostCopy:
-    """Numbers on their way from a device to the host, which continues meanwhile.
+    """Asynchronous copy of numbers from a device to the host.
 
     `read` waits until they have arrived, but not for later work of the device.
     """
@@ -137,14 +138,15 @@ class _HostCopy:
 
 
 class Engine:
-    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32
-    or bf16.
+    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights.
+
+    Gradient sums are fp32 or bf16.
 
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
               or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with
-    partitions of one rank, and with gradients whose sum all ranks get.
+    partitions of one rank, and all ranks get the sum of the gradients.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
     Modules wait for theirs (WeightGather), and so does `state_dict()`. Code that reads
@@ -232,11 +234,11 @@ class Engine:
             if p in exact:
                 master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
         exact.clear()
-        # the moments are larger than any hole that the initial weights have left
+        # the moments do not fit into any gap left by the initial weights
         release_free_memory()
         create_state(self._basic, state)
         self._scale = LossScale(config.precision)
-        # a step whose figures were not read yet
+        # a step whose results have not been read yet
         self._under_way: tuple[float, _HostCopy] | None = None
         self._result: StepResult | None = None
         self._fragments = [
@@ -276,36 +278,36 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the loss before the backward pass; 1 except in fp16. A dynamic one
-        depends on the last step, for which this waits."""
+        """Return the factor of the loss before the backward pass; 1 except in fp16.
+
+        A dynamic one depends on the last step, for which this waits.
+        """
         if self._scale.dynamic:
             self._settle()
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches`, so that complete buckets can be reduced
-        early.
+        """Announce the backward passes of `micro_batches`.
 
-        Not needed without overlap. Raises ConfigError, on every rank, for a second call before
-        `step`.
+        Complete buckets can then be reduced early. Not needed without overlap. Raises ConfigError,
+        on every rank, for a second call before `step`.
         """
         self._gradients.begin(micro_batches)
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient sum of a parameter since the last step, loss scale included, before
-        any reduction.
+        """Return the gradient sum of a parameter since the last step, before any reduction.
 
-        With overlap_grad_reduce the reduction begins during the backward passes, and the value is
-        undefined after them.
+        It includes the loss scale. With overlap_grad_reduce the reduction begins during the
+        backward passes, and the value is undefined after them.
         """
         return self._gradients.of(p)
 
     def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
-        """Reduce the gradients over all ranks, clip them, update the weights and clear the
-        gradients. Gradients that were put into `.grad` by hand count as well.
+        """Reduce and clip the gradients, update the weights and clear the gradients.
 
-        A gradient that is not finite on any rank skips the step on all. `weight_decay`, where
-        given, holds for the decaying parameters from now on.
+        Gradients that were put into `.grad` by hand count as well. A gradient that is not finite on
+        any rank skips the step on all. `weight_decay`, if given, holds for the decaying parameters
+        from now on.
         """
         self.start_step(lr, weight_decay)
         return self.finish_step()
@@ -325,7 +327,7 @@ class Engine:
         scale = self._scale.scale
         self._gradients.collect()
         self._gradients.reduce()
-        self._weights.wait()  # of the step before: some may not have been asked for
+        self._weights.wait()  # of the previous step: some may not have been waited for
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._zero.step(scale)
         self._gradients.renew()
@@ -336,13 +338,13 @@ class Engine:
             self._settle()
 
     def finish_step(self) -> StepResult:
-        """Return the result of the last step; wait for the device where it was not read yet."""
+        """Return the result of the last step; wait for the device if it has not been read yet."""
         self._settle()
         assert self._result is not None, "a step was started"
         return self._result
 
     def _settle(self) -> None:
-        """Read the figures of the last step and count it, where that is not done."""
+        """Read the results of the last step and count it, if that has not been done yet."""
         if self._under_way is None:
             return
         (scale, figures), self._under_way = self._under_way, None
@@ -364,21 +366,24 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Discard the gradients accumulated since the last step. Like `step` it is called on all
-        ranks.
+        """Discard the gradients accumulated since the last step.
+
+        Like `step`, it is called on all ranks.
         """
         self._gradients.renew()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights of the last step have arrived: for code that reads them other than
-        by a forward pass.
+        """Wait until all weights of the last step have arrived.
+
+        It is for code that reads them other than by a forward pass.
         """
         self._weights.wait()
 
     def check_copies(self, when: str = "now") -> None:
-        """Compare, bit for bit, the weights that several ranks hold: data-parallel copies, what is
-        replicated over the tensor ranks, a tied embedding. The first call also looks at the
-        gradients of the first step.
+        """Compare, bit for bit, the weights that several ranks hold.
+
+        These are data-parallel copies, weights replicated over the tensor ranks, and a tied
+        embedding. The first call also compares the gradients of the first step.
 
         All ranks call it, after a step that was not skipped, and then at intervals: it reads all
         weights once, and sends a few bytes for each parameter and one number over all ranks. Raises
@@ -394,7 +399,7 @@ class Engine:
     # -- figures -----------------------------------------------------------------------------------
 
     def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        """Sum scalars, in float64, over everything that together holds the model once; a scalar."""
+        """Sum scalars, in float64, over the ranks that together hold the model once; a scalar."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
         value = torch.stack([zero, *(t.to(zero) for t in terms)]).sum()
         if self.data_parallel_copies == 1:
@@ -416,14 +421,15 @@ class Engine:
         )
 
     def _counted(self) -> list[Fragment]:
-        """Return the fragments that no other rank of the model counts."""
+        """Return the fragments that are not counted on another rank of the model."""
         return [f for f in self._fragments if not is_copy(f.parameter, self.topology)]
 
     # -- state, for checkpoints --------------------------------------------------------------------
 
     def fragments(self) -> list[Fragment]:
-        """Return the parts of parameters that this rank's optimizer holds, as views through which it
-        can be written.
+        """Return the parts of parameters that this rank's optimizer holds.
+
+        They are views through which the state can be written.
         """
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
@@ -446,8 +452,9 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Round the master weights into the weights of forward and backward, on all data-parallel
-        ranks.
+        """Round the master weights to the weights of forward and backward.
+
+        This happens on all data-parallel ranks.
         """
         self._weights.wait()
         self._zero.update_working_weights()
@@ -457,8 +464,9 @@ class Engine:
 def build_executor(
     config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine
 ) -> Executor:
-    """Return an executor of the schedule on `chunks` (from build_chunks), which announces its steps
-    to `engine`.
+    """Return an executor of the schedule on `chunks` (from build_chunks).
+
+    It announces its steps to `engine`.
     """
     some: Any = next(iter(chunks.values()))
     return Executor(

@@ -1,5 +1,6 @@
-"""Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced
-over ranks.
+"""Gradients between the backward passes and the optimizer's step.
+
+They are summed in flat buckets and reduced over ranks.
 
 Every parameter carries a sink into its bucket (megatron.parallel.sharding). A bucket that is
 complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
@@ -32,7 +33,7 @@ from megatron.parallel.topology import Group, Topology
 
 
 class Gradients:
-    """The gradient sums of this rank's parameters.
+    """Gradient sums of this rank's parameters.
 
     buckets   in the order in which backward passes complete them: the same on all data-parallel
               ranks
@@ -41,11 +42,11 @@ class Gradients:
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete when each of its parameters got as many contributions as a step gives it.
-    How many that are for each micro-batch is counted in the first step. So that step overlaps
-    nothing, nor do steps before the first that is not skipped (`counts`). Schedules that split the
-    backward pass, shared weights and layers that hand their gradient to autograd need no further
-    care. Buckets are sent in their order, so that all ranks post the same messages, also where a
-    parameter gets no gradient: its bucket and those behind it wait for `reduce`.
+    The first step counts the contributions per micro-batch. So that step overlaps nothing, nor do
+    steps before the first that is not skipped (`counts`). Schedules that split the backward pass,
+    shared weights and layers that pass their gradient to autograd need no further care. Buckets are
+    sent in their order, so that all ranks post the same messages, also where a parameter gets no
+    gradient: its bucket and those behind it wait for `reduce`.
 
     counted  whether a step has counted
     first    of the first step that counted; None without tensor parallelism
@@ -74,17 +75,17 @@ class Gradients:
                 p.gradient_sink = sink  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(to_sink)
                 self._sinks[p], self._bucket_of[p] = sink, number
-        # what this rank owns of them; the first step shows which they are
+        # owned parts of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
         tied = [p for p in self._sinks if sharding_of(p).tied]
         self._tied = owned_gradients(self.buckets, tied)
         self._works: list[Any] = []
-        self._sent = 0  # buckets on their way
+        self._sent = 0  # number of buckets sent
         self._micro_batches = 0  # of the current step; 0: not announced
         # contributions; empty until the first step is over
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
         self._seen = dict.fromkeys(self._sinks, 0)
-        # parameters of each bucket that are not complete; empty: nothing is sent early
+        # number of incomplete parameters of each bucket; empty: nothing is sent early
         self._missing: list[int] = []
 
     # -- while backward passes run -----------------------------------------------------------------
@@ -106,7 +107,7 @@ class Gradients:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def collect(self) -> None:
-        """Take gradients that were put into `.grad` without autograd, where no hook sees them."""
+        """Collect gradients that were put into `.grad` without autograd, which no hook sees."""
         for p in self._sinks:
             if p.grad is not None:
                 to_sink(p)
@@ -143,8 +144,9 @@ class Gradients:
     # -- between backward passes and the optimizer's step ------------------------------------------
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient sum of `p` in its shape, zeros without contributions; meaningless once
-        it was sent.
+        """Return the gradient sum of `p` in its shape.
+
+        It is zero without contributions, and undefined once it was sent.
         """
         return self._sinks[p].complete()
 
@@ -172,7 +174,7 @@ class Gradients:
             work.wait()
 
     def _look(self) -> None:
-        """Find which gradients of a first step are terms, and keep digests by which to check it."""
+        """Find which gradients of a first step are terms, and keep digests for checking them."""
         if self._topology.tensor.size == 1:
             return
         partial = {
@@ -199,8 +201,9 @@ class Gradients:
         self._works = []
 
     def renew(self) -> None:
-        """Begin new sums, after what is on its way has arrived: all data-parallel ranks must call
-        this.
+        """Begin new sums, after the messages in flight have arrived.
+
+        All data-parallel ranks must call this.
         """
         if self._missing:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
@@ -215,8 +218,9 @@ _NEVER = 1 << 62
 
 
 def _for_each(contributions: int, micro_batches: int) -> int:
-    """Return the contributions of each micro-batch; a number never reached where they differ or
-    there were none.
+    """Return the contributions of each micro-batch.
+
+    A number that is never reached, where they differ or there were none.
     """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
@@ -224,8 +228,9 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 @torch.no_grad()
 def to_sink(p: torch.Tensor) -> None:
-    """Move the gradient that autograd has left to the sink; there is none where a layer added its
-    own.
+    """Move the gradient of autograd to the sink.
+
+    There is none where a layer added its own.
     """
     if p.grad is not None:
         p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
@@ -233,15 +238,15 @@ def to_sink(p: torch.Tensor) -> None:
 
 
 class Terms:
-    """The kind of each parameter's gradient: whole, or a term of a sum over the tensor ranks.
+    """Kind of each parameter's gradient: whole, or a term of a sum over the tensor ranks.
 
-    It is read off the autograd graph of the first forward pass of each of `chunks`. A parameter
-    that all tensor ranks hold gets its whole gradient on each of them where it works on values that
-    are the same on all. Where each rank has heads, features or tokens of its own, the gradient on a
-    rank is one term of a sum. The messages between the parameter and the loss decide which: an
-    autograd function that communicates over the tensor group sets `ctx.partial_gradient` in its
-    forward pass, True where the gradients that it returns are terms. Every other function passes on
-    the kind of gradient that it gets.
+    It is determined from the autograd graph of the first forward pass of each of `chunks`. A
+    parameter that all tensor ranks hold gets its whole gradient on each of them if it works on
+    values that are the same on all. If each rank has separate heads, features or tokens, the
+    gradient on a rank is one term of a sum. The messages between the parameter and the loss decide
+    which: an autograd function that communicates over the tensor group sets `ctx.partial_gradient`
+    in its forward pass, True where the gradients that it returns are terms. Every other function
+    keeps the kind of gradient that it gets.
 
     sequence_parallel  whether gradients that enter a chunk through its output are of this rank's
                        tokens only
@@ -262,7 +267,7 @@ class Terms:
         handle = chunk.register_forward_hook(look)
 
     def _follow(self, root: Any, partial: bool) -> None:
-        """Walk all paths from the root of a graph to parameters."""
+        """Follow all paths from the root of a graph to parameters."""
         seen, ways = set[tuple[Any, bool]](), [(root, partial)]
         while ways:
             way = ways.pop()
@@ -277,8 +282,9 @@ class Terms:
             ways += [(after, partial) for after, _ in node.next_functions if after is not None]
 
     def partial(self, p: torch.Tensor, used: bool) -> bool:
-        """Return whether the gradients of `p` on the tensor ranks are terms of a sum; its Sharding
-        may declare it.
+        """Return whether the gradients of `p` on the tensor ranks are terms of a sum.
+
+        Its Sharding may declare it.
 
         used  whether it has a gradient
 
@@ -306,15 +312,15 @@ class Terms:
 
 # --- buckets
 #
-# A bucket is a parameter group of the optimizer. DeepSpeed lays the parameters of a group end to
-# end and gives each data-parallel rank an equal part of the line, so that every rank owns a part of
+# A bucket is a parameter group of the optimizer. DeepSpeed concatenates the parameters of a group
+# and gives each data-parallel rank an equal part of the result, so that every rank owns a part of
 # every bucket: messages load all ranks alike, and neither the sum of a bucket nor its new weights
 # wait for another bucket.
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One parameter group as flat tensors, all laid out alike; only the end is padding, and zero.
+    """One parameter group as flat tensors with the same layout; only the end is padding, of zeros.
 
     gradients  sums, in fp32 or bf16  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
@@ -349,8 +355,9 @@ class Bucket:
         return self.gradients.narrow(0, self.starts[p], p.numel()).view(p.shape)
 
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
-        """Yield each parameter of which this rank owns elements, the first of them, and where they
-        are in its part.
+        """Yield each parameter of which this rank owns elements.
+
+        With it come the first of these elements and their slice in the rank's part.
         """
         size = len(self.own_weights)
         for p in self.parameters:
@@ -363,8 +370,9 @@ class Bucket:
 def owned_gradients(
     buckets: Iterable[Bucket], parameters: Collection[torch.nn.Parameter]
 ) -> list[torch.Tensor]:
-    """Return this rank's part of the gradients of some parameters; adjacent ones are one flat
-    tensor.
+    """Return this rank's part of the gradients of some parameters.
+
+    Adjacent ones are one flat tensor.
     """
     found, wanted = list[torch.Tensor](), set(parameters)
     for bucket in buckets:
@@ -380,11 +388,10 @@ def owned_gradients(
 
 
 def reduce_to_owners(bucket: Bucket, group: Group) -> list[Any]:
-    """Start to sum the gradients over `group`: every rank gets the part that it owns. Returns work
-    handles.
+    """Start to sum the gradients over `group`: every rank gets the part that it owns.
 
-    The other parts are undefined afterwards. Where each rank owns the whole bucket (ZeRO stage 0)
-    all get the whole sum.
+    Returns work handles. The other parts are undefined afterwards. Where each rank owns the whole
+    bucket (ZeRO stage 0) all get the whole sum.
     """
     flat = bucket.gradients
     if bucket.ranks == 1:
@@ -429,16 +436,16 @@ def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class WeightGather:
-    """The weights of forward and backward on all data-parallel ranks.
+    """Gathering of the weights of forward and backward on all data-parallel ranks.
 
     buckets  in the order in which forward passes need them: the same on all data-parallel ranks
     chunks   this rank's model: a module that is about to run waits for its weights
     overlap  `start` returns at once
 
-    A chunk's `weight_users()` returns which modules it calls, and which parameters each needs: pairs
-    of a module and its parameters, those of its submodules included. A chunk without that method
-    waits for all its weights before it runs. A state_dict of a chunk or of one of its modules waits
-    for all. Code that reads weights in another way calls `wait` before.
+    A chunk's `weight_users()` returns which modules it calls, and which parameters each needs:
+    pairs of a module and its parameters, those of its submodules included. A chunk without that
+    method waits for all its weights before it runs. A state_dict of a chunk or of one of its
+    modules waits for all. Code that reads weights in another way calls `wait` before.
     """
 
     def __init__(
@@ -472,7 +479,7 @@ class WeightGather:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all weights are there."""
+        """Wait until all weights have arrived."""
         self._wait(list(self._works))
 
     def _wait(self, buckets: Iterable[Bucket], *_: Any) -> None:
@@ -486,14 +493,14 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class WholeParameters:
-    """Key "whole" of a parameter group: called as whole(flat, change) by every rank, in the same
-    order.
+    """Key "whole" of a parameter group.
 
-    Gathers `flat` [n], laid out as this rank's weights of the group, over the data-parallel and
-    tensor-parallel ranks; calls change(name, tensor) with the values of each parameter in its
-    global shape, on one data-parallel rank and all tensor-parallel ranks; returns this rank's part
-    of the results, [n]. Parameters are spread over the data-parallel ranks so that each computes
-    about as many elements.
+    Every rank calls it as whole(flat, change), in the same order. It gathers `flat` [n], which has
+    the layout of this rank's weights of the group, over the data-parallel and tensor-parallel
+    ranks; calls change(name, tensor) with the values of each parameter in its global shape, on one
+    data-parallel rank and all tensor-parallel ranks; and returns this rank's part of the results,
+    [n]. Parameters are spread over the data-parallel ranks so that each computes about as many
+    elements.
     """
 
     def __init__(self, bucket: Bucket, topology: Topology) -> None:
@@ -512,9 +519,7 @@ class WholeParameters:
         return reduce_scatter_first(changed, data) if bucket.ranks > 1 else changed
 
     def _change(self, p: torch.nn.Parameter, local: torch.Tensor, change: Change) -> torch.Tensor:
-        """Return the local shard, padding included, of what `change` makes of the whole
-        parameter.
-        """
+        """Return the local shard, with padding, of the result of `change` on a whole parameter."""
         tensor, sharding = self._topology.tensor, sharding_of(p)
         dim, real = sharding.dim, tuple(slice(0, n) for n in sharding.extent)
         if dim is None or tensor.size == 1:

@@ -1,5 +1,6 @@
-"""The torch optimizer that runs on this rank's master weights, its parameter groups, and the parts
-of parameters that it holds.
+"""The torch optimizer of this rank's master weights.
+
+It has parameter groups, and the parts of parameters that this rank holds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def parameter_groups(
 
     Each kind is in the reverse of the order given, which is about the order in which a backward
     pass produces gradients. A group has at most `bucket_elements` unless one parameter has more.
-    The tied embedding is a group of its own, so that the first and the last stage divide it alike
+    The tied embedding is a separate group, so that the first and the last stage divide it alike
     over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
     name and shape.
 
@@ -127,7 +128,7 @@ def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> Non
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
-    """Return the steps that the bias correction has counted; 0 for an optimizer that counts none."""
+    """Return the number of steps that the bias correction has counted; 0 if it counts none."""
     group = optimizer.param_groups[0]
     step = optimizer.state[group["params"][0]].get("step", group.get("step", 0))
     return int(step)
@@ -147,7 +148,7 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the method `step` of one of torch's optimizers without the mark."""
+    """Return the method `step` of one of torch's optimizers without its compiler mark."""
     step: Callable[..., Any] = inspect.unwrap(optimizer.step)
     return torch.no_grad()(step)
 
@@ -166,16 +167,17 @@ class SGD(Untraced, torch.optim.SGD):
 
 # -- parts of parameters ---------------------------------------------------------------------------
 #
-# ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of
-# the line. A stretch of a row-major tensor is a few boxes of its index space; a box has a place in
-# the global tensor, whatever the layout.
+# ZeRO concatenates the parameters of a group and gives each data-parallel rank one range of the
+# result. A range of a row-major tensor consists of a few rectangular parts; each has a place in the
+# global tensor, whatever the layout.
 
 Index = tuple[int, ...]
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Index]]:
-    """Return elements [start, stop) of a row-major array as boxes (offsets, sizes), in order; at
-    most 2 * dimensions - 1.
+    """Return elements [start, stop) of a row-major array as rectangular parts (offsets, sizes).
+
+    They are in order, and at most 2 * dimensions - 1.
 
     >>> boxes(2, 9, (3, 4))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -184,7 +186,7 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Inde
     found = []
     while start < stop:
         offset = tuple(start // stride % n for stride, n in zip(strides, shape, strict=True))
-        dim = 0  # the outermost of which a whole slice begins here
+        dim = 0  # the outermost dimension of which a whole slice begins here
         while start % strides[dim] or start + strides[dim] > stop:
             dim += 1
         count = min((stop - start) // strides[dim], shape[dim] - offset[dim])
@@ -195,8 +197,9 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Inde
 
 @dataclass(frozen=True)
 class Fragment:
-    """The stretch [start, start + numel) of one local parameter whose optimizer state this rank
-    holds.
+    """Part of a local parameter whose optimizer state this rank holds.
+
+    It is the range [start, start + numel) of the parameter.
 
     master   fp32 weights, a flat view into the optimizer's partition  # [numel]
     moments  the optimizer's state by name, flat views like `master`
@@ -210,8 +213,10 @@ class Fragment:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def real(self, flat: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Yield (global offset, view) of the real elements of a flat tensor [numel] that is laid
-        out like this fragment. Padding is left out. Views share memory with `flat`.
+        """Yield (global offset, view) of the real elements of a flat tensor [numel].
+
+        The tensor has the layout of this fragment. Padding is omitted. Views share memory with
+        `flat`.
         """
         at = 0
         for offset, sizes in boxes(self.start, self.start + self.numel, self.parameter.shape):

@@ -1,5 +1,6 @@
-"""What an optimizer keeps for each weight, and the size of a bucket. Needs torch only for a user's
-own optimizer.
+"""State that an optimizer keeps for each weight, and the size of a bucket.
+
+Needs torch only for a user's own optimizer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class OptimizerState(NamedTuple):
         return 4 * len(self.tensors)
 
     def traffic_bytes(self, gradient_bytes: float) -> float:
-        """Return the bytes read and written for each weight by an update that touches everything
-        once: gradient in; master weight and state in and out."""
+        """Return the bytes read and written for each weight by an update.
+
+        It touches everything once: gradient in; master weight and state in and out.
+        """
         return gradient_bytes + 2.0 * (4 + self.bytes)
 
 
@@ -55,16 +58,18 @@ def optimizer_state(config: Config) -> OptimizerState:
 
 
 def has_kernel(config: Config) -> bool:
-    """Return whether the update may be our kernel, which also writes the weights of forward and
-    backward.
+    """Return whether the update may be our kernel.
+
+    The kernel also writes the weights of forward and backward.
     """
     return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
 
 
 @functools.lru_cache(maxsize=64)
 def _state_of(make: Optimizer, settings: OptimizerConfig) -> OptimizerState:
-    """Return what a step on a few weights leaves, also as weights of whole parameters where it asks
-    for such.
+    """Return the state of `make` after a step on a few weights.
+
+    Where it asks for whole parameters, these are tried as well.
     """
     kinds = [None, lambda flat, change: flat] if hasattr(make, "whole") else [None]
     found = [_after_a_step(make, settings, whole) for whole in kinds]
@@ -111,12 +116,11 @@ _PER_RANK = 1_000_000
 
 
 def bucket_elements(most: int, ranks: int) -> int:
-    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most
-    `most` unless 0.
+    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
 
-    A million for each rank, so that each gets a message worth its latency (4 MB in fp32) and a
-    checkpoint has few pieces; at least 4 million, where the ranks are few and many buckets can be on
-    their way during a backward pass.
+    At most `most` unless 0. A million for each rank, so that each gets a message worth its latency
+    (4 MB in fp32) and a checkpoint has few pieces; at least 4 million, where the ranks are few and
+    many buckets can be in flight during a backward pass.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size
