@@ -1,10 +1,9 @@
-"""The time of each pass of a training step, from seconds per stage and per boundary: the executor's
-lists on a clock.
+"""Times of the passes of a training step, from seconds per stage and per boundary.
 
-Each rank goes through its own list of a schedule as the executor does: receives are posted ahead,
-sends are in flight, and messages follow each other on their links (schedule.py, executor.py). There
-is no formula for a bubble. Times are counted in whole ticks, a power of two of the caller's unit, so
-that sums are exact in any order.
+The instruction lists of the executor run on a clock. Each rank executes its own list of a schedule
+as the executor does: receives are posted ahead, sends are in flight, and messages follow each other
+on their links (schedule.py, executor.py). There is no formula for a bubble. Times are counted in
+whole ticks, a power of two of the caller's unit, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -73,13 +72,12 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency
-    behind it).
+    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency).
 
     forward   to the next rank, from the last one to the first (only where there are several chunks)
     backward  to the previous rank, from the first one to the last
     duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
-              messages follow each other in the order in which they are posted, as in the one
+              messages follow each other in the order in which they are posted, as in the single
               communicator that NCCL and RCCL have for a pair.
     """
 
@@ -116,18 +114,20 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A step on the clock; seconds, from the start of the step. By pipeline rank:
+    """Result of a step on the clock, in seconds from its start.
+
+    By pipeline rank:
 
     busy           time spent computing
     waited         time spent waiting until the rank is done
     message_wait   the part of `waited` after the awaited result had been computed: the cost of
                    messages, and of receives that are posted late because stages differ
-    ends           when the rank is done: its last pass, and what it has sent
+    ends           when the rank is done: its last pass, and all that it has sent
 
     By global stage, for what overlaps with passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
-    last_backward_start   start of the last pass that makes gradients of weights (under 'zb-h1' a
+    last_backward_start   start of the last pass that computes gradients of weights (under 'zb-h1' a
                           second half)
     last_backward_end     end of it
     """
@@ -152,7 +152,7 @@ class PipelineRun:
 def run_pipeline(pipeline: Pipeline) -> PipelineRun:
     """Run one training step of a pipeline on a clock.
 
-    Raises ConfigError as build_schedule does.
+    Raises the ConfigError of build_schedule.
     """
     lists, done, scale = _run(pipeline)
     busy = np.add.reduceat(done.ends - done.starts, lists.offsets[:-1])
@@ -176,8 +176,9 @@ def run_pipeline(pipeline: Pipeline) -> PipelineRun:
 
 @lru_cache(maxsize=1)  # a plot and a trace are made of the same run
 def timeline(run: PipelineRun) -> Timeline:
-    """Return the passes of each rank of a run with start and end, in order. Large pipelines take
-    much memory.
+    """Return the passes of each rank of a run with start and end, in order.
+
+    Large pipelines take much memory.
     """
     lists, done, scale = _run(run.pipeline)
     return _timeline(lists, done.starts / scale, done.ends / scale)

@@ -1,5 +1,6 @@
-"""Execution of this rank's instructions of a pipeline schedule, on any callables that map a hidden
-state to a hidden state.
+"""Execution of this rank's instructions of a pipeline schedule.
+
+Chunks may be any callables that map a hidden state to a hidden state.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ class Executor:
         return _Pass(self, micro_batches, loss_scale, weights).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the losses of the micro-batches on the rank of the last stage, an empty list
-        elsewhere; without gradients.
+        """Return the losses of the micro-batches on the rank of the last stage, without gradients.
+
+        An empty list elsewhere.
         """
         with torch.no_grad():
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
@@ -156,8 +158,7 @@ _NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes the
 
 
 class _Root(torch.autograd.Function):
-    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output
-    alive.
+    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output.
 
     Autograd needs the output tensor only for the shape of its gradient. This node takes the
     gradient from a list instead, so the output's memory is free as soon as it has been sent.
@@ -174,9 +175,7 @@ class _Root(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """The graph of a chunk's forward pass (through root), its input, and the place for the
-    gradient.
-    """
+    """Graph of a chunk's forward pass (through root), its input, and the list for the gradient."""
 
     root: torch.Tensor
     hidden: torch.Tensor | None
@@ -184,7 +183,7 @@ class _Saved(NamedTuple):
 
 
 class _Pass:
-    """The state of one call of train or evaluate."""
+    """State of one call of train or evaluate."""
 
     def __init__(
         self,
@@ -284,7 +283,7 @@ class _Pass:
             else:
                 gradient = self._exchange.take(Instruction(Op.RECV_BACKWARD, stage, index))
             saved.gradient.append(gradient)
-            del gradient  # it is free as soon as autograd has passed it on
+            del gradient  # its memory is free as soon as autograd has used it
         if saved.root.requires_grad:  # a chunk may be frozen
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:
@@ -309,7 +308,7 @@ class _Pass:
         waiting = self._deferred.pop(instruction[1:])[::-1]
         with torch.no_grad():
             while waiting:
-                waiting.pop()()  # frees what this one held before the next one runs
+                waiting.pop()()  # frees its tensors before the next one runs
 
 
 # --- messages
@@ -328,7 +327,7 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """The messages of this rank during one pass over a schedule."""
+    """Messages of this rank during one pass over a schedule."""
 
     def __init__(self, pipeline: Group) -> None:
         self._pipeline = pipeline
@@ -336,7 +335,7 @@ class Exchange:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
-        """Start to send `tensor`. It is kept alive until it has left, and must not change before."""
+        """Start to send `tensor`, which is kept alive, and must not change, until it has left."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
@@ -364,11 +363,11 @@ class Exchange:
         return message.tensor
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything has been sent."""
         self._release(0)
 
     def _release(self, keep: int) -> None:
-        """Release sent tensors that have left, and wait for the oldest until at most `keep` remain."""
+        """Release tensors that have left, and wait for the oldest until at most `keep` remain."""
         while self._sent:
             oldest = self._sent[0]
             with self._blame(oldest.instruction):
@@ -404,6 +403,6 @@ class Exchange:
             own, peer = self._pipeline.ranks[self._pipeline.rank], self._peer(instruction)
             raise LaunchError(
                 f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: "
-                f"{error}. Rank {peer} has died, hangs, or lost a neighbour of its own: look for "
-                "the first error in its log"
+                f"{error}. Rank {peer} has died, hangs, or lost another neighbour: look for the "
+                "first error in its log"
             ) from error

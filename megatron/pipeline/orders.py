@@ -1,10 +1,11 @@
-"""Instructions of a pipeline schedule, and the orders of passes: 1F1B, interleaved 1F1B and
-zero-bubble ZB-H1. No other place states an order.
+"""Instructions of a pipeline schedule, and the orders of passes.
+
+The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined only here.
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
 passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
 pipeline size + rank. Messages and what a rank holds (schedule.py) and the time of a step (clock.py)
-follow from the passes of all ranks. A new order is one function, in ORDERS or given in place of a
+follow from the passes of all ranks. A new order is one function, in ORDERS or given instead of a
 name.
 """
 
@@ -22,10 +23,10 @@ from megatron.errors import ConfigError
 
 
 class Op(IntEnum):
-    """Kind of an instruction. BACKWARD is the whole backward pass; zero-bubble schedules split it
-    in two.
+    """Kind of an instruction.
 
-    Numbered as csrc/schedule_clock.cpp does.
+    BACKWARD is the whole backward pass; zero-bubble schedules split it in two. Numbered as
+    csrc/schedule_clock.cpp does.
     """
 
     FORWARD = 0
@@ -48,9 +49,9 @@ SENDS = frozenset((Op.SEND_FORWARD, Op.SEND_BACKWARD))
 RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
-"""Most messages that a rank has in flight. Their tensors are kept until they have left, which some
-backends (gloo) report only to a wait, so the oldest is waited for. Waiting cannot deadlock: the
-schedules run even where every send blocks."""
+"""Maximum number of sends that a rank has in flight. Their tensors are kept until they have been
+sent, which some backends (gloo) report only to a wait, so the oldest is waited for. Waiting cannot
+deadlock: the schedules run even where every send blocks."""
 
 
 class Instruction(NamedTuple):
@@ -78,8 +79,9 @@ AnyOrder = str | Callable[..., Any]  # a name of ORDERS, or a megatron.protocols
 def one_forward_one_backward(
     pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Rows:
-    """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1): at most pipeline_size - rank live
-    micro-batches.
+    """1F1B: at most pipeline_size - rank live micro-batches.
+
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2.1.
     """
     each = np.arange(micro_batches)
     return _alternate(
@@ -88,11 +90,11 @@ def one_forward_one_backward(
 
 
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients are deferred to
-    idle time.
+    """ZB-H1: 1F1B whose weight gradients are deferred to idle time.
 
-    Rank r defers r of them, so that live micro-batches plus deferred weight gradients stay within
-    pipeline_size on every rank, which is what the first rank of 1F1B holds.
+    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers r of them, so that live
+    micro-batches plus deferred weight gradients stay within pipeline_size on every rank, which is
+    what the first rank of 1F1B holds.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -105,12 +107,12 @@ def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: in
 
 
 def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
-    """Return the sizes of the groups of micro-batches that pass through one chunk before the next
-    chunk starts, larger ones first.
+    """Return the sizes of the groups of micro-batches, larger ones first.
 
-    Groups have pipeline_size micro-batches where that divides their number. Otherwise the remainder
-    is spread over the groups, so that none is smaller than the pipeline (a rank would wait for its
-    own output to come round) and few are much larger.
+    A group passes through one chunk before the next chunk starts. Groups have pipeline_size
+    micro-batches where that divides their number. Otherwise the remainder is spread over the
+    groups, so that none is smaller than the pipeline (a rank would wait for its own output to come
+    round) and few are much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -121,23 +123,23 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
 
 
 def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2) for any number of
-    micro-batches.
+    """Interleaved 1F1B for any number of micro-batches.
 
-    With p ranks, v chunks and g micro-batches in the largest group, rank r holds at most
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2. With p ranks, v chunks and g
+    micro-batches in the largest group, rank r holds at most
     min(v m, 2 (p - r - 1) + (v - 1) g + 1) activations, each of one micro-batch in one chunk.
 
-    Free of deadlock: let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of rank r
-    the number 2 k + 2 (p - 1 - r), its k-th forward pass the number 2 (k - w) + 2 (p - 1 - r) - 1.
-    If every pass has a larger number than what it waits for, there is no cycle. On a rank the
+    It is free of deadlock: let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of
+    rank r the number 2 k + 2 (p - 1 - r), its k-th forward pass 2 (k - w) + 2 (p - 1 - r) - 1. If
+    every pass has a larger number than the passes it waits for, there is no cycle. On a rank the
     numbers rise along the list: w forward passes, then pairs of forward k + w and backward k. The
-    forward pass of what goes backward k-th is at most the (k + w)-th, since its place is later by
-    (v - 1) g <= w at most. The same pass on the neighbour it waits for has a number smaller by 2.
-    From the last rank to the first one's next chunk (and back) the place rises by the group's size
-    s and the number by 2 s - 2 (p - 1), which is positive for s >= p. A group can only be smaller
-    than p when it is the only one. Then the passes of all chunks but the last go forward in the
-    warm-up and backward after all forward passes, where forward waits for forward and backward for
-    backward only.
+    forward pass that corresponds to the k-th backward pass is at most the (k + w)-th, since its
+    place is later by (v - 1) g <= w at most. The same pass on the neighbour it waits for has a
+    number smaller by 2. From the last rank to the first one's next chunk (and back) the place rises
+    by the group's size s and the number by 2 s - 2 (p - 1), which is positive for s >= p. A group
+    can only be smaller than p when it is the only one. Then the passes of all chunks but the last
+    run forward in the warm-up and backward after all forward passes, where forward waits for
+    forward and backward for backward only.
     """
     sizes = np.array(group_sizes(pipeline_size, micro_batches))
     chunk = np.repeat(np.tile(np.arange(chunks), len(sizes)), np.repeat(sizes, chunks))
@@ -167,9 +169,7 @@ def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
 
 
 def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
-    """Return `warm_up` forward passes, then forward and backward passes in turn, then the remaining
-    backward passes.
-    """
+    """Return `warm_up` forward passes, alternating passes, and the remaining backward passes."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     pairs = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
@@ -203,11 +203,10 @@ def name_of(schedule: AnyOrder) -> str:
 def passes_of_rank(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Rows:
-    """Return the passes of one rank in order. A pipeline of one rank computes micro-batch by
-    micro-batch under any name.
+    """Return the passes of one rank in order.
 
-    Raises ConfigError unless they are all passes of the rank, each once, and forward before
-    backward.
+    A pipeline of one rank computes micro-batch by micro-batch under any name. Raises ConfigError
+    unless they are all passes of the rank, each once, and forward before backward.
     """
     if isinstance(schedule, str):
         order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes

@@ -1,5 +1,6 @@
-"""Pipeline schedules: which rank computes, sends and receives what, in which order; the run of a
-schedule on a clock; and what a rank holds. Pure data; needs no torch.
+"""Pipeline schedules: which rank computes, sends and receives what, in which order.
+
+Also the run of a schedule on a clock, and what a rank holds. Pure data; needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
@@ -8,19 +9,19 @@ RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
 The passes of each rank come from orders.py. The messages between them are placed here by one rule.
 They carry no tags: the n-th message that one rank sends to another is the n-th that the other
-receives. Nor may they deadlock where a send blocks its rank until the receive is posted, as on a
-NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts
-its sends and receives in that sequence: a cycle of ranks that wait for each other would need a
-message that precedes itself.
+receives. They must not deadlock either if a send blocks its rank until the receive is posted, as on
+a NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank
+posts its sends and receives in that sequence: a cycle of ranks that wait for each other would need
+a message that precedes itself.
 
 The sequence is the order in which messages are produced in a step with nominal times. So no message
 waits behind one that is produced later, as long as computations take about their nominal times.
 
 With several chunks messages travel around a ring, and in a step without latency a rank produces one
 at the very moment when its neighbour does. On a network each rank runs a little behind the one
-before it, so a rank that must send before it posts its receive would post it too late. There the
-nominal messages take `planned_latency`, which puts them in the order of the real ones. With one
-chunk ranks compute in turn, and the order without latency is the best one.
+before it, so a rank that must send before it posts its receive would post it too late. For several
+chunks, the nominal messages therefore take `planned_latency`, which puts them in the order of the
+real ones. With one chunk ranks compute in turn, and the order without latency is the best one.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ _OPS = tuple(Op)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Instructions of every rank of a pipeline for one step, in order. Index it with a pipeline
-    rank.
+    """Instructions of every rank of a pipeline for one step, in order.
+
+    Index it with a pipeline rank.
     """
 
     name: str
@@ -90,8 +92,9 @@ class Schedule:
 def build_schedule(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Schedule:
-    """Return the instructions of every pipeline rank for one step (or, with `forward_only`, for one
-    evaluation).
+    """Return the instructions of every pipeline rank for one step.
+
+    With `forward_only`, they are those of one evaluation.
 
     name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more.
                    A pipeline of one rank computes micro-batch by micro-batch under any name. Or an
@@ -115,7 +118,7 @@ def build_rank_schedule(
     rank: int,
     forward_only: bool = False,
 ) -> tuple[Instruction, ...]:
-    """Return `build_schedule(...)[rank]` without making the instructions of other ranks objects."""
+    """Return `build_schedule(...)[rank]` without creating instructions of the other ranks."""
     assert 0 <= rank < pipeline_size, f"pipeline rank {rank} of {pipeline_size}"
     return build_lists(name, pipeline_size, chunks, micro_batches, forward_only).instructions(rank)
 
@@ -179,12 +182,12 @@ class Lists:
 
     @cached_property
     def first_forward(self) -> Numbers:
-        """The row of each stage's first forward pass."""
+        """Row of each stage's first forward pass."""
         return _first_rows(self.rows, Op.FORWARD)
 
     @cached_property
     def last_backward(self) -> Numbers:
-        """The row of each stage's last pass that makes gradients of weights."""
+        """Row of each stage's last pass that computes gradients of weights."""
         return len(self.rows) - 1 - _first_rows(self.rows[::-1], Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
     def instructions(self, rank: int) -> tuple[Instruction, ...]:
@@ -206,8 +209,8 @@ def _first_rows(rows: Rows, *ops: Op) -> Numbers:
 class Costs:
     """Times of passes and messages.
 
-    passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and what the first FORWARD takes
-              in addition  # [5, stages]
+    passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and the additional time of the
+              first FORWARD  # [5, stages]
     messages  by the stage that sends: forward on the link, and latency behind it; backward likewise
               # [4, stages]
     """
@@ -218,8 +221,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Times:
-    """When the instructions of `Lists` start and end, by row. By rank: when it is done, and how long
-    it waited for results that had been computed already."""
+    """Start and end times of the instructions of `Lists`, by row.
+
+    By rank: when it is done, and how long it waited for results that had already been computed.
+    """
 
     starts: Numbers
     ends: Numbers
@@ -235,8 +240,9 @@ def run(
     duplex: bool = True,
     at_once: float = math.inf,
 ) -> Times:
-    """Run the lists on a clock, as the executor does (csrc/schedule_clock.cpp). Times are in ticks,
-    or in floating point where `costs` are.
+    """Run the lists on a clock, as the executor does (csrc/schedule_clock.cpp).
+
+    Times are in ticks, or in floating point where `costs` are.
 
     posted   the lists post the messages; otherwise results travel by themselves as soon as they are
              computed
@@ -286,22 +292,22 @@ def planned_latency(chunks: int) -> float:
 
     Measured on simulated links with latencies from 0.05 to 0.5 and passes of unequal length: 8
     ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late, instead of 3
-    to 7 %. A sixteenth does as well.
+    to 7 %. A latency of a sixteenth does as well.
     """
     return 0.25 if chunks > 1 else 0.0
 
 
 def with_messages(passes: Lists) -> Lists:
-    """Add messages to the passes of each rank: sends directly behind what they send, receives
-    ahead of need.
+    """Add messages to the passes of each rank.
 
-    Each rank's passes and messages are sorted by the (time, rank) at which the nominal step
-    computes what they produce or carry. So a receive is posted before the pass that its rank
-    computes while the message is produced, and the message travels during that pass; later only
-    where a send of this rank precedes it in the sequence. It is never posted earlier, which bounds
-    the buffers to messages that are produced and not yet used, and those in production: 2 per rank
-    with one chunk; with more at most 3 plus the largest group of micro-batches (orders.py), usually
-    a third of that.
+    Sends directly follow the pass whose result they send; receives are posted ahead of need. Each
+    rank's passes and messages are sorted by the (time, rank) at which the nominal step computes
+    what they produce or carry. So a receive is posted before the pass that its rank computes while
+    the message is produced, and the message travels during that pass; later only where a send of
+    this rank precedes it in the sequence. It is never posted earlier, which bounds the buffers to
+    messages that are produced and not yet used, and those in production: 2 per rank with one chunk;
+    with more at most 3 plus the largest group of micro-batches (orders.py), usually a third of
+    that.
     """
     size, stages = len(passes), len(passes.owner)
     if size == 1:
@@ -317,11 +323,11 @@ def with_messages(passes: Lists) -> Lists:
     op, stage, _ = np.ascontiguousarray(passes.rows.T)
     rank = np.repeat(np.arange(size), np.diff(passes.offsets))
     back = op != Op.FORWARD
-    # stage -1 is that behind the last one
+    # stage -1 is the one after the last
     to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]
     leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
-    # At one time: a pass, its send, messages of later ranks; a pass that sends nothing is behind
-    # all messages.
+    # At the same time: a pass, its send, messages of later ranks; a pass that sends nothing comes
+    # after all messages.
     time = (2 * size + 1) * ends
     key = time + np.where(leaves, 2 * rank, 2 * size)
     there, again = (np.flatnonzero(leaves & of) for of in (~back, back))
@@ -351,7 +357,7 @@ def with_messages(passes: Lists) -> Lists:
 
 
 class Moments(NamedTuple):
-    """Passes of a step, one row each, among them the one during which most is held.
+    """Passes of a step, one row each, including the one during which most is held.
 
     forward  1 for a forward pass, 0 for a backward pass (where it is split, its first half)
     chunk    of this rank, from 0
@@ -367,9 +373,9 @@ class Moments(NamedTuple):
 
 
 _GROUPS = 3
-"""Groups of micro-batches of one size after which what a rank holds repeats, in any order of ORDERS:
-the warm-up is shorter than two groups, and from then on each group holds what the one before it
-held."""
+"""Number of groups of micro-batches of one size after which what a rank holds repeats, in any order
+of ORDERS: the warm-up is shorter than two groups, and from then on each group holds what the one
+before it held."""
 
 
 @lru_cache(maxsize=1 << 13)

@@ -1,5 +1,6 @@
-"""A pipeline's step as a trace: JSON that chrome://tracing and https://ui.perfetto.dev open,
-with one row for each rank.
+"""Trace of a pipeline's step: JSON for chrome://tracing and https://ui.perfetto.dev.
+
+It has one row for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NAMES = {
     Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
 }
-# Arrows of messages, which triple the size of the file, are left out above this number of passes.
+# Arrows of messages, which triple the size of the file, are omitted above this number of passes.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
@@ -106,7 +107,7 @@ def _at(seconds: float) -> float:
 
 
 def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
-    """Yield arrows from the pass that makes a message's tensor to the pass that uses it."""
+    """Yield arrows from the pass that produces a message's tensor to the pass that uses it."""
     passes = {
         (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
         for spans in lanes
