@@ -290,7 +290,7 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
         data = file.read(shard.length) if end <= size else b""
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}); it contains {name}"
+            f"{path} cannot be read ({error.strerror or error}); {name} is in it"
         ) from error
     if end > size:
         raise CheckpointError(

@@ -158,8 +158,9 @@ class _Merge:
             if written is not None:
                 entry, right = f"{key} {json.dumps(written)}", '"auto"'
             settings.problems.append(
-                f"{option.flag} is {chosen} ({where}), but {entry} means {value} ({self._at(key)}): "
-                f"write {right} in {self._line(key)}, or give {option.written(value)}"
+                f"{option.flag} is {chosen} ({where}), but {entry} means {value} "
+                f"({self._at(key)}): write {right} in {self._line(key)}, or give "
+                f"{option.written(value)}"
             )
 
     def _both_precisions(self) -> None:

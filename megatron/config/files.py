@@ -53,8 +53,8 @@ class DataConfig:
     )
     stage_data_to: str | None = option(
         None,
-        "Copy the data to this folder on each node's disk before training, as far as they fit. Environment "
-        "variables ($NAME) are expanded.",
+        "Copy the data to this folder on each node's disk before training, as far as they fit. "
+        "Environment variables ($NAME) are expanded.",
         metavar="FOLDER",
     )
     data_packing: str = option(

@@ -27,9 +27,9 @@ _ARTICLE = {
 }
 _SHOWN = 40  # characters of a bad value
 
-# Upper limits, far above those of any real run. Larger numbers are typing errors, and would exhaust
-# memory, take minutes before the first step, or overflow in fp32. MOST applies to settings without a
-# limit of their own: iterations, minutes, vocabulary entries.
+# Upper limits, far above the values of any real run. Larger numbers are typing errors, and would
+# exhaust memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
+# without a separate limit: iterations, minutes, vocabulary entries.
 MOST = 10**9
 MOST_LAYERS = 2**16
 MOST_WIDTH = 2**20  # a square matrix of this width has 4 TiB in fp32

@@ -43,8 +43,8 @@ class BatchConfig:
     )
     train_tokens: int | None = option(
         None,
-        "Number of training tokens. If --train-iters or --train-samples is given too, training ends at "
-        "whichever comes first.",
+        "Number of training tokens. If --train-iters or --train-samples is given too, training "
+        "ends at whichever comes first.",
         at_least=1,
         at_most=MOST_TOKENS,
     )

@@ -256,8 +256,8 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
     else:
         multiple = nearest_multiples(layers, 2 * pp)
         yield (
-            f"{text}: no number of layers per chunk does; use {multiple} layers, or --pipeline-layout with {2 * pp} "
-            "counts"
+            f"{text}: no number of layers per chunk does; use {multiple} layers, or "
+            f"--pipeline-layout with {2 * pp} counts"
         )
 
 

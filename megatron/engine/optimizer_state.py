@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "adam": OptimizerState(("exp_avg", "exp_avg_sq")),
     "sgd": OptimizerState(("momentum_buffer",)),
 }
-"""State by --optimizer. Steps are counted by group, or created with the rest (engine/optimizer.py)."""
+"""State by --optimizer. Steps are counted by group, or created with the rest (optimizer.py)."""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
