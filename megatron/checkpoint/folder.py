@@ -142,7 +142,7 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
         folder = directory / folder_name(iteration)
         target = folder.with_name(f"{folder.name}.removed")
         shutil.rmtree(target, ignore_errors=True)
-        with contextlib.suppress(OSError):  # a checkpoint that cannot be removed stays one
+        with contextlib.suppress(OSError):  # a checkpoint that cannot be renamed is kept
             renamed.append(folder.rename(target))
     return renamed
 

@@ -125,7 +125,7 @@ def load(
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
-            except Exception as error:  # what a forged file holds can raise anything
+            except Exception as error:  # the content of a forged file can raise any exception
                 raise _Damage(
                     f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
                 ) from error

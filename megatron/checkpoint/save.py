@@ -104,7 +104,7 @@ class _Pending:
 
     It writes this rank's part, in the calling thread or in another one.
 
-    tensors     what this rank writes
+    tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
     temporary   the folder that is written; Path() until rank 0 has created it
     future      of the thread; None where the calling thread writes

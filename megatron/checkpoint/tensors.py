@@ -43,7 +43,7 @@ def _flat(fragment: Fragment, kind: str) -> torch.Tensor:
 
 
 def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
-    """Return what this rank writes, by name.
+    """Return the shards that this rank writes, by name.
 
     Exactly one rank writes each element of the model. Padding is omitted, and so are copies that
     another model-parallel rank writes. Where all data-parallel ranks hold the same (ZeRO stage 0),
@@ -99,7 +99,7 @@ def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shard
 
 
 class Snapshot:
-    """Host memory for a copy of what a rank writes, reused by later saves.
+    """Host memory for a copy of the shards that a rank writes, reused by later saves.
 
     It is as large as this rank's part of the state; torch's allocator of pinned memory would round
     it up to a power of two. Where the state is on a GPU, the driver of CUDA or HIP pins the memory

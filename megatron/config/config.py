@@ -183,7 +183,7 @@ def _note_inert(settings: Settings) -> None:
 def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) -> Config:
     """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
 
-    run: require what only a training run needs. Raises ConfigError.
+    run: also require the settings that only a training run needs. Raises ConfigError.
     """
     if merge_json:
         merge_deepspeed_json(settings)

@@ -59,7 +59,7 @@ def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
 
 
 class _Merge:
-    """One merge. Entries leave `content` as they are handled; what remains is unknown."""
+    """One merge. Handled entries are removed from `content`; those that remain are unknown."""
 
     def __init__(
         self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]

@@ -26,7 +26,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = _read()
 
-# A setting chosen beside the preset -> the preset's settings that it makes meaningless.
+# A setting chosen in addition to the preset -> the preset's settings that it makes meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "fp16": ("bf16",),
     "squared_relu": ("swiglu", "openai_gelu"),

@@ -10,10 +10,10 @@
 | TikTokenizer | --tokenizer-model: rank file or JSON | see megatron.data.tiktoken_files | as there |
 | NullTokenizer | --vocab-size N | N + 1, as in Megatron | N |
 
-A text that spells out a special token stays text, except in HFTokenizer, which follows its file: it
-recognises special tokens and puts those of its template around a text (Llama's: <s> before it).
-The two SentencePiece types encode alike and differ in eod and size, as Megatron's do: do not train
-with one on data that were written with the other.
+A text that spells out a special token is encoded as text, except in HFTokenizer, which follows its
+file: it recognises special tokens and puts those of its template around a text (Llama's: <s> before
+it). The two SentencePiece types encode in the same way and differ in eod and size, as Megatron's
+do: do not train with one on data that were written with the other.
 """
 
 from __future__ import annotations

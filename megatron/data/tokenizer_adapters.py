@@ -214,8 +214,8 @@ class GPT2Tokenizer(FastTokenizer):
     give the same ids if (1) later merges have higher ids, and (2) each result, encoded as a
     separate text, is a single token. Proof: let tiktoken be the first to deviate, merging x and y
     to t by a pair that is not in the files. Nothing has merged across the ends of t so far, so with
-    the files alone the text t becomes x, y as well and stays so, which contradicts (2). Both
-    conditions are checked before the first text; if one fails, `tokenizers` encodes.
+    the files alone the text t also becomes x, y and is not merged further, which contradicts (2).
+    Both conditions are checked before the first text; if one fails, `tokenizers` encodes.
     """
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:

@@ -75,8 +75,8 @@ def check_copies(
     """Compare all copies of `parameters`, whose values have arrived.
 
     With `first`, also compare the gradients of the first step. All ranks call it. Raises
-    TrainingError on every rank where copies differ, ConfigError where gradients are not of the kind
-    that they are taken for. `when` is part of the message.
+    TrainingError on every rank where copies differ, ConfigError where gradients are not of the
+    assumed kind. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     found = torch.stack([digest(p) for p in parameters])
@@ -122,9 +122,9 @@ def _differing(found: torch.Tensor, group: Group) -> list[int]:
 
 
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
-    """Return errors for first-step gradients that are not of the kind that they are taken for.
+    """Return errors for first-step gradients that are not of the assumed kind.
 
-    These are gradients that are taken as whole but differ between ranks, and terms that do not
+    These are gradients assumed to be whole that differ between ranks, and terms that do not
     differ. If all tokens of a batch are the same, the terms of all ranks may be equal too, but
     never those of some parameters only.
     """

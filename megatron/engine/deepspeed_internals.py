@@ -364,7 +364,7 @@ def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[Non
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
-    """Replacement of torch.compile while functions that are never called are defined."""
+    """Replacement for torch.compile while functions that are never called are defined."""
     return (lambda f: f) if function is None else function
 
 
@@ -388,7 +388,7 @@ def _quiet() -> Iterator[None]:
 class ZeroStep:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
-    inner      the optimizer that DeepSpeed's calls on its master weights
+    inner      the optimizer that DeepSpeed's optimizer calls on its master weights
     partition  the ranks that share the optimizer
     kernels    whether our kernel may compute the norm, where it is loaded
 

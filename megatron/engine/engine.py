@@ -90,7 +90,7 @@ class LossScale:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from the state of another run, perhaps of a fixed scale.
 
-        A fixed scale of this run is a setting, and stays.
+        A fixed scale of this run is a setting, and is kept.
         """
         if self.dynamic:
             self.scale = float(state["scale"])
@@ -106,8 +106,8 @@ class StepResult:
                  skipped
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
-    num_zeros    elements of the gradient that are exactly 0, when asked for; None when skipped
-    params_norm  global L2 norm of the weights after the step, when asked for
+    num_zeros    elements of the gradient that are exactly 0, if requested; None when skipped
+    params_norm  global L2 norm of the weights after the step, if requested
     """
 
     grad_norm: float | None
@@ -155,7 +155,7 @@ class Engine:
 
     The gradient is the sum over all backward passes of all data-parallel ranks: the loss must be
     divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So fp16
-    overflows in the same numbers on every layout.
+    overflows at the same values on every layout.
 
     Attributes for checkpoints:
 
@@ -191,8 +191,8 @@ class Engine:
         ensure_process_group(topology.device)
         check_groups(groups, topology)
 
-        # DeepSpeed would round the weights before it makes master weights of them. The exact ones
-        # are kept in host memory, since device memory is scarce.
+        # DeepSpeed would round the weights before it copies them to the master weights. The exact
+        # ones are kept in host memory, since device memory is scarce.
         exact = (
             {}
             if self._dtype == torch.float32

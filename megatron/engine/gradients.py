@@ -5,7 +5,7 @@ They are summed in flat buckets and reduced over ranks.
 Every parameter carries a sink into its bucket (megatron.parallel.sharding). A bucket that is
 complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
 group may hold terms of one sum; those are added up after the data-parallel reduction, on the owners
-alone, which have a data-parallel size'th of the elements.
+alone, each of which has 1/(data-parallel size) of the elements.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Gradients:
     overlap   send a bucket as soon as it is complete, not only in `reduce`
     direct    layers may add weight gradients to the sums themselves
 
-    A bucket is complete when each of its parameters got as many contributions as a step gives it.
+    A bucket is complete once each of its parameters has received all contributions of a step.
     The first step counts the contributions per micro-batch. So that step overlaps nothing, nor do
     steps before the first that is not skipped (`counts`). Schedules that split the backward pass,
     shared weights and layers that pass their gradient to autograd need no further care. Buckets are
-    sent in their order, so that all ranks post the same messages, also where a parameter gets no
-    gradient: its bucket and those behind it wait for `reduce`.
+    sent in their order, so that all ranks post the same messages, even if a parameter gets no
+    gradient: its bucket and the later ones wait for `reduce`.
 
     counted  whether a step has counted
     first    of the first step that counted; None without tensor parallelism
@@ -107,7 +107,7 @@ class Gradients:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def collect(self) -> None:
-        """Collect gradients that were put into `.grad` without autograd, which no hook sees."""
+        """Collect gradients that were put into `.grad` without autograd, so that no hook ran."""
         for p in self._sinks:
             if p.grad is not None:
                 to_sink(p)

@@ -1,7 +1,4 @@
-"""The torch optimizer of this rank's master weights.
-
-It has parameter groups, and the parts of parameters that this rank holds.
-"""
+"""The torch optimizer of this rank's master weights, its parameter groups and fragments."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class OptimizerState(NamedTuple):
     def traffic_bytes(self, gradient_bytes: float) -> float:
         """Return the bytes read and written for each weight by an update.
 
-        It touches everything once: gradient in; master weight and state in and out.
+        Everything is read or written once: gradient in; master weight and state in and out.
         """
         return gradient_bytes + 2.0 * (4 + self.bytes)
 

@@ -124,7 +124,7 @@ class PipelineRun:
                    messages, and of receives that are posted late because stages differ
     ends           when the rank is done: its last pass, and all that it has sent
 
-    By global stage, for what overlaps with passes (gathering weights, reducing gradients):
+    By global stage, for work that overlaps with passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
     last_backward_start   start of the last pass that computes gradients of weights (under 'zb-h1' a

@@ -73,7 +73,7 @@ class Executor:
                 f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages "
                 f"{wanted}, but was given chunks for {sorted(chunks)}"
             )
-        # refuses what does not exist
+        # raises ConfigError for an unknown schedule
         passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)
         if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
             raise ConfigError(
@@ -103,7 +103,7 @@ class Executor:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
         `loss_weights` are one per micro-batch, by default 1 / the number of micro-batches on all
-        data-parallel ranks, so that what is rounded to 16 bits does not depend on the layout. Each
+        data-parallel ranks, so that values rounded to 16 bits do not depend on the layout. Each
         is a number or a scalar on the device, and is read after the forward pass of its
         micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
         of the last stage, an empty list elsewhere. No value is copied from the device.

@@ -4,9 +4,9 @@ The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined on
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
 passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
-pipeline size + rank. Messages and what a rank holds (schedule.py) and the time of a step (clock.py)
-follow from the passes of all ranks. A new order is one function, in ORDERS or given instead of a
-name.
+pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time of a
+step (clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or given
+instead of a name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Pipeline schedules: which rank computes, sends and receives what, in which order.
 
-Also the run of a schedule on a clock, and what a rank holds. Pure data; needs no torch.
+Also the run of a schedule on a clock, and the activations that a rank holds. Pure data; needs no
+torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
@@ -353,7 +354,7 @@ def with_messages(passes: Lists) -> Lists:
     return Lists(rows, offsets, passes.owner, passes.micro_batches)
 
 
-# -- what a rank holds -----------------------------------------------------------------------------
+# -- activations of a rank -------------------------------------------------------------------------
 
 
 class Moments(NamedTuple):
@@ -400,7 +401,7 @@ def moments_of_rank(
         - np.cumsum(op == Op.BACKWARD_WEIGHT)
     )
     rows = np.flatnonzero(op != Op.BACKWARD_WEIGHT)
-    if chunks == 1:  # else what a rank holds differs from pass to pass
+    if chunks == 1:  # otherwise the held activations differ from pass to pass
         seen = (2 * held[rows, 0] + (op[rows] == Op.FORWARD)) * micro_batches + waiting[rows]
         rows = rows[np.unique(seen, return_index=True)[1]]
     return Moments(
