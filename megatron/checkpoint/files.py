@@ -9,8 +9,8 @@ a flipped bit or a truncation anywhere in a checkpoint is found by the reader of
 before it is used.
 
 The generation gives the order in which the checkpoints of a folder were saved. Iterations do not,
-because a run may roll back, and clocks may be wrong. Each save uses the largest existing generation
-plus one; checkpoints without a generation are older than all others.
+because a run may roll back, nor do clocks, which may be wrong. Each save uses the largest existing
+generation plus one; checkpoints without a generation are older than all others.
 
 Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
 fast as memory can be read. They detect accidents but are not a signature.

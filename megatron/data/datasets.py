@@ -177,11 +177,10 @@ def build_datasets(
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
     `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples.
-    `verify` reads an index that is found completely and compares it with its digest; one rank of a
-    job does this for all. `workers` indices of a blend are built at the same time. Of several
-    callers, one builds each index and the others wait for its files. Raises DataError for files
-    that are missing or damaged, and for training without data; ConfigError for contradictory data
-    flags.
+    `verify` reads all of an index that is found and compares it with its digest; one rank of a job
+    does this for all. `workers` indices of a blend are built at the same time. Of several callers,
+    one builds each index and the others wait for its files. Raises DataError for files that are
+    missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:

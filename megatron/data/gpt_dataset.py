@@ -116,7 +116,7 @@ class _Unpacked:
         return None
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        """Return the number of all tokens, since training uses each of them."""
+        """Return the number of all tokens: training uses each of them."""
         return len(indices) * self.seq_length
 
 

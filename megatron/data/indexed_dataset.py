@@ -1,7 +1,7 @@
-"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`, in Megatron's format.
+"""Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`.
 
-The .bin file has the token ids of all sequences, one after the other. The .idx file, little-endian
-and without padding:
+The format is Megatron's, byte for byte. The .bin file has the token ids of all sequences, one after
+the other. The .idx file, little-endian and without padding:
 
     9 bytes      magic "MMIDIDX", two zero bytes
     8 bytes      uint64 version, 1
@@ -80,9 +80,10 @@ class IndexedDataset:
     if one is missing, truncated, of another format, or if the two do not belong together. Damage
     that only a full scan finds is reported, with file and byte, when it is read.
 
-    sizes: int32 [N], tokens of each sequence. pointers: int64 [N], byte offset of each sequence.
-    document_indices: int64 [D], sequence at which each document starts, and N. modes: int8 [N], or
-    None.
+    sizes: int32 [N], tokens of each sequence.
+    pointers: int64 [N], byte offset of each sequence.
+    document_indices: int64 [D], sequence at which each document starts, and N.
+    modes: int8 [N], or None.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
 def are_ranges(value: Any) -> bool:
     """Return whether this is a list of [start, stop] as in a checkpoint.
 
-    They are whole numbers with 0 <= start < stop.
+    Both are whole numbers with 0 <= start < stop.
     """
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple)

@@ -116,9 +116,8 @@ def _special_tokens(
 ) -> tuple[list[str], int]:
     """Return the special tokens and the place of the one that ends a document.
 
-    `names` and `count` replace absent flags; a `count` of None is the number of names.
-    Tokens without a name have Megatron-LM's. Raises ConfigError for flags that contradict each
-    other.
+    `names` and `count` replace absent flags; a `count` of None is the number of names. Tokens
+    without a name get Megatron-LM's. Raises ConfigError for flags that contradict each other.
     """
     if settings.special_tokens is not None:
         names = settings.special_tokens
