@@ -49,8 +49,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that any rank has held, the first rank that did, and the most that the
-    allocator of any rank has reserved, None where that is unknown."""
+    """Peak memory over all ranks.
+
+    The most memory that any rank has held, the first rank that did, and the most that the allocator
+    of any rank has reserved (None where unknown).
+    """
 
     size_bytes: int
     rank: int
@@ -59,8 +62,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """The figures of one log line. Times and rates are means over the interval; losses leave out
-    skipped steps.
+    """The figures of one log line.
+
+    Times and rates are means over the interval; losses leave out skipped steps.
 
     lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the
     device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
@@ -104,9 +108,7 @@ class IterationReport:
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs per sample over the whole model, and the peak of one device: samples per second become
-    FLOP/s.
-    """
+    """Conversion of samples per second to FLOP/s: FLOPs per sample and the peak of one device."""
 
     world_size: int
     seq_length: int
@@ -116,8 +118,9 @@ class Rates:
 
 
 class Interval:
-    """The steps since the last log line. No rank communicates or waits for its device before
-    `reduce`.
+    """The steps since the last log line.
+
+    No rank communicates or waits for its device before `reduce`.
     """
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
@@ -130,12 +133,13 @@ class Interval:
         reserved_bytes: int | None,
         unfinished: Sequence[torch.Tensor | None] = (),
     ) -> tuple[list[float], Peak]:
-        """Return the loss of each step of the interval over all ranks, with the `unfinished` steps
-        last, and the peak memory; this rank has held `memory_bytes` and its allocator has reserved
-        `reserved_bytes`.
+        """Return the loss over all ranks of each step of the interval, and the peak memory.
 
-        A single collective call of the world: each rank has elements of its own for its bytes, to
-        which the sum adds zeros, exact in float64 up to 2**53. Waits for the device.
+        The losses of the `unfinished` steps come last. This rank has held `memory_bytes`, and its
+        allocator has reserved `reserved_bytes`.
+
+        One collective call of the world: each rank has separate elements for its bytes, to which
+        the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
         """
         own, world = [*(step.loss for step in self.steps), *unfinished], self._topology.world
         steps = len(own)
@@ -156,9 +160,7 @@ class Interval:
     def report(
         self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak
     ) -> IterationReport:
-        """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new
-        one.
-        """
+        """Return the figures of the interval of `elapsed_s` seconds, and begin a new one."""
         steps, self.steps = tuple(self.steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
@@ -193,8 +195,7 @@ class Interval:
 
 
 class TokenWeights(Sequence[torch.Tensor]):
-    """Weights of this rank's micro-batches that give every unmasked token of the global batch the
-    same weight.
+    """Weights of this rank's micro-batches: each unmasked token of the global batch counts equally.
 
     The total number of tokens is reduced in the background from the beginning, and is needed only
     when a weight is read. All ranks of the data-parallel `group` create one.
@@ -236,15 +237,16 @@ def local_loss(
 
 
 class MetricsFile:
-    """The metrics file, with one JSON object per line: {"event": ..., "time": seconds since 1970,
-    ...}, unrounded.
+    """The metrics file: one JSON object per line, {"event": ..., "time": seconds since 1970, ...}.
+
+    Numbers are not rounded.
 
     Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed,
     rejected_checkpoint, not_finite, loss_spike, generate, end. A resumed run appends to the same
-    file. Every record is written at once, so that a killed run leaves everything that it reported.
-    NaN and infinity are written as null, because JSON has no such numbers; nan iterations are
-    counted. Raises ConfigError when the file cannot be opened; the message names `flag`, which
-    chose it. A disk that fills up later loses records, not the run, with one call of `warn`.
+    file. Every record is written immediately, so a killed run loses nothing that it reported. NaN
+    and infinity are written as null, because JSON has no such numbers; nan iterations are counted.
+    Raises ConfigError when the file cannot be opened; the message names `flag`, which selected it.
+    If the disk fills up later, records are lost but the run continues; `warn` is called once.
     """
 
     def __init__(
@@ -307,11 +309,11 @@ SLOW = 1.05  # times the median of its stage: a rank from here on is slow
 
 
 class Timers:
-    """Accumulates the time of each part of a step on this rank. Level 0 measures nothing and costs
-    nothing.
+    """Accumulates the time of each part of a step on this rank.
 
-    From level 1 on each part begins and ends with a wait for the device, so that its work is
-    counted in the right part; this slows the step by what the host would have run ahead.
+    Level 0 measures nothing and costs nothing. From level 1 on each part begins and ends with a
+    wait for the device, so that its work is counted in the right part; this slows the step by what
+    the host would have run ahead.
     """
 
     def __init__(self, topology: Topology, level: int) -> None:
@@ -331,8 +333,10 @@ class Timers:
         self._spent_s[part] += time.perf_counter() - start
 
     def collect(self, steps: int) -> dict[str, list[float]]:
-        """Return {part: ms per step of every rank, in rank order} since the last call; empty at
-        level 0. A collective call of the world from level 1 on."""
+        """Return {part: ms per step of every rank, in rank order} since the last call.
+
+        Empty at level 0; from level 1 on a collective call of the world.
+        """
         if self._level == 0:
             return {}
         # in host memory, and gathered there
@@ -369,12 +373,11 @@ class Stopwatch:
 
 
 class Profiler:
-    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks; off
-    without --profile.
+    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks.
 
-    Writes one Chrome trace per rank into --trace-dir, or beside TensorBoard's files, or into the
-    current folder, and reports it through `say`. Raises ConfigError when that folder cannot be
-    created.
+    Off without --profile. Writes one Chrome trace per rank into --trace-dir, otherwise next to
+    TensorBoard's files, otherwise into the current folder, and reports it through `say`. Raises
+    ConfigError when that folder cannot be created.
     """
 
     def __init__(self, config: Config, rank: int, say: Callable[[str], object]) -> None:
@@ -419,8 +422,9 @@ class Profiler:
 
 
 class Stragglers:
-    """Each rank's own computing time: forward and backward passes without the waits for collectives
-    and messages in them. On a GPU it comes from events in its stream.
+    """Computing time of each rank: forward and backward passes without waiting for communication.
+
+    On a GPU it is measured with events in the rank's stream.
 
     places  "node:device" of every rank; only rank 0 needs them
     """
@@ -442,8 +446,10 @@ class Stragglers:
         self._before += self._computed_s() - before
 
     def report(self, steps: int) -> dict[str, Any]:
-        """Return the record of the slowest ranks in the last `steps` steps. A collective call of
-        the world, which sends one number per rank."""
+        """Return the record of the slowest ranks in the last `steps` steps.
+
+        A collective call of the world, which sends one number per rank.
+        """
         before, self._before = self._before, self._computed_s()
         own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64)
         seconds = collectives.gather_first(own, self._topology.world).tolist()
@@ -453,8 +459,10 @@ class Stragglers:
 def summarise(
     seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Compare the computing times [world] with those of the same pipeline stage; return times in ms
-    and, of the slow ranks, ratios to the median of the stage."""
+    """Compare the computing times [world] with those of other ranks of the same pipeline stage.
+
+    Returns times in ms and, for the slow ranks, ratios to the median of the stage.
+    """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}
     for stage, own in zip(stages, seconds, strict=True):

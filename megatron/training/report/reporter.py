@@ -21,7 +21,7 @@ from megatron.training.report.metrics import (
 )
 from megatron.training.run.schedules import Progress
 
-_SHOWN = 8  # slow ranks in the log: those of one node
+_SHOWN = 8  # slow ranks in the log: as many as one node has
 _FLUSH_S = 30  # the most that a killed run loses of TensorBoard's files
 _GROWTH = 1.05  # of memory since it was last reported, which is worth another line
 # no training run comes near it; a higher figure is an error in time or peak
@@ -70,9 +70,7 @@ def format_iteration(report: IterationReport) -> str:
 
 
 def format_validation(prefix: str, loss: float) -> str:
-    """Return the validation line between two dashed lines; `prefix` names the iteration and the
-    data.
-    """
+    """Return the validation line between dashed lines; `prefix` names iteration and data."""
     line = (
         f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: "
         f"{perplexity(loss):.6E} | "
@@ -141,7 +139,7 @@ class Console:
         self._live.start()
 
     def update(self, done: int, note: str | None = None) -> None:
-        """Advance the progress line; `note` stays at its end until the next one."""
+        """Advance the progress line; `note` stays at its end until the next note."""
         if self._live is not None:
             fields = {} if note is None else {"note": note}
             self._live.update(self._task, completed=done, **fields)
@@ -184,8 +182,9 @@ class TensorBoard:
         times_ms: Mapping[str, Sequence[float]],
         epochs: Mapping[str, float],
     ) -> None:
-        """Write the steps of one interval, its timers (one number per rank), and the epochs of each
-        data source.
+        """Write the steps of one interval, its timers and the epochs of each data source.
+
+        `timers` have one number per rank.
         """
         flags = self._flags
         for step, loss in zip(report.steps, report.step_losses, strict=True):
@@ -232,9 +231,7 @@ class TensorBoard:
     def _write(
         self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None
     ) -> None:
-        """Write the figures that are not None, over iterations and, where `samples` is given, over
-        samples.
-        """
+        """Write the figures that are not None, over iterations and, if given, over `samples`."""
         if self._writer is None:
             return
         try:
@@ -278,9 +275,11 @@ class Reporter:
         times_ms: Mapping[str, Sequence[float]],
         epochs: Mapping[str, float],
     ) -> None:
-        """Report an interval: log line, timers, record, and its steps for TensorBoard, with the
-        `epochs` of each data source. The peak memory is reported after the first interval and when
-        it has grown."""
+        """Report an interval: log line, timers, record, and its steps for TensorBoard.
+
+        `epochs` are those of each data source. The peak memory is reported after the first interval
+        and whenever it has grown.
+        """
         self.say(format_iteration(report))
         if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
             self.say(

@@ -1,5 +1,6 @@
-"""Checkpoints of a run: when it saves, what a failed save costs (nothing but that save), and where
-it resumes.
+"""Checkpoints of a run: when it saves, and where it resumes.
+
+A failed save costs nothing but that save.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # both import torch's checkpoints, which takes long
     from megatron.checkpoint.save import Saved, Saver
 
 _DUE, _WRITING = "save", "writing"
-# between a failed save and the next try: a try at every step would slow training and fill the log
+# between a failed save and the next try: trying at every step would slow training and fill the log
 _RETRY_S = 60.0
 
 # Beginnings of the settings that shape learning rate and weight decay over the run.
@@ -96,15 +97,20 @@ class Saves:
         return interval is not None and iteration % interval == 0
 
     def ahead(self, iteration: int, steps: int = 1) -> int:
-        """Return the number of saves before an end after `steps` more steps: the last one, those
-        due, one under way. Only valid on rank 0, whose clock counts."""
+        """Return the number of saves if the run ends after `steps` more steps.
+
+        Counts the last save, those due and one under way. Valid on rank 0 only: its clock decides.
+        """
         due = sum(self.at_interval(iteration + i) for i in range(steps))
         return 1 + int(self.under_way) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Save `state`, the result of `iteration` steps. With --async-save this continues in the
-        background, except for the `last` save of a run. Waits for an earlier save that is still
-        being written. Does nothing where this iteration is saved."""
+        """Save `state`, the result of `iteration` steps.
+
+        With --async-save this continues in the background, except for the `last` save of a run.
+        Waits for an earlier save that is still being written. Does nothing if this iteration has
+        been saved already.
+        """
         if self._started is not None and (last or self._started != iteration):
             self.settle()
         if iteration in (self.saved_iteration, self._started):
@@ -127,17 +133,16 @@ class Saves:
             self._succeeded(saved, background)
 
     def commit_written(self, agreed: Mapping[str, int]) -> bool:
-        """Complete a save in the background once every rank has written its part; return whether it
-        is complete.
+        """Complete a save in the background if every rank has written its part.
+
+        Returns whether it is complete.
         """
         return (
             self.under_way and not agreed.get(_WRITING, True) and self._complete(self._saver.commit)
         )
 
     def settle(self) -> bool:
-        """Wait for a save in the background, if any, and complete it; return whether it
-        succeeded.
-        """
+        """Wait for and complete a save in the background, if any; return whether it succeeded."""
         return self.under_way and self._complete(self._saver.finish)
 
     def close(self) -> None:
@@ -146,8 +151,9 @@ class Saves:
         self._saver.finish()
 
     def check(self) -> None:
-        """Raise CheckpointError when the last save failed: at the end of the run, which is then
-        incomplete.
+        """Raise CheckpointError when the last save failed.
+
+        Called at the end of the run, which is then incomplete.
         """
         if self.failure is None:
             return
@@ -216,8 +222,9 @@ class Saves:
 def checkpoint_to_load(
     config: Config, topology: Topology, reporter: Reporter | None = None
 ) -> Path | None:
-    """Return the newest good checkpoint in the --load folder; None without --load and where there
-    is none at all.
+    """Return the newest good checkpoint in the --load folder.
+
+    None without --load, or where the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
     CheckpointError where all checkpoints are broken, and where --load-tag or
@@ -259,10 +266,10 @@ def say_found(
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
-    """Return `config` with what --use-checkpoint-args and --use-checkpoint-opt_param-scheduler take
-    from a checkpoint.
+    """Return `config` with the settings that are to be taken from a checkpoint.
 
-    Otherwise the schedule given here holds; the log reports where it differs from the checkpoint's.
+    These are selected by --use-checkpoint-args and --use-checkpoint-opt_param-scheduler. Otherwise
+    the schedule given here holds; the log reports where it differs from the checkpoint's.
     """
     if folder is None:
         return config
@@ -300,8 +307,9 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
-    """Load the result of `checkpoint_to_load` into the engine; return the progress. Raises
-    CheckpointError.
+    """Load the result of `checkpoint_to_load` into the engine; return the progress.
+
+    Raises CheckpointError.
     """
     settings = config.checkpoint
     if folder is None:

@@ -34,9 +34,7 @@ _SUFFIXES = (".bin", ".idx")
 
 
 class PlaceholderStream:
-    """Micro-batches without content, for stages between the first and the last: only their sample
-    numbers.
-    """
+    """Micro-batches without content, only sample numbers, for stages between first and last."""
 
     def __init__(
         self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
@@ -59,8 +57,11 @@ Stream = MicroBatchStream | PlaceholderStream
 
 
 def reads_data(config: Config, topology: Topology) -> bool:
-    """Return whether this rank's stages read micro-batches: the first for tokens, the last for
-    labels, and all of them when positions or attention depend on where documents end."""
+    """Return whether this rank's stages read micro-batches.
+
+    The first stage needs tokens, the last one labels, and all of them need data when positions or
+    attention depend on where documents end.
+    """
     ends = topology.pipeline.is_first or topology.pipeline.is_last
     return ends or config.data.reset_position_ids or config.data.reset_attention_mask
 
@@ -73,9 +74,11 @@ def open_stream(
     eod: int | None,
     left_out: Iterable[Sequence[int]] = (),
 ) -> Stream:
-    """Return this rank's micro-batches of `dataset` after the first `consumed_samples`, without the
-    positions that are `left_out`; placeholders where this rank reads no data. Close it when
-    done."""
+    """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
+
+    Positions in `left_out` are skipped. Returns placeholders where this rank reads no data. Close
+    the stream when done.
+    """
     data, size, group = config.data, config.batch.micro_batch_size, topology.data
     if dataset is None or not reads_data(config, topology):
         return PlaceholderStream(size, group.rank, group.size, consumed_samples)
@@ -100,12 +103,12 @@ def open_stream(
 def staged_locations(
     config: Config, topology: Topology, say: Callable[[str], None], store: dist.Store | None = None
 ) -> dict[str, str]:
-    """Copy the data to --stage-data-to, in one process of each node that reads it; return where to
-    read each prefix.
+    """Copy the data to --stage-data-to, once per node; return where to read each prefix.
 
-    The result is empty where nothing is staged. All ranks call this and return when all copies are
-    complete. Data that cannot be copied is read from its original place. Raises LaunchError when
-    some rank is not done after WAIT_S.
+    On each node, one process that reads the data makes the copy. The result is empty where nothing
+    is staged. All ranks call this and return when all copies are complete. Data that cannot be
+    copied is read from its original place. Raises LaunchError when some rank is not done after
+    WAIT_S.
     """
     target = config.data.stage_data_to
     prefixes = [] if target is None else data_prefixes(config)
@@ -143,8 +146,7 @@ def staged_locations(
 
 
 def copy_to_node(prefix: str, folder: Path) -> str:
-    """Copy the two files of a data set into `folder`, unless an earlier copy exists; return the
-    prefix of the copy.
+    """Copy the two files of a data set into `folder`, unless a copy exists; return its prefix.
 
     The copy's name depends on the paths, sizes and times of the originals, so that changed data is
     copied again. It appears when complete. Raises OSError, also when the files do not fit or change
@@ -167,7 +169,7 @@ def copy_to_node(prefix: str, folder: Path) -> str:
                     flush_to_disk(file)
             if _identity(prefix) != files:
                 raise OSError(errno.EAGAIN, "changed while it was copied", prefix)
-            if not copy.is_dir():  # another job may have been quicker
+            if not copy.is_dir():  # another job may have been faster
                 part.rename(copy)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -189,8 +191,8 @@ def first_builds(
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
 
-    An error on rank 0 becomes a DataError on all ranks. `say` receives what is built and what is
-    waited for.
+    An error on rank 0 becomes a DataError on all ranks. `say` receives a line for what is built and
+    for what a rank waits for.
     """
     if not data_prefixes(config):
         return build

@@ -52,8 +52,7 @@ def generate(
     sampling: Sampling = Sampling(),
     end_token: int | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return only the new
-    ids.
+    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return the new ids.
 
     All ranks call this with the same arguments, and every rank gets the result. `chunks` are this
     rank's stages as returned by build_chunks. Each token costs a pass over the whole text: there is
@@ -107,9 +106,7 @@ def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator)
 
 
 class _Stages:
-    """The whole model as seen from one rank: a forward pass goes through the stages of all pipeline
-    ranks.
-    """
+    """The whole model, seen from one rank: a forward pass runs through all pipeline stages."""
 
     def __init__(
         self, config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module]
@@ -147,8 +144,9 @@ class _Stages:
     def _stage(
         self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run one stage on its rank, after it has received the result of the stage before; None on
-        the other ranks.
+        """Run one stage on its rank after it has received the previous stage's result.
+
+        Returns None on the other ranks.
         """
         pipeline, model = self._topology.pipeline, self._config.model
         here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
@@ -173,7 +171,7 @@ class _Stages:
         return out
 
     def _batch(self, texts: Sequence[Sequence[int]]) -> MicroBatch:
-        """Put texts side by side, padded at their ends, where no real token looks."""
+        """Put texts side by side, padded at the end, where no real token attends to the padding."""
         length = -(-max(len(text) for text in texts) // self._multiple) * self._multiple
         rows = [list(text) + [0] * (length - len(text)) for text in texts]
         tokens = torch.tensor(rows, dtype=torch.long, device=self._topology.device)

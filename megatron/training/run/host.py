@@ -1,5 +1,4 @@
-"""This process on its node: cores, malloc, the device's peak and memory, and the fused kernels that
-it found.
+"""This process on its node: cores, malloc, device peak and memory, fused kernels.
 
 glibc's malloc is told to keep the memory that a training step frees. By default it returns large
 blocks to the system as soon as they are free, and the next tensor of that size gets new pages, each
@@ -36,7 +35,7 @@ from megatron.parallel.topology import Topology
 # The parameters of mallopt(3) as malloc.h numbers them.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
-# tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave holes.
+# tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave gaps.
 # GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB by glibc's own rules, at 3,069 with
 # blocks up to 32 MiB kept, and at 3,105 with those up to 1 GiB. glibc before 2.35 accepts no size
 # above half of its HEAP_MAX_SIZE, which is the second one here.
@@ -45,7 +44,7 @@ KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
 # peak of its blocks of this size, which it needs again in the next step; this does not add up over
 # steps or processes of a node.
 _NEVER_TRIM = -1
-# while a model is set up, blocks from this size on are mapped one by one
+# While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
 _DEFAULT_TOP_PAD = 128 << 10  # malloc.c, DEFAULT_TOP_PAD
 # with "1", torch asks for huge pages for tensors of 2 MiB and more
@@ -63,19 +62,18 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held so far: of the device's allocator, or on a CPU
-    of the process.
-    """
+    """Return the most memory held so far: by the device's allocator, or on a CPU by the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # ru_maxrss begins with the pages of the process that started this one: only for want of VmHWM
+    # ru_maxrss starts with the pages of the parent process: used only where VmHWM is missing
     found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory that the device's allocator has reserved, in use or not; None on a
-    CPU.
+    """Return the most memory that the device's allocator has reserved, in use or not.
+
+    None on a CPU.
     """
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
@@ -97,8 +95,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
             "device"
         )
     mine = os.sched_getaffinity(0)
-    # Whatever this process does with them: others may have another environment, and this is a
-    # collective call.
+    # On every rank, used or not: others may have another environment, and the call is collective.
     masks = (
         masks_on_this_node(mine)
         if dist.is_initialized() and dist.get_world_size() > 1
@@ -108,7 +105,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if os.environ.get("OMP_NUM_THREADS") and not by_torchrun:
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
-    # A process bound to cores of its own uses all of them, those with the same cores share them.
+    # A process bound to separate cores uses all of them; processes with the same cores share them.
     threads = max(1, len(mine) // masks.count(mine))
     torch.set_num_threads(threads)
     return (
@@ -128,11 +125,11 @@ def masks_on_this_node(mine: set[int]) -> list[set[int]]:
 
 
 def tune_allocator() -> str:
-    """Set malloc up for training on a CPU; return a line for the log with what was done, or why
-    nothing was.
+    """Set malloc up for training on a CPU; return a line for the log.
 
-    The settings apply to blocks allocated afterwards; repeated calls are harmless. Huge pages need
-    a process that has not created a tensor yet: torch reads the variable once.
+    The line says what was changed, or why nothing was. The settings apply to blocks allocated
+    afterwards; repeated calls are harmless. Huge pages need a process that has not created a tensor
+    yet: torch reads the variable once.
     """
     libc, reason = _malloc()
     if reason:
@@ -148,13 +145,13 @@ def tune_allocator() -> str:
 
 @contextlib.contextmanager
 def mapped_blocks() -> Iterator[None]:
-    """Map blocks of a MiB and more individually inside the context: at set-up, after
-    tune_allocator().
+    """Map blocks of 1 MiB and more individually inside the context.
 
-    Weights and flat buffers stay to the end of the run, with short-lived copies between them. In a
-    heap that keeps its blocks those would leave holes that fit a step's activations badly. A
-    mapping returns to the system when it is free. At the end malloc is as tune_allocator has set
-    it, and free pages are returned. Does nothing where malloc is not to be changed.
+    For set-up, after tune_allocator(). Weights and flat buffers stay until the end of the run, with
+    short-lived copies between them. In a heap that keeps its blocks, those would leave gaps that a
+    step's activations fit badly. A mapping returns to the system when it is freed. At the end
+    malloc is as tune_allocator has set it, and free pages are returned. Does nothing where malloc
+    is not to be changed.
     """
     libc, reason = _malloc()
     if reason:
@@ -194,8 +191,7 @@ def _set_first(libc: Any, parameter: int, values: tuple[int, ...]) -> int | None
 
 
 def check_kernels(config: Config, topology: Topology) -> None:
-    """Raise ConfigError, on every rank, unless all ranks have the same fused kernels and choose the
-    same operators.
+    """Raise ConfigError on every rank unless all ranks have the same fused kernels and operators.
 
     Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
     without kernels, so one rank without the library would let the copies drift apart unnoticed.

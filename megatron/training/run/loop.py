@@ -32,10 +32,10 @@ from megatron.training.safety.bad_steps import (
 
 
 def train(run: Run) -> Stop | None:
-    """Train to the last iteration or to a reason to stop, which is returned; measure, report and
-    save on the way.
+    """Train to the last iteration or to a reason to stop, which is returned.
 
-    Raises CheckpointError at the end when the last checkpoint could not be written.
+    Measures, reports and saves on the way. Raises CheckpointError at the end when the last
+    checkpoint could not be written.
     """
     progress, stop = run.progress, None
     if run.watchdog is not None:
@@ -129,7 +129,7 @@ def call_back(run: Run, event: str, *figures: Any) -> None:
 
 
 def done_before(run: Run, before: bool) -> None:
-    """Set whether what comes next was done before: a first time may take longer."""
+    """Set whether the following work was done before: the first time may take longer."""
     if run.watchdog is not None:
         run.watchdog.patient = not before
 
@@ -144,7 +144,7 @@ def count_data(run: Run) -> None:
 
 
 def account_data(run: Run) -> None:
-    """Report what was taken of each source, if anything since the last report."""
+    """Report what was taken of each source since the last report, if anything."""
     progress = run.progress
     if run.ledger is not None and run.accounted_iteration != progress.iteration:
         run.reporter.say(run.ledger.line())
@@ -158,8 +158,10 @@ def account_data(run: Run) -> None:
 
 
 def between_steps(run: Run) -> Stop | None:
-    """Do what was agreed on during the last step: complete a save in the background, save, or stop.
-    Then start the next agreement."""
+    """Do what was agreed on during the last step, then start the next agreement.
+
+    That is to complete a save in the background, to save, or to stop.
+    """
     iteration, agreed = run.progress.iteration, run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
@@ -174,8 +176,9 @@ def between_steps(run: Run) -> Stop | None:
 
 
 def copies_are_due(run: Run) -> bool:
-    """Return whether to compare copies of weights after this step: the first one not skipped, or at
-    the flag's interval.
+    """Return whether to compare copies of weights after this step.
+
+    Due after the first step that was not skipped, and at the flag's interval.
     """
     if not run.copies_checked:
         finish_step(run)
@@ -185,8 +188,11 @@ def copies_are_due(run: Run) -> bool:
 
 
 def check_copies(run: Run) -> None:
-    """Compare the copies of weights on several ranks. Where they differ, raises TrainingError or
-    ConfigError on every rank, after a save under way is complete."""
+    """Compare the copies of weights on several ranks.
+
+    Where they differ, raises TrainingError or ConfigError on every rank, after a save under way is
+    complete.
+    """
     finish_step(run)
     with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
         run.engine.check_copies(f"after iteration {run.progress.iteration}")
@@ -205,8 +211,7 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 
 
 def train_step(run: Run) -> Spike | None:
-    """Train on one global batch: forward and backward through the pipeline, then the optimizer;
-    return its loss spike.
+    """Train on one global batch, forward, backward and optimizer; return its loss spike.
 
     The host does not wait for the step: `finish_step` reads its figures when they are needed, at
     the latest before the optimizer's next step, whose learning rate depends on whether this one was
@@ -252,8 +257,10 @@ def train_step(run: Run) -> Spike | None:
 
 
 def finish_step(run: Run) -> StepRecord | None:
-    """Count the last step, skipped or not, add it to the interval, and return it; None where that
-    was done already. All ranks call this; waits for the device."""
+    """Count the last step, skipped or not, add it to the interval, and return it.
+
+    None if that was done already. All ranks call this; waits for the device.
+    """
     under_way, run.under_way = run.under_way, None
     if under_way is None:
         return None
@@ -291,8 +298,11 @@ def report(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measure the validation loss inside the loop. The evaluation before the first step and the
-    next one use the same samples, so that a run needs as many samples as in Megatron."""
+    """Measure the validation loss inside the loop.
+
+    The evaluation before the first step and the next one use the same samples, so a run needs as
+    many samples as in Megatron.
+    """
     if run.datasets.valid is None or not run.config.training.eval_iters:
         return
     finish_step(run)
@@ -302,8 +312,9 @@ def validate(run: Run) -> None:
 
 
 def final_evaluations(run: Run) -> None:
-    """Measure validation and test loss at the end of the run, unless a signal asks to end:
-    everything is saved then.
+    """Measure validation and test loss at the end of the run.
+
+    Skipped if a signal asks to end: everything is saved by then.
     """
     if not run.config.training.eval_iters:
         return
@@ -323,13 +334,11 @@ def final_evaluations(run: Run) -> None:
 
 
 def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
-    """Measure and report the loss on the next eval_iters global batches of a data set, 'valid' or
-    'test'.
-    """
+    """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'."""
     progress, start = run.progress, time.perf_counter()
     position = progress.consumed_valid_samples if name == "valid" else 0
     if position + run.eval_samples > len(dataset):
-        position = 0  # a run longer than the data set was made for starts it again
+        position = 0  # a run longer than the data set was made for starts from its beginning
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
@@ -383,14 +392,13 @@ def mean_loss(
     per_token: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel
-    rank.
+    """Return the mean loss over `iterations` x `micro_batches` micro-batches of each data rank.
 
     `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list
     elsewhere. Micro-batches have equal weight; with `per_token` each is weighted by its unmasked
-    tokens, so that the result is the mean over tokens. `interrupted` is called before each
-    iteration but the first, on all ranks; once it returns True the result is None. A collective
-    call of the world; every rank gets the result.
+    tokens, so that the result is the mean over tokens. `interrupted` is called on all ranks before
+    each iteration except the first; once it returns True the result is None. A collective call of
+    the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
     for iteration in range(iterations):
@@ -410,8 +418,9 @@ def mean_loss(
 
 
 def signalled(run: Run) -> bool:
-    """Return whether a signal had asked to end at the previous call, between two iterations of an
-    evaluation.
+    """Return whether a signal had asked to end at the previous call.
+
+    Called between two iterations of an evaluation.
     """
     answer = run.stop.signalled(run.agreement.read())
     run.agreement.post()
@@ -419,8 +428,10 @@ def signalled(run: Run) -> bool:
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save the current state, unless there is no --save folder or it is saved already. The `last`
-    save of a run is complete when this returns; others may continue in the background."""
+    """Save the current state, unless there is no --save folder or it is saved already.
+
+    The `last` save of a run is complete when this returns; others may continue in the background.
+    """
     if run.saves is None:
         return
     finish_step(run)

@@ -63,14 +63,17 @@ class Signals:
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error whose writes never fail: what cannot be written is lost,
-    with one note on the other of the two."""
+    """Standard output or standard error whose writes never fail.
+
+    What cannot be written is lost, with one note on the other of the two streams.
+    """
 
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write what can be written; return the length of `data` in any case, so that no buffer
-        keeps the rest.
+        """Write what can be written; return the length of `data` in any case.
+
+        Otherwise a buffer would keep the rest.
         """
         reason = "it would have to wait"
         try:
@@ -90,13 +93,15 @@ class _Output(io.FileIO):
 
 
 def guard_output() -> None:
-    """Replace standard output and standard error by streams whose writes never fail. Call this
-    before any file is opened: a closed one gets its descriptor back, so that no file of the run
-    receives what is printed."""
+    """Replace standard output and standard error by streams whose writes never fail.
+
+    Call this before any file is opened. A closed stream gets its descriptor back, so that no file
+    of the run receives what is printed.
+    """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # opened such that a write fails, as it did
+        except OSError:  # read-only: a write fails, as it did when closed
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     for number, name in ((1, "stdout"), (2, "stderr")):
         output = _Output(number, "w", closefd=False)
@@ -153,10 +158,10 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Wrap the `main` of a tool: its arguments default to those of this process, and errors of the
-    user or of the system end in a message and exit code 2.
+    """Wrap the `main` of a tool: its arguments default to those of this process.
 
-    Characters that the output's encoding lacks, for example in a file name, are shown as escapes.
+    Errors of the user or of the system end in a message and exit code 2. Characters that the
+    output's encoding lacks, for example in a file name, are shown as escapes.
     """
 
     @functools.wraps(main)
@@ -184,7 +189,10 @@ def _reader_left() -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once without destructors: after a failure they would wait for peers that
-    are gone, and threads of communication libraries do not survive the end of the interpreter."""
+    """End the process immediately, without destructors.
+
+    After a failure they would wait for peers that are gone, and threads of communication libraries
+    do not survive the end of the interpreter.
+    """
     flush_output()
     os._exit(code)

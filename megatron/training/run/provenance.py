@@ -1,10 +1,9 @@
-"""Provenance of a run: the record beside its checkpoints, and the comparison of all ranks'
-settings, code and files.
+"""Provenance of a run: the record beside its checkpoints, and a comparison of all ranks.
 
-Each rank announces digests of settings, versions, code, tokenizer and data files when the ranks
-meet, before torch connects anything, and rank 0 compares them. A difference ends the run on every
-rank: with another seed, learning rate or index file on one of them, the ranks would silently train
-something else.
+Compared are settings, code and files. Each rank announces digests of settings, versions, code,
+tokenizer and data files when the ranks meet, before torch connects anything, and rank 0 compares
+them. A difference ends the run on every rank: with another seed, learning rate or index file on one
+of them, the ranks would silently train something else.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ MAY_DIFFER = {
     "trace_dir",
     "kill_switch_file",
 }
-"""Names of the settings that may differ between ranks. Those without an effect may differ, too."""
+"""Names of settings that may differ between ranks. Those without an effect may differ as well."""
 
 # Bytes read at each end of a file: for the record of a run, and by every node for the comparison.
 # Offsets add up, so that a longer document anywhere shows at the end of an .idx file.
@@ -92,10 +91,9 @@ _INDEX_END, _COMPARED_END, _FILE_END = 16 << 20, 64 << 10, 16 << 20
 
 
 class Provenance:
-    """The provenance of a checkpoint, which rank 0 writes beside it as JSON; empty on the other
-    ranks.
+    """The provenance of a checkpoint, written beside it as JSON by rank 0; empty on other ranks.
 
-    A thread finds out what takes time (hashes of index files, git) while training begins; where it
+    A thread collects what takes time (hashes of index files, git) while training begins; where it
     failed, the record has the reason instead. `places` are node and device of every rank, see
     Rendezvous.
     """
@@ -175,11 +173,10 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision(folder: Path) -> dict[str, Any]:
-    """Return {"revision", "dirty"} of the work tree that holds `folder`; without one "revision" is
-    None, with "reason".
+    """Return {"revision", "dirty"} of the work tree that holds `folder`.
 
-    For a copy without .git the variable MEGATRON_REVISION supplies it, as "<revision>" or
-    "<revision> dirty".
+    Without a work tree "revision" is None and "reason" says why. For a copy without .git the
+    variable MEGATRON_REVISION supplies it, as "<revision>" or "<revision> dirty".
     """
 
     def git(*arguments: str) -> str:
@@ -207,8 +204,11 @@ def git_revision(folder: Path) -> dict[str, Any]:
 
 
 def data_identity(prefix: str) -> dict[str, Any]:
-    """Return what distinguishes a pair of data files from another of the same name: sizes in bytes,
-    and a digest of the .idx file, which holds the length of every document."""
+    """Return what distinguishes a pair of data files from another pair of the same name.
+
+    These are sizes in bytes, and a digest of the .idx file, which holds the length of every
+    document.
+    """
     try:
         index_size, found = ends_digest(Path(prefix + ".idx"), _INDEX_END)
         size = os.path.getsize(prefix + ".bin")
@@ -233,8 +233,9 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ends_digest(path: Path, end: int) -> tuple[int, str]:
-    """Return the size of a file, and the digest of its first and last `end` bytes, of all where it
-    is not longer than both. Raises OSError.
+    """Return the size of a file, and the digest of its first and last `end` bytes.
+
+    A file no longer than both together is digested as a whole. Raises OSError.
     """
     size = path.stat().st_size
     with open(path, "rb") as f:
@@ -256,8 +257,7 @@ def _now() -> str:
 
 
 def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
-    """Return the settings of this process and, in the first process of each node, digests of its
-    files.
+    """Return the settings of this process and, in each node's first process, digests of its files.
 
     `placement` describes how ranks are placed on devices (Placing.agreed).
     """
@@ -274,12 +274,11 @@ def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
 
 
 def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]:
-    """Yield name, and size with digest, of source, tokenizer and data files; of long ones only the
-    ends are read.
+    """Yield the name, and the size with digest, of source, tokenizer and data files.
 
-    For code the content counts, because copies of one clone have different times. One process of a
-    node reads it: a two hundredth of what its processes have just imported from the same file
-    system.
+    Of long files only the ends are read. For code the content is compared, because copies of one
+    clone have different times. One process per node reads it: a two-hundredth of what its processes
+    have just imported from the same file system.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     own = {*config.pieces.files(), *([main] if main else [])}
@@ -302,8 +301,9 @@ def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]
 
 
 def _file(path: Path, end: int) -> str:
-    """Return size and digest of a file, of its first and last `end` bytes if it is longer; or why
-    it cannot be read.
+    """Return size and digest of a file, or why it cannot be read.
+
+    If the file is long, the digest covers its first and last `end` bytes.
     """
     try:
         if not path.is_file():

@@ -1,11 +1,10 @@
-"""Schedules of a run, as functions of its progress: batch size, length, learning rate, weight decay.
-Pure arithmetic, no torch.
+"""Schedules of batch size, length, learning rate and weight decay as functions of progress.
 
-The schedules of learning rate and weight decay take what was consumed before a step (iterations,
-samples, tokens) and return the value for that step. With warm-up the very first step therefore has
-learning rate 0, as in Megatron. The unit is that of the decay: tokens before samples before
-iterations. A warm-up given in another unit is converted with the full global batch and the sequence
-length.
+Pure arithmetic, no torch. The schedules of learning rate and weight decay take what was consumed
+before a step (iterations, samples, tokens) and return the value for that step. With warm-up the
+very first step therefore has learning rate 0, as in Megatron. The unit is that of the decay: tokens
+before samples before iterations. A warm-up given in another unit is converted with the full global
+batch and the sequence length.
 
 With n what was consumed, w the warm-up and d the decay length (warm-up included), all in one unit:
 
@@ -79,8 +78,10 @@ class BatchSchedule:
         )
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
-        """Yield each batch size after `consumed_samples` with its number of steps; the last size
-        has no end."""
+        """Yield each batch size after `consumed_samples` with its number of steps.
+
+        The last size has no end.
+        """
         end = self.global_batch_size_at_end
         start, increment, samples = self.rampup or (end, 1, 0)
         shares = max(1, (end - start) // increment)
@@ -105,8 +106,10 @@ class BatchSchedule:
         return consumed_samples
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
-        """Return the steps from `consumed_samples` until `samples` are consumed; with `whole`
-        without a last step that would exceed `samples`, otherwise with it."""
+        """Return the steps from `consumed_samples` until `samples` are consumed.
+
+        With `whole`, a last step that would exceed `samples` is not counted, otherwise it is.
+        """
         iterations = 0
         for size, steps in self._stretches(consumed_samples):
             left = max(0, samples - consumed_samples)
@@ -194,9 +197,12 @@ def total_iterations(
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
-    """Return the training, validation and test samples of the whole run, counted as in Megatron, so
-    that both can use the same index files. The evaluation before the first step needs none of its
-    own. Raises ConfigError for more than an index can list."""
+    """Return the training, validation and test samples of the whole run.
+
+    They are counted as in Megatron, so that both can use the same index files. The evaluation
+    before the first step needs no additional samples. Raises ConfigError for more than an index can
+    list.
+    """
     training, end = config.training, total_iterations(config, batches)
     train = config.batch.train_samples or batches.samples_after(end)
     evaluation = training.eval_iters * batches.global_batch_size_at_end
@@ -259,8 +265,9 @@ class _Clock:
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first of PREFIX_tokens, PREFIX_samples and PREFIX_iters that is given, in this or
-    another order, with its unit.
+    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, with its unit.
+
+    They are tried in this order unless another one is given.
     """
     for suffix in order:
         amount = getattr(section, f"{prefix}_{suffix}", None)
@@ -270,8 +277,9 @@ def _length(
 
 
 def _run_length(config: Config) -> tuple[float, str] | None:
-    """Return the length of the run. Samples and iterations take precedence over the token limit,
-    which only shortens it.
+    """Return the length of the run.
+
+    Samples and iterations take precedence over the token limit, which only shortens it.
     """
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 

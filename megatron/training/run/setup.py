@@ -98,8 +98,7 @@ def run_training(
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
-        # Only rank 0 prints the places; thousands of ranks reading the list would cost the store
-        # much.
+        # Only rank 0 prints the places: the list read by thousands of ranks would burden the store.
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
             host = [
@@ -141,8 +140,11 @@ def run_training(
 
 
 def requeue_lost(run: Run) -> None:
-    """Requeue the job after another rank is lost, where --requeue is given. One rank calls this. A
-    job that has not saved anything is not requeued: it would come back for ever."""
+    """Requeue the job after another rank is lost, if --requeue is given.
+
+    One rank calls this. A job that has not saved anything is not requeued: it would be requeued
+    forever.
+    """
     if not run.config.training.requeue:
         return
     say = partial(print, file=sys.stderr, flush=True)
@@ -156,8 +158,9 @@ def requeue_lost(run: Run) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` is how a rank sees the failure of another one: a broken connection or
-    a collective's timeout.
+    """Return whether `error` is how a rank sees the failure of another one.
+
+    That is a broken connection or the timeout of a collective.
     """
     if isinstance(error, LaunchError | dist.DistError):
         return True
@@ -205,7 +208,7 @@ def connect_groups(
         order=rank_order,
     )
     with topology.flight.phase("groups"):
-        # Before torch gives up, which knows less, or RCCL, which does not give up.
+        # Before torch gives up, whose message says less, or RCCL, which does not give up.
         rendezvous.unless_failed(
             partial(use_groups, topology, parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
@@ -248,7 +251,7 @@ def assemble(
     build_in_turn = first_builds(config, topology, build, reporter.say)
     datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
-    # On a CPU the buffers that stay are kept out of the heap of the steps.
+    # On a CPU, permanent buffers are kept out of the heap that the steps use.
     tuned = device.type == "cpu" and config.training.allocator_tuning
     with mapped_blocks() if tuned else contextlib.nullcontext():
         chunks = build_chunks(config, topology)
@@ -287,7 +290,7 @@ def assemble(
     saves = build_saves(config, topology, engine, reporter, agreement, places, loaded_here)
     wall_time = build_wall_time(config, topology, reporter, saves, started)
     if device.type == "cuda":
-        # What set-up and loading have freed is in blocks of sizes that no step asks for.
+        # Set-up and loading have freed blocks of sizes that no step allocates.
         torch.cuda.empty_cache()
     run = Run(
         config=config,
@@ -327,8 +330,8 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
     if not config.training.hang_timeout:
         return None
     folder = config.metrics_path.parent if config.metrics_path is not None else None
-    # The first use of anything may take nearly as long as torch waits: naming the rank that is late
-    # is better.
+    # The first use of anything may take nearly as long as torch waits; a report that names the late
+    # rank is better than torch's timeout.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
     return Watchdog(rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
@@ -371,8 +374,7 @@ def build_wall_time(
     saves: Saves | None,
     started: float | None,
 ) -> WallTime | None:
-    """Return the end of the job by --walltime or, where there is something to save, by Slurm; None
-    without either.
+    """Return the end of the job by --walltime or, if the run saves, by Slurm; None without either.
 
     Rank 0 watches the clock for all ranks.
     """
@@ -435,8 +437,9 @@ def extended(
     progress: Progress,
     end: int,
 ) -> Datasets:
-    """Return `datasets`, or longer ones where a run resumed with another batch size takes more
-    samples than planned.
+    """Return `datasets`, or longer ones where a resumed run takes more samples than planned.
+
+    That happens when it is resumed with another batch size.
     """
     needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
     if config.training.skip_train or needed <= planned[0]:

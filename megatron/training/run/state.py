@@ -41,8 +41,7 @@ from megatron.training.safety.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that may still be running on the device: what is needed to count it when its figures
-    arrive.
+    """A step that may still be running on the device, with what is needed to count it later.
 
     step                            what is known of it without its figures
     micro_batches, losses, weights  of this rank, to find out why it was skipped
@@ -59,7 +58,7 @@ class Skips:
     """Skipped steps in a row.
 
     first, scale  the first of them that can be repeated exactly, and its loss scale: no weight
-                  moves while steps are skipped, but the scale does
+                  changes while steps are skipped, but the scale does
     """
 
     consecutive: int = 0

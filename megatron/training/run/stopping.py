@@ -1,5 +1,6 @@
-"""End of a run before its last iteration: agreement of the ranks, the time left of the job, and
-requeueing.
+"""End of a run before its last iteration.
+
+The agreement of the ranks, the time left of the job, and requeueing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.parallel.environment import ask_slurm, job_name, whole
 from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
 
-_ASK_EVERY_S = 60.0  # a job may be extended or cut short
+_ASK_EVERY_S = 60.0  # a job's time may be extended or reduced
 _ANSWER_S = 30.0  # a busy controller takes long to answer
 _RECENT_STEPS = 100  # the next step is expected to take as long as the longest of these
 # a save may take this much longer than the longest so far: a parallel file system is shared
@@ -38,14 +39,14 @@ _GUESSED_BYTES_PER_S = 100e6
 
 
 class Agreement:
-    """Reduces numbers to their maximum over all ranks: a signal that one rank received, a decision
-    of rank 0.
+    """Reduces numbers to their maximum over all ranks.
 
-    Each user adds its numbers once, in the same order on every rank. They are reduced from host
-    memory, independently of the device, and no step waits for them: `post` starts the reduction
-    after one step, `read` returns the result after the next, the same on every rank. `own` is
-    called when the reduction starts, so its value must still be valid one step later. Nothing is
-    communicated while all numbers are off. A single rank gets its own numbers at once.
+    A number may be a signal that one rank received, or a decision of rank 0. Each user adds its
+    numbers once, in the same order on every rank. They are reduced from host memory, independently
+    of the device, and no step waits for them: `post` starts the reduction after one step, `read`
+    returns the result after the next, the same on every rank. `own` is called when the reduction
+    starts, so its value must still be valid one step later. Nothing is communicated while all
+    numbers are off. A single rank gets its own numbers at once.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -54,15 +55,19 @@ class Agreement:
         self._posted: tuple[npt.NDArray[np.int32], list[str], Any] | None = None
 
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
-        """Agree on `name` from now on. `own` returns this rank's number, 0 or more. `on` says
-        whether the number is needed now and must return the same on every rank."""
+        """Agree on `name` from now on.
+
+        `own` returns this rank's number, 0 or more. `on` says whether the number is needed now, and
+        must return the same on every rank.
+        """
         self._own[name] = (own, on)
 
     def add_first(
         self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Do the same as `add`, for a yes (1) or no (0) of rank 0 alone: clocks and files may
-        differ on other ranks.
+        """Agree on a yes (1) or no (0) of rank 0 alone; otherwise as `add`.
+
+        Clocks and files may differ on other ranks.
         """
         first = self._topology.world.is_first
         self.add(name, lambda: int(first and decide()), on)
@@ -78,8 +83,9 @@ class Agreement:
             self._posted = numbers, list(own), work
 
     def read(self) -> Mapping[str, int]:
-        """Return the maximum over all ranks of each number that was on in `post`. All ranks call
-        this.
+        """Return the maximum over all ranks of each number that was on in `post`.
+
+        All ranks call this.
         """
         if self._topology.world.size == 1:
             return self._current()
@@ -90,9 +96,7 @@ class Agreement:
         return dict(zip(names, numbers.tolist(), strict=True))
 
     def now(self) -> Mapping[str, int]:
-        """Return the maxima of this moment and discard those under way. All ranks call this and
-        wait.
-        """
+        """Return the current maxima and discard those under way. All ranks call this and wait."""
         self.read()
         self.post()
         return self.read()
@@ -103,8 +107,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends early. `requeue` is set when the job ends although the user wants the run to
-    continue.
+    """Why a run ends early.
+
+    `requeue` is set when the job ends although the user wants the run to continue.
     """
 
     reason: str
@@ -112,8 +117,9 @@ class Stop:
 
 
 class StopRules:
-    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, --kill-switch-file and
-    --walltime.
+    """The rules of --exit-interval, --exit-duration-in-mins and other flags that end a run.
+
+    The others are --exit-signal-handler, --kill-switch-file and --walltime.
 
     Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several
     ranks they take effect one step later (Agreement). Rules that are off cost no communication.
@@ -142,24 +148,23 @@ class StopRules:
             agreement.add_first("wall time", wall_time.is_ending)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop after `iteration`, given what the ranks agreed on; None to
-        continue.
-        """
+        """Return why to stop after `iteration`, given what was agreed on; None to continue."""
         stop = self._stop(iteration, agreed)
         if stop is None and self._interval and iteration % self._interval == 0:
             return Stop(f"exiting program at iteration {iteration}")
         return stop
 
     def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Do the same as `check`, before the first step: without --exit-interval, which counts
-        finished steps. A job too short for a single step is not requeued, because the next one
-        would end the same way."""
+        """Return why to stop before the first step, otherwise as `check`.
+
+        --exit-interval is not considered, because it counts finished steps. A job too short for a
+        single step is not requeued, because the next one would end the same way.
+        """
         stop = self._stop(iteration, agreed)
         if stop is None or self.signalled(agreed) or not stop.requeue:
             return stop
         return Stop(
-            f"{stop.reason}: not enough for one step, so that another job like it would not help "
-            "either"
+            f"{stop.reason}: not enough for one step, so another job like it would not help either"
         )
 
     def _stop(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
@@ -186,8 +191,9 @@ class StopRules:
 
 
 class SlurmEnd:
-    """The end of this Slurm job according to squeue, queried in a thread so that no step waits for
-    Slurm's controller.
+    """The end of this Slurm job according to squeue.
+
+    A thread queries it, so that no step waits for Slurm's controller.
 
     The last answer counts down between queries and when one fails. A failure is reported once.
     Without any answer SLURM_JOB_END_TIME is used where this Slurm sets it; otherwise the end is
@@ -269,7 +275,7 @@ class SlurmEnd:
 
 
 class WallTime:
-    """Decides whether the time left is enough for another step and what follows it.
+    """Decides whether the time left is enough for another step and the saves that follow.
 
     left_s             returns the seconds until the job ends; None where that is unknown or never
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
@@ -301,9 +307,11 @@ class WallTime:
         self._evaluations, self._saves_ahead = 0, 1
 
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
-        """Note that a step took `seconds`. The next `steps_ahead` include `evaluations`;
-        `saves_ahead` is the number of saves needed before the run can end: the last one, and those
-        that are due or under way."""
+        """Note that a step took `seconds`.
+
+        The next `steps_ahead` include `evaluations`. `saves_ahead` is the number of saves needed
+        before the run can end: the last one, and those that are due or under way.
+        """
         self._steps_s.append(seconds)
         self._evaluations, self._saves_ahead = evaluations, saves_ahead
 
@@ -312,9 +320,7 @@ class WallTime:
         self._evaluation_s = max(seconds, self._evaluation_s)
 
     def after_save(self, seconds: float) -> None:
-        """Note the time of a save from beginning to end, also of one in the background; the longest
-        counts.
-        """
+        """Note the full time of a save, also of one in the background; the longest counts."""
         self._save_s = max(seconds, self._save_s)
 
     @property
@@ -324,8 +330,9 @@ class WallTime:
 
     @property
     def needed_s(self) -> float:
-        """Return the time needed at the beginning of a step: the steps ahead, their evaluations,
-        saves and a margin.
+        """Return the time needed at the beginning of a step.
+
+        It covers the steps ahead, their evaluations, the saves and a margin.
         """
         evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
         steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
@@ -346,12 +353,11 @@ class WallTime:
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
-    """Requeue the Slurm job of this process; return whether Slurm accepted. Failures are reported
-    through `say`.
+    """Requeue the Slurm job of this process; return whether Slurm accepted.
 
-    One rank calls this as its last action: Slurm ends the processes of the job at once. A job that
-    somebody cancelled is no longer running and stays cancelled; one that reached its time limit is
-    requeued.
+    Failures are reported through `say`. One rank calls this as its last action: Slurm ends the
+    processes of the job immediately. A job that was cancelled is no longer running and stays
+    cancelled; one that reached its time limit is requeued.
     """
     job = job_name(environ)
     if not job:

@@ -1,8 +1,8 @@
-"""Bad steps: loss spikes and the rollback to a checkpoint, skipped steps and the search for the
-first non-finite value.
+"""Bad steps: rollback after a loss spike, and the search for the first non-finite value.
 
-The search runs the same micro-batches again and checks the inputs and outputs of every module, and
-the gradients. No weight moves, and the gradients are cleared. It takes one slow step.
+A run that skips too many steps in a row searches for the cause. The search runs the same
+micro-batches again and checks the inputs and outputs of every module, and the gradients. No weight
+changes, and the gradients are cleared. It takes one slow step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST = 5
 """How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
 a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
 _NOTHING = (
-    "none on any rank: when the step was run again every value was finite. A value that does not "
-    "repeat points to faulty memory, a faulty device or a race: check the health of the nodes"
+    "none on any rank: when the step was run again, every value was finite. A value that does not "
+    "recur points to faulty memory, a faulty device or a race: check the health of the nodes"
 )
 
 
@@ -71,8 +71,9 @@ class Spike:
 
 
 def loss_over_ranks(run: Run, loss: torch.Tensor | None) -> float:
-    """Return the loss of a step from each rank's part of it. All ranks call this; waits for the
-    device.
+    """Return the loss of a step from each rank's part of it.
+
+    All ranks call this; waits for the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
     if loss is not None:
@@ -81,8 +82,10 @@ def loss_over_ranks(run: Run, loss: torch.Tensor | None) -> float:
 
 
 def find_spike(run: Run, step: StepRecord, loss: float) -> Spike | None:
-    """Return the spike if `loss`, that of the step over all ranks, is not finite, or exceeds
-    --loss-spike-factor times the median of the last --loss-spike-window steps.
+    """Return the spike of a step whose `loss` over all ranks is not finite or too high; else None.
+
+    Too high is more than --loss-spike-factor times the median of the last --loss-spike-window
+    steps.
 
     The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
     not interrupted.
@@ -94,22 +97,21 @@ def find_spike(run: Run, step: StepRecord, loss: float) -> Spike | None:
     if not math.isfinite(loss) or (median is not None and loss > factor * median):
         start = step.consumed_samples - step.global_batch_size
         return Spike(step.iteration, loss, median, start, step.consumed_samples)
-    if not step.skipped:  # a skipped step moved no weight; its loss comes again
+    if not step.skipped:  # a skipped step moved no weight: its loss would count twice
         losses.append(loss)
         del losses[:-window]
     return None
 
 
 def roll_back(run: Run, spike: Spike) -> bool:
-    """Restore `run` from its newest good checkpoint before the spike, without the samples of the
-    step.
+    """Restore `run` from its newest good checkpoint before the spike, without that step's samples.
 
     Weights, optimizer, counters, ledger and stream are as if a run had been resumed from that
     checkpoint with the samples in `Progress.left_out`, which later checkpoints contain. Where there
     is no such checkpoint, returns False and changes nothing but the log. All ranks call this
     between two steps, after they agreed on `spike`.
 
-    Raises TrainingError when the run went back to the same checkpoint MOST times already,
+    Raises TrainingError when the run has already gone back to the same checkpoint MOST times,
     CheckpointError when none can be loaded.
     """
     reporter, saves = run.reporter, run.saves
@@ -174,13 +176,15 @@ def roll_back(run: Run, spike: Spike) -> bool:
 
 
 def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
-    """Resume from `progress`, the counters of the loaded checkpoint, without the samples of the
-    spike; return the first and last position that are left out."""
+    """Resume from `progress` of the loaded checkpoint, without the samples of the spike.
+
+    Returns the first and last position that are left out.
+    """
     before, kind = run.progress.left_out, run.config.data.dataloader_type
     ranges = merged(before)
     first, last = around(np.array([spike.start, spike.stop - 1], np.int64), ranges).tolist()
     left_out = merged([*ranges, (first, last + 1)])
-    # in place, because others hold it
+    # in place, because other objects refer to it
     vars(run.progress).update(vars(progress), left_out=[list(pair) for pair in left_out])
     dataset, consumed = run.datasets.train, progress.consumed_samples
     assert dataset is not None, "a run that trains has training data"
@@ -277,13 +281,12 @@ def diagnose(
     loss_scale: float,
     loss_weights: Sequence[Any] | None = None,
 ) -> str:
-    """Return a sentence on the first non-finite value of a step over these micro-batches, and its
-    rank.
+    """Return a sentence on the first non-finite value of a step over these micro-batches.
 
-    All ranks call this while no step is under way, and get the same sentence. The order is: weights
-    before activations, activations before gradients; activations by micro-batch, stage and module;
-    gradients from the last stage and parameter to the first, as backward passes go. Weights are
-    those of the step when it was skipped.
+    It names the value's rank. All ranks call this while no step is under way, and get the same
+    sentence. The order is: weights before activations, activations before gradients; activations by
+    micro-batch, stage and module; gradients from the last stage and parameter to the first, as in
+    backward passes. Weights are those of the step when it was skipped.
     """
     run.engine.wait_for_weights()
     tracer = _Tracer(micro_batches, run.config.batch.micro_batch_size)
@@ -312,9 +315,7 @@ def diagnose(
 
 
 def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of a chunk, without module lists; layers are numbered over the whole
-    model.
-    """
+    """Yield the modules of a chunk without module lists, layers numbered over the whole model."""
     for name, child in chunk.named_children():
         if isinstance(child, torch.nn.ModuleList):
             for number, layer in enumerate(child):

@@ -1,14 +1,13 @@
-"""Detection of hangs: a report on which rank waits in which call for which others, then the end of
-the job.
+"""Detection of hangs: a report on which rank waits in which call for which others.
 
 A thread of each rank checks the rank's flight record. When nothing was written there for the time
 limit, the first rank to notice asks all others for their state, over the store of the rendezvous.
-Each answers with its record and its Python stacks, and the first living rank of a node answers for
+Each answers with its record and its Python stacks. The first living rank of a node answers for
 those of its node that cannot: stopped, dead, or with a blocked interpreter. From the answers
-`judge` distinguishes a hang from a slow rank. After a hang the report is
-printed once, every other rank prints one line, torch's flight recorders are written, processes that
-cannot end themselves are killed, and all end with exit code 75. Where the store does not answer,
-each node reports for itself. An error that NCCL or RCCL reports is investigated at once.
+`judge` distinguishes a hang from a slow rank. After a hang the report is printed once, every other
+rank prints one line, torch's flight recorders are written, processes that cannot end themselves are
+killed, and all end with exit code 75. Where the store does not answer, each node reports for
+itself. An error that NCCL or RCCL reports is investigated immediately.
 
 Nothing here needs the main thread, which may be in a C call that never returns.
 """
@@ -55,7 +54,7 @@ _DUMP_SIGNAL = signal.SIGURG
 
 @dataclass(eq=False)
 class Watchdog:
-    """The thread that finds out whether this rank, and with it the job, hangs.
+    """A thread that detects whether this rank, and with it the job, hangs.
 
     timeout_s  seconds without progress; greater than 0
     folder     of hang_report.txt; None: the report is only printed
@@ -201,9 +200,7 @@ class Watchdog:
             self._leave(number)
 
     def _answer(self, number: int) -> None:
-        """Answer an inquiry for this rank and for neighbours that cannot; then follow the
-        verdict.
-        """
+        """Answer an inquiry for this rank and for others that cannot; then follow the verdict."""
         store, own = self.rendezvous.store, self.topology.rank
         self.rendezvous.judged.clear()
         self._record_state(number)
@@ -224,8 +221,9 @@ class Watchdog:
                 self._leave(number)
 
     def _record_state(self, number: int) -> None:
-        """Write the state of this rank into its record, with a note if the device does not answer
-        its host.
+        """Write the state of this rank into its record.
+
+        Adds a note if the device does not answer its host.
         """
         meter, note = self._recorder.meter, ""
         if meter is not None:
@@ -237,8 +235,9 @@ class Watchdog:
         self._recorder.answer(number, python_stacks(limit) + note)
 
     def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
-        """Return the records of this node, once all that can have answered, and whether this rank
-        is the first.
+        """Return the records of this node, and whether this rank is the first.
+
+        Waits until every rank that can answer has done so.
         """
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
@@ -258,8 +257,9 @@ class Watchdog:
         sys.audit("megatron.training.cleared")
 
     def _report_alone(self) -> None:
-        """Judge by the records of this node, without the store; its first rank without progress
-        reports for all.
+        """Judge by the records of this node, without the store.
+
+        The node's first rank without progress reports for all.
         """
         self._record_state(_ALONE)
         states, speaks = self._neighbours(_ALONE)
@@ -301,8 +301,10 @@ class Watchdog:
             bounded(append, _ANSWER_S)
 
     def _leave(self, number: int | None) -> None:
-        """End this process, and those of this node that cannot; the one with the store stays until
-        the others have read the verdict."""
+        """End this process, and those of this node that cannot end themselves.
+
+        The process with the store stays until the others have read the verdict.
+        """
 
         def signal_silent(what: int) -> None:
             for state in self.rendezvous.flight_file.states():
@@ -355,8 +357,9 @@ class Watchdog:
 
 
 def nccl_error(topology: Topology) -> str:
-    """Return which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and where
-    torch cannot tell.
+    """Return which of this rank's groups NCCL or RCCL has given up, and why.
+
+    "" for none, and where torch cannot tell.
 
     torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
     Local.
@@ -374,17 +377,19 @@ def nccl_error(topology: Topology) -> str:
 
 # -- who waits for whom ----------------------------------------------------------------------------
 #
-# A rank in a collective waits for the members of its group that have not posted as many collectives
-# of that kind as the one it is in; a rank that waits for a message, for its neighbour. A rank that
-# others wait for and that waits for none holds up the rest: it is stopped, dead, stuck, or still at
-# work. Without such a rank, ranks wait for each other in a circle, or are in different calls under
-# one number: one of them has left out a collective.
+# A rank in a collective waits for the members of its group that have posted fewer collectives of
+# that kind than the one it is in; a rank that waits for a message waits for its neighbour. A rank
+# that others wait for and that waits for none holds up the rest: it is stopped, dead, stuck, or
+# still busy. Without such a rank, ranks wait for each other in a circle, or are in different
+# calls with the same number: one of them has left out a collective.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The job hangs: the `conclusion`, one line, names the ranks that hold up the rest, the
-    `culprits`; `awaited` has, for each rank in a call, the ranks that it waits for.
+    """A verdict that the job hangs.
+
+    `conclusion`, one line, names the `culprits`: the ranks that hold up the rest. `awaited` has,
+    for each rank in a call, the ranks that it waits for.
     """
 
     conclusion: str
@@ -393,8 +398,10 @@ class Verdict:
 
 
 def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, list[int]]:
-    """Return, for each rank in a call, the ranks that it waits for. `seen` has the states by rank,
-    without those of silent ranks."""
+    """Return, for each rank in a call, the ranks that it waits for.
+
+    `seen` has the states by rank, without those of silent ranks.
+    """
     unused, late = FlightRecorder(), dict[tuple[str, int, int], list[int]]()
 
     def awaited(rank: int, call: Call) -> list[int]:
@@ -419,8 +426,10 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
 ) -> Verdict | None:
-    """Return who holds up the job; None if some rank made progress within the time limit. `places`
-    are node and device of every rank, for those that are not in `seen`."""
+    """Return who holds up the job; None if some rank made progress within the time limit.
+
+    `places` are node and device of every rank, for those that are not in `seen`.
+    """
     awaited = awaited_ranks(seen, layout)
     roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
     dead = {r for r, of in seen.items() if of.process in (DEAD, GONE)}
@@ -497,17 +506,18 @@ def _without_root(seen: Mapping[int, FlightState], awaited: Mapping[int, Sequenc
             calls.setdefault(str(seen[rank].call), []).append(rank)
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return Verdict(
-        f"no rank is late, and no call ends: {said}: where calls of one group have one number and "
-        "differ, a rank has left out a collective or made one more; otherwise look at network and "
-        "devices",
+        f"no rank is late, and no call ends: {said}: where calls of a group differ but have the "
+        "same number, a rank has left out a collective or made an extra one; otherwise look at "
+        "network and devices",
         [rank for ranks in calls.values() for rank in ranks],
         awaited,
     )
 
 
 def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks of which each waits for the next and the last for the first; empty where there
-    are none.
+    """Return ranks of which each waits for the next and the last for the first.
+
+    Empty where there are none.
     """
     for start in sorted(awaited):
         path: list[int] = []
@@ -525,8 +535,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
-    """Return the report: the conclusion, a line for each rank, and the stacks, each once with its
-    ranks.
+    """Return the report: the conclusion, a line for each rank, and the stacks.
+
+    Each stack is printed once, with its ranks.
     """
     lines, culprits = [f"the job hangs: {verdict.conclusion}"], set(verdict.culprits)
     shown = sorted(sorted(seen, key=lambda rank: (rank not in culprits, rank))[:_SHOWN])
@@ -540,7 +551,7 @@ def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) ->
         )
         stacks.setdefault(of.stack, []).append(rank)
     if len(seen) > _SHOWN:
-        lines.append(f"  and {len(seen) - _SHOWN} ranks more")
+        lines.append(f"  and {len(seen) - _SHOWN} more ranks")
     if unheard := [rank for rank in range(layout.world_size) if rank not in seen]:
         lines.append(f"  no answer from {_ranks(unheard)}")
     for stack, ranks in list(stacks.items())[: _SHOWN // 2]:
